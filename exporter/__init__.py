@@ -1,0 +1,1 @@
+"""gumiho-export: reads checkpoints, traces ``graphs``, packs weights, writes bundles."""

@@ -1,0 +1,257 @@
+"""Any checkpoint layout on disk -> named tensors, read lazily, a slice at a time.
+
+Names come out in one spelling whatever the layout: a target's without their leading ``model.``, a drafter's as the official
+repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``mlp.0.0.linear.weight``).
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from graphs.layer import LlamaShape
+from runtime.errors import GumihoError
+
+# The released drafters and the targets they were trained for (reference: the official repository's model table).
+TARGETS = {
+    "Gumiho-vicuna-7b": "lmsys/vicuna-7b-v1.3",
+    "Gumiho-vicuna-13b": "lmsys/vicuna-13b-v1.3",
+    "Gumiho-llama2-7b": "meta-llama/Llama-2-7b-chat-hf",
+    "Gumiho-llama2-13b": "meta-llama/Llama-2-13b-chat-hf",
+    "Gumiho-llama2-70b": "meta-llama/Llama-2-70b-chat-hf",
+    "Gumiho-llama3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "Gumiho-llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
+}
+
+_WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
+
+
+def target_of(drafter: str) -> str:
+    """The target a released drafter belongs to, by the last part of its id or folder name."""
+    try:
+        return TARGETS[drafter.rstrip("/").rsplit("/", 1)[-1]]
+    except KeyError:
+        raise GumihoError(f"'{drafter}' is not one of the released drafters, so name its target with --target") from None
+
+
+def locate(source: str) -> Path:
+    """A local folder as it is; anything else is taken for a hub id and fetched into the hub's own cache."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    def fetch(patterns: list[str]) -> Path:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+
+    try:
+        folder = fetch(["*.json", "tokenizer*", "*.jinja"])
+        safe = any(folder.glob("*.safetensors.index.json"))
+        from huggingface_hub import HfApi
+
+        safe = safe or any(f.endswith(".safetensors") for f in HfApi().list_repo_files(source))
+        return fetch(["*.safetensors"] if safe else ["*.bin"])
+    except GatedRepoError:
+        raise GumihoError(f"the hub asks to accept the licence of '{source}' first, then log in with `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise GumihoError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
+    except LocalEntryNotFoundError:
+        raise GumihoError(
+            f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise GumihoError(f"fetching '{source}' from the hub failed ({error}): try again, or name a local folder") from None
+
+
+def _target_name(name: str) -> str | None:
+    return None if "rotary_emb" in name else name.removeprefix("model.")
+
+
+def _drafter_name(name: str) -> str | None:
+    while name.startswith("model."):
+        name = name.removeprefix("model.")
+    name = re.sub(r"^mlp\.mlp\.", "mlp.", name)
+    # The target's own lm_head is used: a copy of it, or a list of the tokens a trimmed one keeps, changes no output.
+    return None if "rotary_emb" in name or name in ("lm_head.weight", "token_map") else name
+
+
+class Checkpoint:
+    """A folder of tensors. ``config`` is its config.json; tensors are read when asked for, never all at once."""
+
+    def __init__(self, source: str, kind: str) -> None:
+        """source: folder or hub id; kind: "target" or "drafter", which decides how names are normalized."""
+        self.source, self.kind = source, kind
+        self.folder = locate(source)
+        self.config = self._json("config.json")
+        rename = _target_name if kind == "target" else _drafter_name
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, tuple[Path, str]] = {}
+        for file in self._weight_files():
+            for stored in self._open(file)[0]:
+                name = rename(stored)
+                if name is None:
+                    continue
+                if name in self._where:
+                    raise GumihoError(
+                        f"{self.kind} '{source}' holds '{name}' twice, in {self._where[name][0].name} and {file.name}"
+                    )
+                self._where[name] = file, stored
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise GumihoError(f"{self.kind} '{self.source}' has no {name}: name a folder in the Hugging Face layout") from None
+        except (OSError, ValueError) as error:
+            raise GumihoError(f"{path} cannot be read as JSON ({error}): download it again") from None
+        if not isinstance(content, dict):
+            raise GumihoError(f"{path} holds no JSON object: download it again")
+        return content
+
+    def _weight_files(self) -> list[Path]:
+        for name in _WEIGHT_FILES:
+            if not (self.folder / name).is_file():
+                continue
+            if not name.endswith(".index.json"):
+                return [self.folder / name]
+            shards = sorted(set(self._json(name).get("weight_map", {}).values()))
+            for shard in shards:
+                if not (self.folder / shard).is_file():
+                    raise GumihoError(
+                        f"{self.kind} '{self.source}' lacks the shard {shard} that its index names: download it again"
+                    )
+            return [self.folder / shard for shard in shards]
+        loose = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
+        if not loose:
+            raise GumihoError(f"{self.kind} '{self.source}' holds no weights: expected one of {', '.join(_WEIGHT_FILES[2:])}")
+        return loose
+
+    def _open(self, file: Path) -> tuple[Iterable[str], Callable[[str], Any]]:
+        """Names in a file, and a function that gives a lazily sliceable tensor for one of them."""
+        if str(file) not in self._files:
+            try:
+                if file.suffix == ".safetensors":
+                    handle = safe_open(file, framework="pt")
+                    self._files[str(file)] = list(handle.keys()), handle.get_slice
+                else:
+                    state = self._load_pickle(file)
+                    self._files[str(file)] = list(state), state.__getitem__
+            except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise GumihoError(f"{file} is truncated or damaged ({reason}): download it again") from None
+        return self._files[str(file)]
+
+    @staticmethod
+    def _load_pickle(file: Path) -> dict[str, Tensor]:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            # The pre-1.6 container cannot be mapped; it is read whole.
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def _slice(self, name: str) -> Any:
+        try:
+            file, stored = self._where[name]
+        except KeyError:
+            raise GumihoError(f"{self.kind} '{self.source}' lacks the tensor '{name}'") from None
+        return self._open(file)[1](stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._slice(name)
+        return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, in its stored dtype (fp16, bf16 or fp32)."""
+        try:
+            rows: Tensor = self._slice(name)[start:stop]
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise GumihoError(
+                f"{self._where[name][0]} is truncated or damaged at '{name}' ({error}): download it again"
+            ) from None
+        if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise GumihoError(
+                f"{self.kind} '{self.source}': tensor '{name}' is {rows.dtype}, expected float16, bfloat16 or float32"
+            )
+        return rows
+
+    def require(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Every expected tensor is there with its shape, and no other tensor is."""
+        for name, shape in expected.items():
+            if name not in self:
+                raise GumihoError(f"{self.kind} '{self.source}' lacks the tensor '{name}', expected with shape {list(shape)}")
+            if self.shape(name) != shape:
+                found = list(self.shape(name))
+                raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' has shape {found}, expected {list(shape)}")
+        surplus = sorted(self.names() - set(expected))
+        if surplus:
+            raise GumihoError(
+                f"{self.kind} '{self.source}' holds the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no Llama "
+                f"{self.kind} of its configuration has: it is another architecture, or its config.json does not belong to it"
+            )
+
+
+def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The configuration in transformers' own reading, which knows the old and the new spellings of the rotary embedding."""
+    raw = checkpoint.config
+    raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
+    where = f"{checkpoint.kind} '{checkpoint.source}'"
+    if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
+        raise GumihoError(f"{where} has model_type '{raw['model_type']}', and Gumiho drafts for model_type 'llama' only")
+    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
+        if not isinstance(raw.get(key), int):
+            raise GumihoError(f"{where}: config.json has no whole number '{key}'")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise GumihoError(f"{where} has hidden_act '{raw['hidden_act']}', expected 'silu'")
+    known = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type", "dtype", "torch_dtype")})
+    kind = known.rope_parameters["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        raise GumihoError(f"{where} has rotary scaling '{kind}', expected plain, linear or llama3")
+    if known.num_attention_heads % known.num_key_value_heads:
+        raise GumihoError(
+            f"{where}: {known.num_attention_heads} attention heads cannot share {known.num_key_value_heads} key-value heads"
+        )
+    return known
+
+
+def llama_shape(config: LlamaConfig) -> LlamaShape:
+    return LlamaShape(
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        attention_bias=bool(config.attention_bias),
+        mlp_bias=bool(config.mlp_bias),
+    )
+
+
+def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [positions, head dim / 2], from transformers' own inverse frequencies."""
+    rotary = LlamaRotaryEmbedding(config)
+    inverse: Tensor = rotary.inv_freq.float()
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse[None, :]
+    return angle.cos() * rotary.attention_scaling, angle.sin() * rotary.attention_scaling

@@ -1,0 +1,156 @@
+"""``gumiho-export``: a Gumiho checkpoint and its target -> a bundle."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.errors import GumihoError
+
+if TYPE_CHECKING:
+    from graphs.tree import TreeConfig
+
+    from .bundle import Plan
+    from .pair import Pair
+
+_DEFAULT_CAPACITY = 2048
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gumiho-export", description=__doc__)
+    parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
+    parser.add_argument("--target", help="its target: a folder or a hub id (known for the released drafters)")
+    parser.add_argument("--out", type=Path, help="folder to write (the drafter's name and the backend)")
+    parser.add_argument("--backend", choices=("cpu",), default="cpu", help="what to export and compile for (cpu)")
+    parser.add_argument(
+        "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
+    )
+    tree = parser.add_argument_group("draft tree")
+    tree.add_argument(
+        "--policy", choices=("dynamic", "chain"), default="dynamic", help="a tree, or one chain as vLLM drafts it"
+    )
+    tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
+    tree.add_argument("--rows", type=int, metavar="R", help="rows the target verifies at once, root included (16)")
+    tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
+    tree.add_argument("--heads", type=int, metavar="N", help="levels drafted by the heads (all of the checkpoint's)")
+    tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
+    tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35)")
+    tree.add_argument(
+        "--beam", type=int, metavar="N", help="serial nodes carried on; the draft's cost grows with it (by R; 14 at 64)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument(
+        "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
+    )
+    return parser
+
+
+def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
+    """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
+    from graphs.tree import TreeConfig, default_beam
+
+    rows = 16 if args.rows is None else args.rows
+    serial = 2 if args.serial_steps is None else args.serial_steps
+    heads = (pair.heads if serial > 1 else 0) if args.heads is None else args.heads
+    reference, chain = args.compat == "reference", args.policy == "chain"
+    for option, value, least in (
+        ("--rows", rows, 2), ("--serial-steps", serial, 1), ("--heads", heads, 0),
+        ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise GumihoError(f"{option} is {value}: give {least} or more")
+    if heads > pair.heads:
+        raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
+    if heads and serial < 2:
+        raise GumihoError(
+            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
+        )
+    if chain and (args.top_k or args.head_top_k or args.beam):
+        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
+    top_k = 1 if chain else args.top_k or 14
+    beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows))
+    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or 35, beam, reference).fitted(
+        pair.target_shape.vocabulary
+    )
+
+
+def plan(args: argparse.Namespace) -> "Plan":
+    from .bundle import Plan
+    from .checkpoint import Checkpoint, target_of
+    from .pair import Pair
+
+    pair = Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+    limit = pair.target_config.max_position_embeddings
+    capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
+    if not 4 <= capacity <= limit:
+        raise GumihoError(
+            f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
+        )
+    return Plan(pair, tree_config(args, pair), capacity)
+
+
+def describe(plan: "Plan", out: Path) -> str:
+    from .bundle import free_space
+
+    tree, sizes = plan.tree, plan.sizes()
+    shared = plan.shared()
+    lines = [
+        f"bundle    {out}",
+        f"target    {plan.pair.target.source}: {plan.pair.target_shape}",
+        f"drafter   {plan.pair.drafter.source}: {plan.pair.draft_shape.layers} serial layers, {plan.pair.heads} heads",
+        f"tree      {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
+        + (", the reference's quirks" if tree.reference else ""),
+        f"capacity  {plan.capacity} positions",
+        *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
+        f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
+        f"disk      {sum(sizes.values()) / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
+        f"memory    {plan.memory() / 1e9:.2f} GB at the peak, mapped weights included",
+    ]
+    return "\n".join(lines)
+
+
+def export(args: argparse.Namespace) -> None:
+    from runtime.bundle import Bundle
+    from runtime.engines import compile_engines
+
+    from . import bundle
+
+    out = args.out or Path(f"{Path(args.ckpt).name}-{args.backend}")
+    wanted = plan(args)
+    if args.dry_run:
+        print(describe(wanted, out))
+    bundle.require_space(wanted, out)
+    if args.dry_run:
+        return
+    with bundle.staged(out, args.overwrite) as folder:
+        manifest = bundle.write(wanted, folder)
+        engines, errors = compile_engines(Bundle(folder), args.backend)
+        if args.validate:
+            from .validate import validate
+
+            errors |= validate(wanted, folder, args.backend)
+    size = sum(size for size, _ in manifest.files.values())
+    print(f"{out}: {size / 1e6:.1f} MB, engines/{engines.name}")
+    print("largest errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    print(f'try: python -m runtime.generate {out} --prompt "..."')
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        export(args)
+    except GumihoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"error: exporting needs the package '{error.name}': pip install 'gumiho-export[export]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A target and its drafter: do they fit, and which checkpoint tensors make up which graph parameter."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from graphs.drafter import Drafter
+from graphs.layer import LlamaShape
+from graphs.ops import Standard
+from graphs.target import Target
+from graphs.tree import TreeConfig
+from runtime.errors import GumihoError
+
+from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
+from .weights import Source
+
+_SLICE_ELEMENTS = 16 << 20
+
+
+class Pair:
+    """A target and a drafter that belong together; ``GumihoError`` says how they do not."""
+
+    def __init__(self, target: Checkpoint, drafter: Checkpoint) -> None:
+        self.target, self.drafter = target, drafter
+        self.target_config, self.draft_config = llama_config(target), llama_config(drafter)
+        self.target_shape: LlamaShape = llama_shape(self.target_config)
+        names = drafter.names()
+        layers = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
+        blocks = {(int(m[1]), int(m[2])) for name in names if (m := re.match(r"mlp\.(\d+)\.(\d+)\.", name))}
+        self.heads = 1 + max((h for h, _ in blocks), default=-1)
+        self.blocks = max((b for _, b in blocks), default=0)
+        self.fc_bias = "fc.bias" in drafter  # the official JSONs say false where the tensor is there
+        self.draft_shape: LlamaShape = replace(
+            llama_shape(self.draft_config), layers=len(layers), vocabulary=self.target_shape.vocabulary
+        )
+        self._check()
+
+    def _check(self) -> None:
+        target, drafter = self.target_shape, self.draft_config
+        for what, found, expected in (
+            ("hidden_size", drafter.hidden_size, target.hidden),
+            ("vocab_size", drafter.vocab_size, target.vocabulary),
+        ):
+            if found != expected:
+                raise GumihoError(
+                    f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': "
+                    f"its {what} is {found}, expected {expected}"
+                )
+        if not self.draft_shape.layers:
+            raise GumihoError(f"drafter '{self.drafter.source}' lacks the tensor 'layers.0.self_attn.q_proj.weight'")
+        self.target.require(self._expected_target())
+        self.drafter.require(self._expected_drafter())
+        theirs, ours = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
+        if theirs is not None and ours is not None and theirs != ours:
+            token = next((t for t in theirs if ours.get(t) != theirs[t]), None) or next(t for t in ours if t not in theirs)
+            raise GumihoError(
+                f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': its tokenizer gives "
+                f"{token!r} the id {theirs.get(token)}, expected {ours.get(token)}"
+            )
+
+    @staticmethod
+    def _vocabulary(folder: Path) -> dict[str, int] | None:
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            return Tokenizer.from_file(str(file)).get_vocab()
+        except Exception as error:  # the library raises bare exceptions
+            raise GumihoError(f"{file} is damaged ({error}): download it again") from None
+
+    def _expected_target(self) -> dict[str, tuple[int, ...]]:
+        with torch.device("meta"):
+            module = Target(self.target_shape, capacity=1, positions=1)
+        expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
+        # A tied checkpoint has no lm_head of its own, or a copy of the embedding under its name.
+        if self.target_config.tie_word_embeddings and "lm_head.weight" not in self.target:
+            del expected["lm_head.weight"]
+        return expected
+
+    def _expected_drafter(self) -> dict[str, tuple[int, ...]]:
+        with torch.device("meta"):
+            module = Drafter(self.draft_shape, 1, 1, None, self.fc_bias)
+        h = self.draft_shape.hidden
+        expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
+        if "embed_tokens.weight" not in self.drafter:
+            del expected["embed_tokens.weight"]
+        for head in range(self.heads):
+            for block in range(self.blocks + 1):
+                expected[f"mlp.{head}.{block}.linear.weight"] = (h, h if block else 2 * h)
+                expected[f"mlp.{head}.{block}.linear.bias"] = (h,)
+        return expected
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the target, or None where its folder has none. Needs tokenizer.json or tokenizer.model."""
+        folder = self.target.folder
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(folder, use_fast=True)
+        except Exception as error:  # a missing converter, a damaged file: the library raises whatever comes up
+            reason = str(error).strip().splitlines()[0]
+            raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+
+    def modules(
+        self, tree: TreeConfig, capacity: int, draft_capacity: int, positions: int, ops: type[Standard] = Standard
+    ) -> dict[str, Target | Drafter]:
+        """The graphs of a bundle, without weights (on the meta device)."""
+        with torch.device("meta"):
+            grown, cut = (
+                Drafter(self.draft_shape, draft_capacity, positions, t, self.fc_bias, self.blocks, ops) for t in (tree, None)
+            )
+            return {
+                "target": Target(self.target_shape, capacity, positions, ops).eval(),
+                "draft": grown.eval(),
+                "extend": cut.eval(),
+            }
+
+    def target_sources(self, positions: int) -> dict[str, Source]:
+        """The target's parameters, in the order they are packed."""
+        sources = {name: self._tensor(self.target, name) for name in self._expected_target()}
+        if self.target_config.tie_word_embeddings:
+            sources["lm_head.weight"] = sources["embed_tokens.weight"]
+        return sources | self._rotary(self.target_config, positions)
+
+    def draft_sources(self, heads: int, positions: int) -> dict[str, Source]:
+        """The drafter's parameters; what it shares with the target is read from there."""
+        names = [name for name in self._expected_drafter() if not name.startswith("mlp.")]
+        sources = {name: self._tensor(self.drafter, name) for name in names}
+        target = self.target_sources(positions)
+        sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
+        sources["lm_head.weight"] = target["lm_head.weight"]
+        h = self.draft_shape.hidden
+        if heads:
+            for block in range(self.blocks + 1):
+                weights = [f"mlp.{head}.{block}.linear.weight" for head in range(heads)]
+                biases = [f"mlp.{head}.{block}.linear.bias" for head in range(heads)]
+                stacked = Source((heads, 1, h), partial(self._stack, biases, transposed=False))
+                if block:
+                    sources[f"heads.weight.{block - 1}"] = Source((heads, h, h), partial(self._stack, weights, transposed=True))
+                    sources[f"heads.bias.{block - 1}"] = stacked
+                else:
+                    sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
+                    sources["heads.first.bias"] = replace(stacked, shape=(heads * h,))
+        return sources | self._rotary(self.draft_config, positions)
+
+    @staticmethod
+    def _tensor(checkpoint: Checkpoint, name: str) -> Source:
+        shape = checkpoint.shape(name)
+        rows = max(1, _SLICE_ELEMENTS // max(1, int(torch.Size(shape[1:]).numel())))
+
+        def slices() -> Iterator[Tensor]:
+            for start in range(0, shape[0], rows):
+                yield checkpoint.read(name, start, start + rows)
+
+        return Source(shape, slices)
+
+    def _stack(self, names: list[str], transposed: bool) -> Iterator[Tensor]:
+        for name in names:
+            tensor = self.drafter.read(name)
+            yield tensor.T if transposed else tensor
+
+    @staticmethod
+    def _rotary(config: Any, positions: int) -> dict[str, Source]:
+        cos, sin = rotary_tables(config, positions)
+        return {
+            "rotary.cos": Source(tuple(cos.shape), lambda: iter((cos,)), exact=True),
+            "rotary.sin": Source(tuple(sin.shape), lambda: iter((sin,)), exact=True),
+        }

@@ -1,0 +1,121 @@
+"""A graph on the meta device -> ONNX, its parameters pointing into the weight files."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphs.drafter import Drafter
+from graphs.target import Target
+
+from .weights import Location
+
+Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
+_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
+
+
+def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Key and value of every layer in turn, [1, kv heads, S, d]."""
+    return [torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype) for _ in range(2 * layers)]
+
+
+def _names(prefix: str, layers: int) -> list[str]:
+    return [f"{prefix}_{part}.{i}" for i in range(layers) for part in ("key", "value")]
+
+
+def signature(module: Target | Drafter, dtype: torch.dtype) -> tuple[list[Input], list[str]]:
+    """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to."""
+    attention = module.layers[0].self_attn
+    hidden, layers = module.embed_tokens.embedding_dim, len(module.layers)
+    past = caches(layers, attention.kv_heads, module.capacity, attention.head_dim, dtype)
+    cached: list[Input] = [(n, t, {}) for n, t in zip(_names("past", layers), past, strict=True)]
+    length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
+
+    def ids(name: str, axis: str) -> Input:
+        return name, torch.zeros(5 if axis == "rows" else 3, dtype=torch.int64), {0: axis}
+
+    if isinstance(module, Target):
+        mask = ("mask", torch.ones(5, 5, dtype=torch.bool), {0: "rows", 1: "rows"})
+        return [ids("tokens", "rows"), ids("depth", "rows"), mask, length, *cached], [
+            "choice", "logits", "hidden", *_names("present", layers)
+        ]  # fmt: skip
+    rows = ("hidden", torch.zeros(5, hidden, dtype=dtype), {0: "rows"})
+    count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
+    tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
+    return [ids("tokens", "accepted"), rows, ids("path", "accepted"), count, length, *cached], [
+        *tree, *_names("present", layers)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's own progress, and its remarks on packages this project does not use, are not for our users."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
+
+
+def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
+    """Gives symbolic axes the names of the contract; the tracer makes up its own."""
+    names: dict[str, str] = {}
+    for value, (_, _, axes) in zip(model.graph.inputs, inputs, strict=True):
+        names |= {str(value.shape[axis].value): name for axis, name in axes.items()}
+    for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
+        for axis, dim in enumerate(value.shape or ()):
+            if not isinstance(dim, int) and str(dim.value) in names:
+                value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
+
+
+def trace(module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype) -> ir.Model:
+    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read."""
+    inputs, outputs = signature(module, dtype)
+    dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
+    past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
+    dynamic["caches"] = [dynamic.pop(name) for name in past]
+    # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        module.to_empty(device="cpu")
+        examples = [torch.empty_like(example) for _, example, _ in inputs]
+        program = torch.onnx.export(
+            module,
+            (*examples[: -len(past)], examples[-len(past) :]),
+            dynamo=True,
+            opset_version=module.ops.opset,
+            optimize=False,
+            input_names=[name for name, _, _ in inputs],
+            output_names=outputs,
+            dynamic_shapes=dynamic,
+        )
+    assert program is not None
+    model = program.model
+    _name_axes(model, inputs)
+    for name, value in list(model.graph.initializers.items()):
+        if name in locations:
+            place = locations[name]
+            value.const_value = ir.ExternalTensor(
+                place.file,
+                place.offset,
+                place.length,
+                _DTYPES[place.dtype],
+                shape=ir.Shape(place.shape),
+                name=name,
+                base_dir=bundle,
+            )
+        elif not value.uses():
+            del model.graph.initializers[name]
+    model.graph.name = module.__class__.__name__.lower()
+    model.producer_name = "gumiho-export"
+    return model

@@ -1,0 +1,84 @@
+"""``--validate``: the bundle's engines against eager PyTorch reading the checkpoints themselves.
+
+The target is compared with transformers' own Llama, the drafter with the traced module fed from the checkpoint's tensors, so
+that an error in packing, tracing or compiling shows. Both are held in memory whole, in fp32.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from graphs.drafter import Drafter
+from runtime.bundle import Bundle
+from runtime.engines import backend, find_engines
+from runtime.model import Model
+
+from .bundle import Plan
+from .trace import signature
+
+_POSITIONS = 256
+
+
+@torch.inference_mode()
+def validate(plan: Plan, folder: Path, backend_name: str) -> dict[str, float]:
+    """Runs random tokens through a finished bundle in chunks of uneven size.
+
+    Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
+    where the target's choice differs, and the largest error of the tree's scores (in nats).
+    """
+    bundle = Bundle(folder)
+    engines = backend(backend_name).open_engines(bundle, find_engines(bundle, backend_name), 0)
+    count = min(_POSITIONS, plan.capacity)
+    ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
+    llama = LlamaForCausalLM.from_pretrained(plan.pair.target.folder, dtype=torch.float32).eval()
+    hidden = llama.model(ids[None]).last_hidden_state[0]
+    logits = llama.lm_head(hidden)
+
+    found_logits, found_hidden, found_choice = [], [], []
+    with Model(bundle, engines) as model:
+        decoder = model.decoder
+        start = 0
+        while start < count:
+            n = min(1 + start % 37, decoder.manifest.chunk, count - start)
+            decoder.feed(ids[start : start + n].tolist())
+            found_logits.append(decoder.logits[:n].copy())
+            found_hidden.append(decoder.hidden[:n].copy())
+            found_choice.append(decoder.choice[:n].copy())
+            start += n
+        decoder.prefill(ids.tolist(), speculate=True)
+        decoder.draft[0]()
+        found_scores = decoder.tree["tree_score"].copy()
+        pending = int(decoder.after[0])
+
+    expected_scores = _tree_scores(plan, ids, pending, hidden)
+    return {
+        "target logits": _relative(np.concatenate(found_logits), logits),
+        "target hidden": _relative(np.concatenate(found_hidden), hidden),
+        "choices that differ": float((np.concatenate(found_choice) != logits.argmax(-1).numpy()).mean()),
+        "draft scores": float(np.abs(found_scores - expected_scores.numpy()).max()),
+    }
+
+
+def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
+    """The tree behind ``ids``, its drafter reading the target's hidden rows from transformers."""
+    module = plan.pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions)["draft"]
+    assert isinstance(module, Drafter)
+    heads = max(0, plan.tree.depth - plan.tree.serial_steps)
+    sources = plan.pair.draft_sources(heads, plan.positions)
+    state = {
+        name: torch.cat([s.float().reshape(-1) for s in source.slices()]).reshape(source.shape)
+        for name, source in sources.items()
+    }
+    module.load_state_dict(state, assign=True)
+    caches = [
+        example for name, example, _ in signature(module, torch.float32)[0] if name.startswith(("past_key", "past_value"))
+    ]
+    tokens, path = torch.cat((ids[1:], torch.tensor([pending]))), torch.arange(len(ids))
+    return module(tokens, hidden, path, torch.tensor([len(ids)]), torch.tensor([0]), caches)[4]
+
+
+def _relative(found: np.ndarray, expected: Tensor) -> float:
+    return float(np.abs(found - expected.numpy()).max() / expected.abs().max())

@@ -1,0 +1,109 @@
+"""The Gumiho drafter (arXiv 2503.10135): serial Llama layers, then parallel MLP heads whose blocks are fused."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layer import Layer, LlamaShape, Rotary
+from .ops import Standard
+from .tree import TreeConfig, grow
+
+
+class Heads(nn.Module):
+    """All heads at once: one GEMM for their first block, a batched one for each block after it.
+
+    first: [n * H, 2H], the heads' first weights stacked; blocks: [n, H, H] each, stored input-major.
+    """
+
+    def __init__(self, heads: int, hidden: int, blocks: int) -> None:
+        super().__init__()
+        self.count = heads
+        self.first = nn.Linear(2 * hidden, heads * hidden)
+        self.weight = nn.ParameterList([torch.empty(heads, hidden, hidden) for _ in range(blocks)])
+        self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """pairs: [P, 2H] -> [heads, P, H]."""
+        x = F.silu(self.first(pairs)).reshape(pairs.shape[0], self.count, -1).transpose(0, 1)
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            x = x + F.silu(x @ weight + bias)
+        return x
+
+
+class Drafter(nn.Module):
+    """The drafter of a pair; without a tree it is cut off before it, and only extends its caches.
+
+    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first.
+    """
+
+    def __init__(
+        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
+        ops: type[Standard] = Standard,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.capacity, self.tree, self.ops = capacity, tree, ops
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.rotary = Rotary(positions, shape.head_dim, ops)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=fc_bias)
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
+        if tree:
+            self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+            used = tree.depth - tree.serial_steps
+            if used > 0:
+                self.heads = Heads(used, shape.hidden, blocks)
+
+    def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""
+        return self.fc(torch.cat((F.embedding(tokens, self.embed_tokens.weight), hidden), dim=-1))
+
+    def log_probs(self, y: Tensor) -> Tensor:
+        return self.lm_head(y).float().log_softmax(-1)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, path: Tensor, count: Tensor, past_length: Tensor, caches: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Extends the caches with the newly accepted tokens, then grows the tree of the next cycle.
+
+        tokens: int64 [A], the token after each accepted row; hidden: [R, H], the target's output; path: int64 [A], which of
+        its rows were accepted; count: int64 [1], how many of the A are real; past_length: int64 [1]; caches: key and value
+        of every serial layer in turn, [1, kv heads, S, d]. Returns the tree (``tree.grow``) unless cut off, and the caches.
+        """
+        row = torch.arange(tokens.shape[0], device=tokens.device)
+        position = past_length + row
+        column = torch.arange(self.capacity, device=tokens.device)
+        seen = column[None, :] <= position[:, None]
+        x = self.fuse(tokens, hidden.index_select(0, path))
+        present: list[Tensor] = []
+        for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
+            q, k, v = layer.project(x, self.rotary, position)
+            attended, *written = self.ops.attend(q, k, v, key, value, past_length, seen)
+            x = layer.finish(x, attended)
+            present += written
+        if self.tree is None:
+            return tuple(present)
+
+        length = past_length + count
+        beside: list[list[Tensor]] = [[] for _ in present]
+
+        def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
+            """A serial step whose rows stay beside the cache: they are gone when the cycle is."""
+            x = self.fuse(tokens, hidden)
+            position = (length + len(beside[0])).expand(tokens.shape[0])
+            for i, layer in enumerate(self.layers):
+                q, k, v = layer.project(x, self.rotary, position)
+                beside[2 * i].append(k)
+                beside[2 * i + 1].append(v)
+                new = torch.cat(beside[2 * i], dim=2), torch.cat(beside[2 * i + 1], dim=2)
+                cache = present[2 * i], present[2 * i + 1]
+                x = layer.finish(x, self.ops.peek(q, cache, new, column < length, slots))
+            return x
+
+        def heads(first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+            out = self.heads(torch.cat((self.fuse(first, h1), self.fuse(second, h2)), dim=-1))
+            return self.log_probs(out.reshape(-1, out.shape[-1])).reshape(count, first.shape[0], -1)
+
+        last = count - 1
+        pending, y = tokens.index_select(0, last), x.index_select(0, last)
+        return *grow(self.tree, pending, y, self.log_probs, step, heads, self.ops), *present

@@ -1,0 +1,175 @@
+"""Candidates -> the R-row tree, from TopK, Gather and comparisons on static shapes, so that it grows inside the graph.
+
+Node scores are cumulative log-probabilities under the drafter. A level keeps its best nodes; the best
+``beam`` of a serial level are carried on; the tree is the root and the best R - 1 nodes of all levels, best first. Two facts carry the rest:
+
+- A node's score never exceeds its parent's and ties go to the lower index, so a parent always comes before its children
+  and every prefix of the rows is itself the best tree of that size.
+- A chosen node of depth d has d - 1 chosen ancestors, so of each level only the best R - d nodes can be chosen. Keeping
+  exactly those makes the choice exact over all continuations of the nodes carried on, at every R.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .ops import Standard
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The shape of the draft tree (paper, section 3.3; reference code, ``topK_genrate``).
+
+    rows: R, root included. serial_steps: levels drafted by the serial layers. heads: levels drafted by the heads. top_k:
+    tokens tried per serial node. head_top_k: tokens tried per path and head. beam: nodes of a serial level that are carried
+    on, into the next serial step and into the heads; the drafter's cost grows with it. reference: the official code's two
+    departures from the method (siblings of a serial step attend causally to each other; the heads pair level-1 and level-2
+    tokens by rank instead of by parenthood), and its pruning to ``top_k`` nodes a serial and ``head_top_k`` a head level.
+    """
+
+    rows: int
+    serial_steps: int
+    heads: int
+    top_k: int
+    head_top_k: int
+    beam: int
+    reference: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens on the longest path that R rows can hold."""
+        return min(self.serial_steps + self.heads, self.rows - 1)
+
+    def expanded(self, depth: int) -> int:
+        """How many nodes of serial level ``depth`` are carried on: of those that can be chosen together with a child."""
+        return min(self.beam, self.kept(depth), self.rows - 1 - depth)
+
+    def tried(self, depth: int) -> int:
+        """How many tokens each node of the level before tries at level ``depth``."""
+        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self.rows - depth)
+
+    def kept(self, depth: int) -> int:
+        """How many nodes level ``depth`` keeps."""
+        if depth == 1:
+            return self.tried(1)
+        parents = self.expanded(depth - 1) if depth <= self.serial_steps + 1 else self.kept(depth - 1)
+        limit = self.rows - depth
+        if self.reference:
+            limit = min(limit, self.top_k if depth <= self.serial_steps else self.head_top_k)
+        return min(parents * self.tried(depth), limit)
+
+    def fitted(self, vocabulary: int) -> "TreeConfig":
+        """The same tree with no more tokens per node, and no more rows, than there are candidates."""
+        small = replace(self, top_k=min(self.top_k, vocabulary), head_top_k=min(self.head_top_k, vocabulary))
+        candidates = sum(small.kept(d) for d in range(1, small.depth + 1))
+        return replace(small, rows=min(small.rows, 1 + candidates))
+
+
+def default_beam(rows: int) -> int:
+    """The official 14 at 64 rows, and in proportion for smaller trees, whose cost must stay small."""
+    return max(1, round(14 * rows / 64))
+
+
+# (tokens [k], parents' hidden [k, H], which slot sees which bool [k, n]) -> y [k, H]
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and how many heads -> log-probabilities [heads, P, V]
+Heads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass
+class _Nodes:
+    """Every candidate so far, the root first. parent: index among all candidates; depth is known when tracing."""
+
+    token: list[Tensor]
+    score: list[Tensor]
+    parent: list[Tensor]
+    depth: list[int]
+
+    def add(self, token: Tensor, score: Tensor, parent: Tensor, depth: int) -> None:
+        self.token.append(token)
+        self.score.append(score)
+        self.parent.append(parent)
+        self.depth += [depth] * token.shape[0]
+
+
+def grow(
+    tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor], Tensor], step: Step, heads: Heads,
+    ops: type[Standard] = Standard,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Grows the tree below the pending token.
+
+    pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] -> fp32 [n, V].
+    Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32 [R]); parents come before children.
+    """
+    device = pending.device
+    nodes = _Nodes([pending], [torch.zeros(1, device=device)], [torch.zeros(1, dtype=torch.int64, device=device)], [0])
+
+    def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keeps the level's best nodes: scores, tokens, and the rank of each one's parent among the expanded nodes."""
+        score, index = ops.top_k(options.reshape(-1), tree.kept(depth))
+        return score, tokens.reshape(-1).index_select(0, index), torch.div(index, options.shape[1], rounding_mode="trunc")
+
+    # Level 1: the best tokens of the serial step that has just read the newly accepted tokens.
+    score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tried(1)))
+    nodes.add(token, score, torch.zeros_like(token), 1)
+    first, made = 1, hidden.expand(token.shape[0], -1)  # where the level begins among the nodes; what drafted each token
+    previous: tuple[Tensor, Tensor] | None = None
+    slots = torch.zeros(token.shape[0], 0, dtype=torch.bool, device=device)
+
+    for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
+        width, tried = tree.expanded(depth - 1), tree.tried(depth)
+        own = torch.ones(width, width, dtype=torch.bool, device=device)
+        own = own.tril() if tree.reference else own & torch.eye(width, dtype=torch.bool, device=device)
+        before = torch.ones_like(slots[:width]) if tree.reference else slots[:width]
+        slots = torch.cat((before, own), dim=1)
+        y = step(token[:width], made[:width], slots)
+        previous = token, made
+        log_p, tokens = ops.top_k(log_probs(y), tried)
+        score, token, parent = select(score[:width, None] + log_p, tokens, depth)
+        nodes.add(token, score, parent + first, depth)
+        first += previous[0].shape[0]
+        made, slots = y.index_select(0, parent), slots.index_select(0, parent)
+        origin = torch.arange(token.shape[0], device=device) if tree.reference else parent
+
+    if tree.depth > tree.serial_steps:
+        assert previous is not None
+        width, count = tree.expanded(tree.serial_steps), tree.depth - tree.serial_steps
+        pair = origin[:width]
+        log_p, tokens = ops.top_k(
+            heads(previous[0][pair], previous[1][pair], token[:width], made[:width], count),
+            tree.tried(tree.serial_steps + 1),
+        )
+        score, path = score[:width], torch.arange(width, device=device)
+        kept = token.shape[0]
+        for i in range(count):
+            depth = tree.serial_steps + 1 + i
+            tried = tree.tried(depth)
+            options = score[:, None] + log_p[i].index_select(0, path)[:, :tried]
+            score, token, parent = select(options, tokens[i].index_select(0, path)[:, :tried], depth)
+            nodes.add(token, score, parent + first, depth)
+            first, kept = first + kept, token.shape[0]
+            path = path.index_select(0, parent)
+
+    return _rows(tree, nodes, ops)
+
+
+def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Standard]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chooses the best R - 1 candidates and renumbers their parents."""
+    scores = torch.cat(nodes.score)
+    device = scores.device
+    _, best = ops.top_k(scores[1:], tree.rows - 1)
+    chosen = torch.cat((torch.zeros_like(best[:1]), best + 1))
+    row = torch.arange(tree.rows, device=device)
+
+    parent_node = torch.cat(nodes.parent).index_select(0, chosen)
+    parent = (torch.where(parent_node[:, None] == chosen[None, :], row, 0)).amax(1)
+    ancestors = [row]
+    for _ in range(tree.depth):
+        ancestors.append(parent.index_select(0, ancestors[-1]))
+    mask = (torch.stack(ancestors)[:, :, None] == row).any(0)
+
+    token = torch.cat(nodes.token).index_select(0, chosen)
+    depth = torch.tensor(nodes.depth, device=device).index_select(0, chosen)
+    return token, depth, parent, mask, scores.index_select(0, chosen)

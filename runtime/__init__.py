@@ -1,0 +1,14 @@
+"""Lossless Gumiho speculative decoding over compiled engines, without torch.
+
+from runtime import load
+model = load("bundle")
+for piece in model.generate("def main():", max_new_tokens=256):
+    print(piece, end="")
+"""
+
+from .decoder import Cycle
+from .errors import GumihoError
+from .model import Generation, Model, load
+from .stats import Stats
+
+__all__ = ["Cycle", "Generation", "GumihoError", "Model", "Stats", "load"]

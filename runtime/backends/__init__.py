@@ -1,0 +1,1 @@
+"""One module per backend: ``key`` and ``compile`` for its engines, and an ``Engine`` to run them."""

@@ -1,0 +1,185 @@
+"""The cycle: draft -> verify -> commit, over buffers that are allocated and bound once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from .bundle import Manifest
+from .cache import Slab
+from .errors import GumihoError
+from .stats import Stats
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one step emitted. The prefill counts as the first step, with no rows drafted.
+
+    tokens: emitted ids; rows: verified, root included; path: accepted rows; finish_reason: ``stop`` (end of text), ``length``
+    (max_new_tokens), ``context`` (the cache is full), or None while more follows.
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+    path: tuple[int, ...]
+    finish_reason: str | None
+
+
+def walk(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
+    """The path of the target's own choices down the tree. Parents come before children, so one pass finds it."""
+    path = [0]
+    for row in range(1, len(tokens)):
+        if parents[row] == path[-1] and tokens[row] == choices[path[-1]]:
+            path.append(row)
+    return path
+
+
+class Decoder:
+    """Drives the engines of one bundle, one generation at a time."""
+
+    def __init__(self, manifest: Manifest, engines: Mapping[str, Any]) -> None:
+        self.manifest = manifest
+        self.engines = engines
+        self.target, self.drafter = Slab(manifest.graphs["target"]), Slab(manifest.graphs["draft"])
+        rows, widest = manifest.rows, max(manifest.rows, manifest.chunk)
+        self.choice = np.zeros(widest, np.int64)
+        self.logits = np.zeros((widest, manifest.vocabulary), manifest.dtype)
+        self.hidden = np.zeros((widest, manifest.hidden), manifest.dtype)
+        self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
+        self.tree = {
+            "tree_tokens": np.zeros(rows, np.int64),
+            "tree_depth": np.zeros(rows, np.int64),
+            "tree_parent": np.zeros(rows, np.int64),
+            "tree_mask": np.zeros((rows, rows), np.bool_),
+            "tree_score": np.zeros(rows, np.float32),
+        }
+        # Accepted but not yet read by the drafter: rows of ``hidden``, the token after each, and how many there are.
+        self.path, self.after = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
+        self.count = np.zeros(1, np.int64)
+        self.plain = self._causal(1)
+        self.chunk = self._causal(manifest.chunk)
+        self.verify = self._verification(rows)
+        self.draft = [self._draft("draft", n, self.tree) for n in range(1, manifest.depth + 2)]
+
+    def _target(self, tokens: np.ndarray, depth: np.ndarray, mask: np.ndarray) -> Callable[[], None]:
+        n = len(tokens)
+        out = {"choice": self.choice[:n], "logits": self.logits[:n], "hidden": self.hidden[:n]}
+        inputs = {"tokens": tokens, "depth": depth, "mask": mask}
+        return self.engines["target"].bind(inputs | out | self.target.ports)
+
+    def _causal(self, rows: int) -> Callable[[], None]:
+        return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
+
+    def _verification(self, rows: int) -> Callable[[], None]:
+        """The pass over the tree's first rows, which are the best tree of that size."""
+        mask = np.ascontiguousarray(self.tree["tree_mask"][:rows, :rows])
+        return self._target(self.tree["tree_tokens"][:rows], self.tree["tree_depth"][:rows], mask)
+
+    def _draft(self, graph: str, accepted: int, tree: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": self.hidden}
+        return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports})
+
+    def prefill(self, prompt: Sequence[int], speculate: bool) -> int:
+        """Fills the caches in chunks, leaves the last row for the first draft, and returns the target's first choice."""
+        self.target.length[0] = self.drafter.length[0] = 0
+        for start in range(0, len(prompt), self.manifest.chunk):
+            part = prompt[start : start + self.manifest.chunk]
+            n = len(part)
+            self.feed(part)
+            ahead = prompt[start + 1 : start + n + 1]
+            if speculate and ahead:
+                self.path[: len(ahead)], self.after[: len(ahead)] = self.depth[: len(ahead)], ahead
+                self._draft("extend", len(ahead), {})()
+                self.drafter.length[0] += len(ahead)
+        self.path[0], self.after[0], self.count[0] = n - 1, self.choice[n - 1], 1
+        return int(self.choice[n - 1])
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
+        n = len(tokens)
+        self.tokens[:n] = tokens
+        (self.chunk if n == self.manifest.chunk else self._causal(n))()
+        self.target.length[0] += n
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, speculate: bool, stats: Stats) -> Iterator[Cycle]:
+        """Greedy decoding, a step at a time. Raises GumihoError for a prompt that is empty or does not fit.
+
+        The last cache position may be filled, so prompt and new tokens come to at most capacity + 1.
+        """
+        self.check(prompt)
+        room = min(max_new_tokens, self.manifest.capacity + 1 - len(prompt))
+        stats.prompt_tokens = len(prompt)
+        if room < 1:
+            stats.finish_reason = "length"
+            return
+        started = perf_counter_ns()
+        tokens, rows = [self.prefill(prompt, speculate)], 0
+        path: list[int] = []
+        stats.prefill_ns = perf_counter_ns() - started
+        while True:
+            end = next((i + 1 for i, token in enumerate(tokens) if token in self.manifest.eos_token_ids), None)
+            tokens = tokens[: min(end or len(tokens), room - stats.tokens)]
+            stats.tokens += len(tokens)
+            if end == len(tokens):
+                stats.finish_reason = "stop"
+            elif stats.tokens == room:
+                stats.finish_reason = "length" if room == max_new_tokens else "context"
+            if rows:
+                stats.count(len(tokens), min(len(path) - 1, len(tokens)))
+            yield Cycle(tuple(tokens), rows, tuple(path), stats.finish_reason)
+            if stats.finish_reason:
+                return
+            rows = min(self.manifest.rows if speculate else 1, self.target.capacity - int(self.target.length[0]))
+            path = self.cycle(rows, stats) if speculate else self.step(stats)
+            tokens = self.after[: len(path)].tolist()
+
+    def cycle(self, rows: int, stats: Stats) -> list[int]:
+        """Drafts a tree, verifies its first ``rows`` rows and commits the path the target takes. Returns the path."""
+        t0 = perf_counter_ns()
+        accepted = int(self.count[0])
+        self.draft[accepted - 1]()
+        t1 = perf_counter_ns()
+        self.drafter.length[0] += accepted
+        (self.verify if rows == self.manifest.rows else self._verification(rows))()
+        t2 = perf_counter_ns()
+        tokens, parents = self.tree["tree_tokens"][:rows].tolist(), self.tree["tree_parent"][:rows].tolist()
+        path = walk(tokens, parents, self.choice[:rows].tolist())
+        n = len(path)
+        self.path[:n] = path
+        self.after[:n] = self.choice[path]
+        self.count[0] = n
+        self.target.keep(path)
+        stats.spend(t1 - t0, t2 - t1, perf_counter_ns() - t2)
+        return path
+
+    def step(self, stats: Stats) -> list[int]:
+        """Plain decoding: one row on the same engine."""
+        t0 = perf_counter_ns()
+        self.tokens[0] = self.after[0]
+        self.plain()
+        t1 = perf_counter_ns()
+        self.after[0] = self.choice[0]
+        self.target.keep([0])
+        stats.spend(0, t1 - t0, perf_counter_ns() - t1)
+        return [0]
+
+    def close(self) -> None:
+        """Lets go of engines, bindings and buffers."""
+        for engine in self.engines.values():
+            engine.close()
+        self.__dict__.clear()
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raises GumihoError for a prompt that is empty, too long or outside the vocabulary."""
+        if not prompt:
+            raise GumihoError("the prompt has no tokens: give at least one")
+        if len(prompt) > self.manifest.capacity:
+            raise GumihoError(
+                f"the prompt has {len(prompt)} tokens and the bundle's capacity is {self.manifest.capacity}: "
+                "shorten it, or export with a larger --capacity"
+            )
+        foreign = next((t for t in prompt if not 0 <= t < self.manifest.vocabulary), None)
+        if foreign is not None:
+            raise GumihoError(f"the prompt holds token id {foreign}, outside the vocabulary of {self.manifest.vocabulary}")

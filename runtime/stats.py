@@ -1,0 +1,69 @@
+"""What a generation measured of itself, counting emitted tokens only."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
+
+    cycles: target passes behind the prefill. cycle_tokens: tokens emitted by them. accepted[d]: cycles in which at least d + 1
+    drafted tokens were accepted.
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    cycles: int = 0
+    cycle_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    prefill_ns: int = 0
+    draft_ns: int = 0
+    target_ns: int = 0
+    host_ns: int = 0
+    finish_reason: str | None = None
+
+    def spend(self, draft_ns: int, target_ns: int, host_ns: int) -> None:
+        self.draft_ns += draft_ns
+        self.target_ns += target_ns
+        self.host_ns += host_ns
+
+    def count(self, emitted: int, accepted: int) -> None:
+        """One cycle. accepted: drafted tokens among the emitted ones."""
+        self.cycles += 1
+        self.cycle_tokens += emitted
+        self.accepted += [0] * (accepted - len(self.accepted))
+        for depth in range(accepted):
+            self.accepted[depth] += 1
+
+    @property
+    def tau(self) -> float:
+        """Tokens gained per target pass."""
+        return self.cycle_tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time in the decoder: prefill and cycles, without what the caller does between them."""
+        return (self.prefill_ns + self.draft_ns + self.target_ns + self.host_ns) / 1e9
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed, prefill left out."""
+        spent = (self.draft_ns + self.target_ns + self.host_ns) / 1e9
+        return self.cycle_tokens / spent if spent else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        per_cycle = max(1, self.cycles) * 1e3
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "cycles": self.cycles,
+            "tau": round(self.tau, 3),
+            "acceptance_by_depth": [round(n / max(1, self.cycles), 3) for n in self.accepted],
+            "draft_us_per_cycle": round(self.draft_ns / per_cycle, 1),
+            "target_us_per_cycle": round(self.target_ns / per_cycle, 1),
+            "host_us_per_cycle": round(self.host_ns / per_cycle, 1),
+            "time_to_first_token_ms": round(self.prefill_ns / 1e6, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
