@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from tqdm import tqdm
 
-from graphs.ops import Standard
+from graphs.ops import Contrib, Plain, Standard
 from graphs.tree import TreeConfig
 from runtime.bundle import MANIFEST, Graph, Manifest, Port, file_hash
 from runtime.errors import GumihoError
@@ -69,6 +69,13 @@ class Plan:
         """Bytes the export holds at its peak, weights being streamed: torch and one slice, then the golden run's mapped
         weights, which the system may drop again, are counted in full."""
         return 900 * 2**20 + sum(self.sizes().values()) - self.shared()
+
+
+def dialect_for(backend: str, pair: Pair) -> type[Plain]:
+    """The spelling that pays on a backend. ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only."""
+    assert backend == "cpu", backend
+    sizes = (pair.target_shape.head_dim, pair.draft_shape.head_dim)
+    return Standard if any(size % 16 for size in sizes) else Contrib
 
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:
@@ -142,10 +149,10 @@ def _ports(values: Any) -> tuple[Port, ...]:
     )
 
 
-def write(plan: Plan, folder: Path) -> Manifest:
-    """Writes every file of a bundle into an empty folder."""
-    pair, sizes = plan.pair, plan.sizes()
-    modules = pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions)
+def write(plan: Plan, backend: str, folder: Path) -> Manifest:
+    """Writes every file of a bundle for a backend into an empty folder."""
+    pair, sizes, dialect = plan.pair, plan.sizes(), dialect_for(backend, plan.pair)
+    modules = pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions, dialect)
     (folder / "graphs").mkdir()
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="weights", disable=None) as bar:
         packer = Packer(folder, plan.dtype, bar.update)
@@ -180,7 +187,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
         dtype=_DTYPE_NAMES[plan.dtype],
-        dialect=Standard.__name__.lower(),
+        dialect=dialect.__name__.lower(),
         eos_token_ids=eos_token_ids(pair),
         graphs=graphs,
         tree=asdict(plan.tree),

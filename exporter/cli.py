@@ -124,7 +124,7 @@ def export(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     with bundle.staged(out, args.overwrite) as folder:
-        manifest = bundle.write(wanted, folder)
+        manifest = bundle.write(wanted, args.backend, folder)
         engines, errors = compile_engines(Bundle(folder), args.backend)
         if args.validate:
             from .validate import validate

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
-from graphs.ops import Standard
+from graphs.ops import Plain
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
@@ -112,7 +112,7 @@ class Pair:
             raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
 
     def modules(
-        self, tree: TreeConfig, capacity: int, draft_capacity: int, positions: int, ops: type[Standard] = Standard
+        self, tree: TreeConfig, capacity: int, draft_capacity: int, positions: int, ops: type[Plain] = Plain
     ) -> dict[str, Target | Drafter]:
         """The graphs of a bundle, without weights (on the meta device)."""
         with torch.device("meta"):

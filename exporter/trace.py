@@ -19,6 +19,8 @@ from graphs.target import Target
 from .weights import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
+# Operators of the dialects whose outputs grow with past_length: what the tracer was told of their shape does not hold.
+_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention")
 _DTYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 
 
@@ -73,6 +75,11 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
     names: dict[str, str] = {}
     for value, (_, _, axes) in zip(model.graph.inputs, inputs, strict=True):
         names |= {str(value.shape[axis].value): name for axis, name in axes.items()}
+    outputs = {id(value) for value in model.graph.outputs}
+    for node in model.graph:
+        for value in node.outputs:
+            if node.op_type in _SIZED_BY_DATA and id(value) not in outputs:
+                value.shape = None
     for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
         for axis, dim in enumerate(value.shape or ()):
             if not isinstance(dim, int) and str(dim.value) in names:

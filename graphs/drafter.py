@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layer import Layer, LlamaShape, Rotary
-from .ops import Standard
+from .ops import Cache, Plain
 from .tree import TreeConfig, grow
 
 
@@ -40,12 +40,12 @@ class Drafter(nn.Module):
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Standard] = Standard,
+        ops: type[Plain] = Plain,
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.rotary = Rotary(positions, shape.head_dim, ops)
+        self.rotary = Rotary(positions, shape.head_dim)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=fc_bias)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
         if tree:
@@ -72,32 +72,29 @@ class Drafter(nn.Module):
         """
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
-        column = torch.arange(self.capacity, device=tokens.device)
-        seen = column[None, :] <= position[:, None]
+        sight = self.ops.sight(None, tokens.shape[0], past_length, caches[0])
         x = self.fuse(tokens, hidden.index_select(0, path))
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
-            q, k, v = layer.project(x, self.rotary, position)
-            attended, *written = self.ops.attend(q, k, v, key, value, past_length, seen)
+            rows = layer.project(x, self.rotary, position)
+            attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
             x = layer.finish(x, attended)
             present += written
         if self.tree is None:
             return tuple(present)
 
         length = past_length + count
-        beside: list[list[Tensor]] = [[] for _ in present]
+        beside: list[list[Cache]] = [[] for _ in self.layers]
 
         def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
             """A serial step whose rows stay beside the cache: they are gone when the cycle is."""
             x = self.fuse(tokens, hidden)
             position = (length + len(beside[0])).expand(tokens.shape[0])
             for i, layer in enumerate(self.layers):
-                q, k, v = layer.project(x, self.rotary, position)
-                beside[2 * i].append(k)
-                beside[2 * i + 1].append(v)
-                new = torch.cat(beside[2 * i], dim=2), torch.cat(beside[2 * i + 1], dim=2)
-                cache = present[2 * i], present[2 * i + 1]
-                x = layer.finish(x, self.ops.peek(q, cache, new, column < length, slots))
+                rows = layer.project(x, self.rotary, position)
+                attended, own = self.ops.peek(rows, (present[2 * i], present[2 * i + 1]), length, beside[i], slots)
+                beside[i].append(own)
+                x = layer.finish(x, attended)
             return x
 
         def heads(first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:

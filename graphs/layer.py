@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops import Standard
+from .ops import Plain, Rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LlamaShape:
 
 
 class Norm(nn.Module):
-    def __init__(self, shape: LlamaShape, ops: type[Standard]) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.hidden))
         self.eps, self.ops = shape.eps, ops
@@ -38,14 +38,10 @@ class Norm(nn.Module):
 class Rotary(nn.Module):
     """Precomputed tables, so that no backend computes its own. cos, sin: [positions, head dim / 2]."""
 
-    def __init__(self, positions: int, head_dim: int, ops: type[Standard]) -> None:
+    def __init__(self, positions: int, head_dim: int) -> None:
         super().__init__()
         self.cos = nn.Parameter(torch.empty(positions, head_dim // 2))
         self.sin = nn.Parameter(torch.empty(positions, head_dim // 2))
-        self.ops = ops
-
-    def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        return self.ops.rotary(x, self.cos, self.sin, position)
 
 
 class Attention(nn.Module):
@@ -60,15 +56,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
-    def split(self, x: Tensor, heads: int) -> Tensor:
-        return x.reshape(1, -1, heads, self.head_dim).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            self.split(self.q_proj(x), self.heads),
-            self.split(self.k_proj(x), self.kv_heads),
-            self.split(self.v_proj(x), self.kv_heads),
-        )
+    def forward(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
+        """x: [n, H], position: int64 [n]."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
 
 
 class MLP(nn.Module):
@@ -85,19 +76,18 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A decoder layer in two halves, with the attention itself between them. Parameter names are the checkpoints'."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Standard], input_norm: bool = True) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape, ops) if input_norm else nn.Identity()
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = Norm(shape, ops)
         self.mlp = MLP(shape)
 
-    def project(self, x: Tensor, rotary: Rotary, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [rows, H], position: int64 [rows] -> q [1, heads, rows, d] and k, v [1, kv heads, rows, d]."""
-        q, k, v = self.self_attn(self.input_layernorm(x))
-        return rotary(q, position), rotary(k, position), v
+    def project(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
+        """x: [n, H], position: int64 [n]."""
+        return self.self_attn(self.input_layernorm(x), rotary, position)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x: [rows, H], attended: [1, heads, rows, d] -> [rows, H]."""
-        x = x + self.self_attn.o_proj(attended.transpose(1, 2).reshape(-1, self.self_attn.o_proj.in_features))
+        """x: [n, H], attended: [n, heads * head dim] -> [n, H]."""
+        x = x + self.self_attn.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,106 +1,221 @@
 """The tensor operations that backends spell differently, each once per dialect.
 
-A dialect is a class of static methods. Run eagerly, every dialect computes the same plain torch expression (the
-reference that golden runs are recorded with); traced, it emits the operators its backends know.
+A dialect is a class of static methods. Run eagerly, every dialect computes ``Plain``'s torch expressions, with which golden
+runs are recorded; traced, it emits the operators its backends know. Rows are [n, heads * head dim] throughout.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
+Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim]
 
-class Standard:
-    """Opset 24 of the default ONNX domain (ONNX Runtime, TensorRT): normalization, rotary embedding and attention are
-    single operators, and caches are written in place when input and output are bound to one address.
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries, keys and values of the rows of a pass, not yet rotated, and where the rows sit.
+
+    q: [n, heads * head dim]; k, v: [n, kv heads * head dim]; position: int64 [n]; cos, sin: [positions, head dim / 2].
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    kv_heads: int
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """[n, heads * d] -> [1, heads, n, d]."""
+    return x.reshape(1, x.shape[0], heads, -1).transpose(1, 2)
+
+
+def _join(x: Tensor) -> Tensor:
+    """[1, heads, n, d] -> [n, heads * d]."""
+    return x.transpose(1, 2).reshape(x.shape[2], -1)
+
+
+class Plain:
+    """The reference every dialect computes when run eagerly."""
 
     opset = 24
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last axis (arXiv 1910.07467), summed in fp32. x: [rows, H] -> [rows, H]."""
-        if is_in_onnx_export():
-            return ops.symbolic(
-                "RMSNormalization",
-                (x, weight),
-                {"axis": -1, "epsilon": eps, "stash_type": 1},
-                dtype=x.dtype,
-                shape=x.shape,
-                version=23,
-            )
+        """Root-mean-square norm over the last axis (arXiv 1910.07467), summed in fp32. x: [n, H] -> [n, H]."""
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
     @staticmethod
-    def rotary(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
-        """Rotary embedding, halves rotated as Llama's checkpoints expect (arXiv 2104.09864).
-
-        x: [1, heads, rows, head dim]; cos, sin: [positions, head dim / 2]; position: int64 [rows].
-        """
-        if is_in_onnx_export():
-            return ops.symbolic(
-                "RotaryEmbedding",
-                (x, cos, sin, position[None]),
-                {"interleaved": 0},
-                dtype=x.dtype,
-                shape=x.shape,
-                version=23,
-            )
+    def rotary(x: Tensor, rows: Rows) -> Tensor:
+        """Rotary embedding, halves rotated as Llama's checkpoints expect (arXiv 2104.09864). x: [1, heads, n, d]."""
         first, second = x.float().chunk(2, dim=-1)
-        c, s = cos[position].float(), sin[position].float()
+        c, s = rows.cos[rows.position].float(), rows.sin[rows.position].float()
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, past_length: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+        """What each row sees once the rows are written behind ``past_length``, in the form that ``attend`` takes.
+
+        mask: bool [n, n] (row attends to row), None for causal rows; past_length: int64 [1]; cache: any cache of the pass.
+        Here bool [n, S]: every position below ``past_length``, and of the rows those the mask names.
+        """
+        row = torch.arange(cache.shape[2], device=cache.device) - past_length
+        if mask is None:
+            return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]
+        own = (row >= 0) & (row < rows)
+        return (row < 0) | (own & mask.index_select(1, torch.where(own, row, 0)))
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values behind ``past_length`` and attends to the cache.
 
-        q: [1, heads, rows, d]; k, v: [1, kv heads, rows, d]; past_k, past_v: [1, kv heads, S, d]; past_length: int64 [1];
-        mask: bool [rows, S]. Returns the attended rows [1, heads, rows, d] and both caches.
+        Returns the attended rows [n, heads * d] and both caches.
         """
-        if is_in_onnx_export():
-            keys, values = (
-                ops.symbolic(
-                    "TensorScatter", (past, new, past_length), {"axis": -2}, dtype=past.dtype, shape=past.shape, version=24
-                )
-                for past, new in ((past_k, k), (past_v, v))
-            )
-            out = ops.symbolic("Attention", (q, keys, values, mask), {}, dtype=q.dtype, shape=q.shape, version=24)
-            return out, keys, values
+        k, v = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
         written = past_length + torch.arange(k.shape[2], device=k.device)
-        keys, values = past_k.index_copy(2, written, k), past_v.index_copy(2, written, v)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        return out, keys, values
+        keys, values = cache[0].index_copy(2, written, k), cache[1].index_copy(2, written, v)
+        q = cls.rotary(_split(rows.q, rows.heads), rows)
+        return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=sight, enable_gqa=True)), keys, values
 
-    @staticmethod
-    def peek(
-        q: Tensor, cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], cache_mask: Tensor, new_mask: Tensor
-    ) -> Tensor:
-        """Attends to a cache and to rows beside it that are not written down.
+    @classmethod
+    def peek(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """Attends to a cache and to rows beside it that are never written down.
 
-        q: [1, heads, rows, d]; cache: keys and values [1, kv heads, S, d]; new: keys and values [1, kv heads, n, d];
-        cache_mask: bool [S]; new_mask: bool [rows, n]. Returns [1, heads, rows, d].
+        length: int64 [1], positions of the cache that count; beside: what earlier calls returned for their rows; seen: bool
+        [n, m], which of those m rows and of its own, in this order, each row sees. Returns the attended rows [n, heads * d],
+        and the rows' own keys and values for calls to come.
         """
-        _, heads, rows, d = q.shape
-        kv_heads, capacity = cache[0].shape[1], cache[0].shape[2]
-        grouped = (q * d**-0.5).reshape(kv_heads, heads // kv_heads * rows, d)
+        own = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
+        keys, values = (torch.cat([pair[i] for pair in [*beside, own]], dim=2) for i in (0, 1))
+        q = cls.rotary(_split(rows.q, rows.heads), rows)
+        _, heads, n, d = q.shape
+        capacity = cache[0].shape[2]
+        grouped = (q * d**-0.5).reshape(rows.kv_heads, -1, d)
         lowest = torch.finfo(q.dtype).min
 
         def scores(keys: Tensor, mask: Tensor) -> Tensor:
-            raw = (grouped @ keys[0].transpose(1, 2)).reshape(kv_heads, -1, rows, keys.shape[2])
+            raw = (grouped @ keys[0].transpose(1, 2)).reshape(rows.kv_heads, -1, n, keys.shape[2])
             return torch.where(mask, raw, lowest)
 
-        both = torch.cat((scores(cache[0], cache_mask), scores(new[0], new_mask)), dim=-1)
-        weights = both.float().softmax(-1).to(q.dtype).reshape(kv_heads, heads // kv_heads * rows, -1)
-        out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ new[1][0]
-        return out.reshape(1, heads, rows, d)
+        counts = torch.arange(capacity, device=q.device) < length
+        both = torch.cat((scores(cache[0], counts), scores(keys, seen)), dim=-1)
+        weights = both.float().softmax(-1).to(q.dtype).reshape(rows.kv_heads, grouped.shape[1], -1)
+        out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ values[0]
+        return _join(out.reshape(1, heads, n, d)), own
 
     @staticmethod
     def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of the last axis in descending order, of equal values the one with the lower index first."""
         if is_in_onnx_export():
-            return torch.topk(x, k, dim=-1)
+            return torch.topk(x, k, dim=-1)  # ONNX promises the order of ties that torch leaves open
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
+
+
+class Standard(Plain):
+    """Opset 24 of the default ONNX domain: normalization, rotary embedding and attention are single operators, caches are
+    written in place when input and output are bound to one address, and every shape but the rows' is static.
+    """
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not is_in_onnx_export():
+            return Plain.rms_norm(x, weight, eps)
+        return ops.symbolic(
+            "RMSNormalization",
+            (x, weight),
+            {"axis": -1, "epsilon": eps, "stash_type": 1},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=23,
+        )
+
+    @staticmethod
+    def rotary(x: Tensor, rows: Rows) -> Tensor:
+        if not is_in_onnx_export():
+            return Plain.rotary(x, rows)
+        inputs = (x, rows.cos, rows.sin, rows.position[None])
+        return ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=x.dtype, shape=x.shape, version=23)
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not is_in_onnx_export():
+            return super().attend(rows, cache, past_length, sight)
+        q, k = cls.rotary(_split(rows.q, rows.heads), rows), cls.rotary(_split(rows.k, rows.kv_heads), rows)
+        keys, values = (
+            ops.symbolic(
+                "TensorScatter", (past, new, past_length), {"axis": -2}, dtype=past.dtype, shape=past.shape, version=24
+            )
+            for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
+        )
+        out = ops.symbolic("Attention", (q, keys, values, sight), {}, dtype=q.dtype, shape=q.shape, version=24)
+        return _join(out), keys, values
+
+
+class Contrib(Standard):
+    """ONNX Runtime's own GroupQueryAttention, for its CPU provider: the cost of attention follows the length of the text
+    instead of the cache's capacity, and no row is transposed. Caches are written in place as in ``Standard``.
+    """
+
+    @staticmethod
+    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+        """When traced: the rows' part of the mask as a bias, behind zeros for the past; None for causal rows."""
+        if not is_in_onnx_export():
+            return Plain.sight(mask, rows, past_length, cache)
+        return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
+
+    @staticmethod
+    def _bias(mask: Tensor, past_length: Tensor, dtype: torch.dtype) -> Tensor:
+        """[1, 1, n, past_length + m] from a mask [n, m]. The shape given here is short of the past: it is data."""
+        bias = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+        zero = torch.zeros(1, dtype=torch.int64)
+        pads = torch.cat((zero, zero, zero, past_length, zero, zero, zero, zero))
+        return ops.symbolic("Pad", (bias, pads), {"mode": "constant"}, dtype=dtype, shape=bias.shape, version=24)
+
+    @staticmethod
+    def _grouped(
+        rows: Rows, q: Tensor, k: Tensor, v: Tensor, cache: Cache, length: Tensor, bias: Tensor | None, rotary: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """GroupQueryAttention over [n, width] rows. length: int64 [1], positions of the past."""
+        total = (length + q.shape[0]).to(torch.int32)
+        inputs = [q[None], k[None], v[None], *cache, total - 1, total]
+        tables: list[Tensor | None] = [rows.cos, rows.sin, rows.position[None]] if rotary else [None, None, None]
+        out, keys, values = ops.symbolic_multi_out(
+            "com.microsoft::GroupQueryAttention",
+            [*inputs, *tables, bias],
+            {"num_heads": rows.heads, "kv_num_heads": rows.kv_heads, "do_rotary": int(rotary), "rotary_interleaved": 0},
+            dtypes=[q.dtype, cache[0].dtype, cache[1].dtype],
+            shapes=[q[None].shape, cache[0].shape, cache[1].shape],
+            version=1,
+        )
+        return out[0], keys, values
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not is_in_onnx_export():
+            return super().attend(rows, cache, past_length, sight)
+        return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, sight, rotary=True)
+
+    @classmethod
+    def peek(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """When traced: attention over a copy of the cache's used part, which the operator itself extends by the rows."""
+        if not is_in_onnx_export():
+            return super().peek(rows, cache, length, beside, seen)
+        q, k = (_join(cls.rotary(_split(x, h), rows)) for x, h in ((rows.q, rows.heads), (rows.k, rows.kv_heads)))
+        own = _split(k, rows.kv_heads), _split(rows.v, rows.kv_heads)
+        zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
+        before: list[Tensor] = []
+        for i in (0, 1):
+            used = ops.symbolic("Slice", (cache[i], zero, length, axis), {}, dtype=k.dtype, shape=cache[i].shape, version=13)
+            parts = [used, *(pair[i] for pair in beside)]
+            before.append(torch.cat(parts, dim=2) if beside else used)
+        past = length + sum(pair[0].shape[2] for pair in beside)
+        bias = cls._bias(seen, length, k.dtype)
+        return cls._grouped(rows, q, k, rows.v, (before[0], before[1]), past, bias, rotary=False)[0], own

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .ops import Standard
+from .ops import Plain
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Nodes:
 
 def grow(
     tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor], Tensor], step: Step, heads: Heads,
-    ops: type[Standard] = Standard,
+    ops: type[Plain] = Plain,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Grows the tree below the pending token.
 
@@ -155,7 +155,7 @@ def grow(
     return _rows(tree, nodes, ops)
 
 
-def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Standard]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Plain]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chooses the best R - 1 candidates and renumbers their parents."""
     scores = torch.cat(nodes.score)
     device = scores.device

@@ -1,6 +1,8 @@
 """Trains the demo pair: a small Llama target and its Gumiho drafter, on the Python standard library's sources.
 
-    python tools/train_demo.py OUT [--steps 1000] [--draft-steps 800]
+    python tools/train_demo.py OUT [--steps 1000] [--draft-steps 2400]
+
+A target that is already in OUT is kept, and only its drafter trained.
 
 writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/drafter`` (the official Gumiho layout,
 ``config.json`` and fp16 ``pytorch_model.bin``). The drafter is trained as the paper's section 3 describes: the serial
@@ -187,6 +189,9 @@ class Block(nn.Module):
 
 def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, steps: int) -> Drafter:
     drafter = Drafter()
+    # The target's last layers already work on the features that the serial layers are to continue.
+    for layer, trained in zip(drafter.layers, target.model.layers[-SERIAL_LAYERS:], strict=True):
+        layer.load_state_dict(trained.state_dict(), strict=False)
     embed, lm_head = target.model.embed_tokens, target.lm_head
     generator = torch.Generator().manual_seed(3)
 
@@ -199,13 +204,17 @@ def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, st
         # z(x1, h0) and z(x2, h1) of every position: the token that was drafted and the hidden state that drafted it.
         z = drafter.fc(torch.cat((x[:, 2:], y[:, :-1]), -1))
         pairs = torch.cat((z[:, :-1], z[:, 1:]), -1)
+        # The heads are five times the serial layers' work, so they see a random quarter of the positions.
+        sample = torch.randperm(ids.shape[1] - HEADS - 3, generator=generator)[: ids.shape[1] // 4]
+        everywhere = torch.arange(ids.shape[1] - 1)
         total, hits = torch.zeros(()), []
-        for ahead, out in [(1, y), *((3 + i, drafter.head(i, pairs)) for i in range(HEADS))]:
-            count = min(out.shape[1], ids.shape[1] - ahead)
-            logits, wanted = lm_head(out[:, :count]).float(), teacher[:, ahead : ahead + count]
-            total = total + F.kl_div(logits.log_softmax(-1).flatten(0, 1), wanted.log_softmax(-1).flatten(0, 1),
-                                     log_target=True, reduction="batchmean")  # fmt: skip
-            total = total + 0.1 * F.smooth_l1_loss(out[:, :count].float(), hidden[:, ahead : ahead + count])
+        for ahead, places in [(1, everywhere), *((3 + i, sample) for i in range(HEADS))]:
+            out = y if ahead == 1 else drafter.head(ahead - 3, pairs[:, places])
+            logits, wanted = lm_head(out).float(), teacher[:, places + ahead]
+            loss = F.kl_div(logits.log_softmax(-1).flatten(0, 1), wanted.log_softmax(-1).flatten(0, 1),
+                            log_target=True, reduction="batchmean")  # fmt: skip
+            loss = loss + 0.1 * F.smooth_l1_loss(out.float(), hidden[:, places + ahead])
+            total = total + loss * (1.0 if ahead == 1 else 0.3)
             hits.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
         return total, hits
 
@@ -222,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the target")
-    parser.add_argument("--draft-steps", type=int, default=800, help="training steps of the drafter")
+    parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter")
     args = parser.parse_args()
     torch.manual_seed(0)
 
@@ -230,8 +239,11 @@ def main() -> None:
     stream, held_out = token_stream(tokenizer, held_out=False), token_stream(tokenizer, held_out=True)
     print(f"{len(stream)} training tokens, {len(held_out)} held out")
 
-    target = train_target(stream, held_out, args.steps)
     folder = args.out / "target"
+    if (folder / "model.safetensors").is_file():
+        target = LlamaForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    else:
+        target = train_target(stream, held_out, args.steps)
     target.half().save_pretrained(folder)
     GenerationConfig(bos_token_id=0, eos_token_id=[1]).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

@@ -77,7 +77,10 @@ class Call:
         self._run, self._binding, self._buffers = session.run_with_iobinding, binding, buffers
 
     def __call__(self) -> None:
-        self._run(self._binding)
+        try:
+            self._run(self._binding)
+        except Exception as error:  # ONNX Runtime's exceptions share no public base class
+            raise GumihoError(f"ONNX Runtime {ort.__version__} failed while running an engine: {error}") from None
 
 
 class Engine:

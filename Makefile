@@ -1,0 +1,24 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+
+.PHONY: demo test
+.DEFAULT_GOAL := demo
+
+# torch is named by itself: what an index serves by default may be a build for hardware that is not there.
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e .[export,dev]
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/gumiho-export --ckpt demo/drafter --target demo/target --out build/demo --overwrite
+	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
+
+test: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest

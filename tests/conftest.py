@@ -1,0 +1,41 @@
+"""Fixtures: bundles made by the real command line, each built once a session."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from exporter import cli
+from tests.pairs import RandomPair
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+DEMO = Path(__file__).parent.parent / "demo"
+
+MakeBundle = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:
+    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(pair: RandomPair | Path, *options: str) -> Path:
+        key = (repr(pair), *options)
+        if key not in made:
+            root = tmp_path_factory.mktemp("bundle")
+            if isinstance(pair, RandomPair):
+                pair.write(root / "pair")
+            else:
+                (root / "pair").symlink_to(pair)
+            argv = ["--ckpt", str(root / "pair/drafter"), "--target", str(root / "pair/target"), "--out", str(root / "out")]
+            assert cli.main([*argv, *options]) == 0
+            made[key] = root / "out"
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(make_bundle: MakeBundle) -> Path:
+    return make_bundle(DEMO)

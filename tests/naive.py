@@ -1,0 +1,218 @@
+"""The drafter and its tree again: slow, obvious, and sharing no code with ``graphs``.
+
+No caches, no fused heads, no masks but the causal one: every node is computed from its own root-to-node sequence with
+transformers' Llama layers, and trees are found by search instead of by bounded levels.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+Path = tuple[int, ...]  # drafted tokens, from the first one on
+Feature = Any  # what a step predicts and reads; only the model looks inside
+
+
+class Model(Protocol):
+    """What the two searches below need to know of a drafter."""
+
+    def first(self) -> Feature:
+        """The prediction at the pending token."""
+
+    def serial(self, rows: Sequence[tuple[int, Feature]], depth: Sequence[int]) -> list[Feature]:
+        """Predictions of drafted rows (token, the prediction it was drawn from) behind the context; each sees those before it.
+
+        depth: 0 for the position behind the pending token's, and so on.
+        """
+
+    def head(self, i: int, pair: tuple[tuple[int, Feature], tuple[int, Feature]]) -> Feature:
+        """Head i's prediction for two drafted tokens in a row."""
+
+    def log_probs(self, feature: Feature) -> np.ndarray:
+        """fp32 [V]."""
+
+
+@dataclass(frozen=True)
+class Node:
+    path: Path
+    score: np.float32
+
+
+def best(log_probs: np.ndarray, k: int) -> list[int]:
+    """The k likeliest tokens, of equal ones the lower first."""
+    return sorted(range(len(log_probs)), key=lambda t: (-log_probs[t], t))[:k]
+
+
+def brute_force_tree(
+    model: Model, rows: int, serial_steps: int, heads: int, top_k: int, head_top_k: int, beam: int
+) -> list[Node]:
+    """The best ``rows - 1`` nodes of the whole candidate space, best first; fewer where it is smaller.
+
+    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level the best ``beam`` nodes are carried on, each
+    trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
+    Equal scores go to the shallower node, then to the better parent, then to the likelier token.
+    """
+    features: dict[Path, Feature] = {(): model.first()}
+
+    def rows_of(path: Path) -> list[tuple[int, Feature]]:
+        return [(token, features[path[:i]]) for i, token in enumerate(path)]
+
+    def children(node: Node, log_probs: np.ndarray, k: int) -> list[Node]:
+        return [Node((*node.path, t), np.float32(node.score + log_probs[t])) for t in best(log_probs, k)]
+
+    parents, levels = [Node((), np.float32(0))], []
+    for _ in range(serial_steps):
+        for node in parents:
+            if node.path:
+                features[node.path] = model.serial(rows_of(node.path), range(len(node.path)))[-1]
+        level = [child for node in parents for child in children(node, model.log_probs(features[node.path]), top_k)]
+        level.sort(key=lambda node: -node.score)  # stable
+        levels.append(level)
+        parents = level[:beam]
+
+    heads_of: dict[Path, list[np.ndarray]] = {}  # last serial node -> each head's log-probabilities
+    if heads:
+        for node in parents:
+            first, second = rows_of(node.path)[-2:]
+            heads_of[node.path] = [model.log_probs(model.head(i, (first, second))) for i in range(heads)]
+
+    heap = [(-n.score, len(n.path), rank, 0, n) for level in levels for rank, n in enumerate(level)]
+    heapq.heapify(heap)
+    found: list[Node] = []
+    ranks: dict[int, int] = {}  # depth -> nodes of it found so far
+    while heap and len(found) < rows - 1:
+        *_, node = heapq.heappop(heap)
+        found.append(node)
+        depth = len(node.path)
+        rank = ranks[depth] = ranks.get(depth, -1) + 1
+        i = depth - serial_steps
+        if node.path[:serial_steps] in heads_of and 0 <= i < heads:
+            for j, child in enumerate(children(node, heads_of[node.path[:serial_steps]][i], head_top_k)):
+                heapq.heappush(heap, (-child.score, depth + 1, rank, j, child))
+    return found
+
+
+def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k: int = 14, head_top_k: int = 35) -> list[Node]:
+    """The official code's tree: every level pruned to ``top_k`` (serial) or ``head_top_k`` (heads) nodes, with its two quirks.
+
+    The rows of the serial steps attend causally to all rows before them, siblings included; and the heads read the last two
+    serial levels' tokens of the same rank, whoever is whose parent.
+    """
+    y = model.first()
+    log_probs = model.log_probs(y)
+    level = [Node((t,), log_probs[t]) for t in best(log_probs, top_k)]
+    inputs = [(n.path[-1], y) for n in level]  # of each node: its token, and the prediction it was drawn from
+    before = inputs
+    candidates = list(level)
+    drafted: list[tuple[int, Feature]] = []
+    depths: list[int] = []
+    for step in range(serial_steps - 1):
+        drafted += inputs
+        depths += [step] * len(inputs)
+        made = model.serial(drafted, depths)[-len(inputs) :]
+        tried = []
+        for node, feature in zip(level, made, strict=True):
+            log_probs = model.log_probs(feature)
+            tried += [
+                (Node((*node.path, t), np.float32(node.score + log_probs[t])), feature) for t in best(log_probs, top_k)
+            ]
+        tried.sort(key=lambda one: -one[0].score)
+        tried = tried[:top_k]
+        level, before = [node for node, _ in tried], inputs
+        inputs = [(node.path[-1], feature) for node, feature in tried]
+        candidates += level
+
+    paths = [(node, rank) for rank, node in enumerate(level)]  # rank: of the last serial node it hangs on
+    for i in range(heads):
+        predicted = [model.log_probs(model.head(i, pair)) for pair in zip(before, inputs, strict=False)]
+        grown = [
+            (Node((*node.path, t), np.float32(node.score + predicted[rank][t])), rank)
+            for node, rank in paths
+            for t in best(predicted[rank], head_top_k)
+        ]
+        grown.sort(key=lambda one: -one[0].score)
+        paths = grown[:head_top_k]
+        candidates += [node for node, _ in paths]
+    candidates.sort(key=lambda node: -node.score)
+    return candidates[: rows - 1]
+
+
+class NaiveDrafter:
+    """A drafter from its checkpoint's own tensors, behind a context that is read anew for every node.
+
+    state: tensors by their official names; config: the drafter's; lm_head: the target's weight.
+    """
+
+    def __init__(self, state: dict[str, Tensor], config: LlamaConfig, lm_head: Tensor) -> None:
+        self.state, self.lm_head = {name: tensor.float() for name, tensor in state.items()}, lm_head.float()
+        config._attn_implementation = "eager"
+        self.layers = nn.ModuleList()
+        for i in range(1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))):
+            layer = LlamaDecoderLayer(config, i)
+            if i == 0:
+                layer.input_layernorm = nn.Identity()
+            prefix = f"layers.{i}."
+            layer.load_state_dict({n.removeprefix(prefix): t for n, t in self.state.items() if n.startswith(prefix)})
+            self.layers.append(layer)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.tokens: list[int] = []
+        self.hidden = torch.zeros(0)
+
+    def read(self, tokens: Sequence[int], hidden: Tensor) -> "NaiveDrafter":
+        """Sets the context: the token after each position, and the target's hidden state at it."""
+        self.tokens, self.hidden = list(tokens), hidden
+        return self
+
+    def _fuse(self, token: int, hidden: Tensor) -> Tensor:
+        out = self.state["fc.weight"] @ torch.cat((self.state["embed_tokens.weight"][token], hidden))
+        return out + self.state["fc.bias"] if "fc.bias" in self.state else out
+
+    @torch.no_grad()
+    def _layers(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
+        x = torch.stack([self._fuse(token, hidden) for token, hidden in rows])[None]
+        mask = torch.full((len(rows), len(rows)), float("-inf")).triu(1)[None, None]
+        where = torch.tensor([positions])
+        rotation = self.rotary(x, where)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=where, position_embeddings=rotation)
+            x = x[0] if isinstance(x, tuple) else x
+        return x[0]
+
+    def first(self) -> Tensor:
+        return self._layers(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]
+
+    def serial(self, rows: Sequence[tuple[int, Tensor]], depth: Sequence[int]) -> list[Tensor]:
+        n = len(self.tokens)
+        context = list(zip(self.tokens, self.hidden, strict=True))
+        return list(self._layers(context + list(rows), list(range(n)) + [n + d for d in depth])[n:])
+
+    @torch.no_grad()
+    def head(self, i: int, pair: tuple[tuple[int, Tensor], tuple[int, Tensor]]) -> Tensor:
+        x = torch.cat([self._fuse(*one) for one in pair])
+        block = 0
+        while f"mlp.{i}.{block}.linear.weight" in self.state:
+            y = nn.functional.silu(self.state[f"mlp.{i}.{block}.linear.weight"] @ x + self.state[f"mlp.{i}.{block}.linear.bias"])
+            x = x + y if block else y
+            block += 1
+        return x
+
+    def log_probs(self, feature: Tensor) -> np.ndarray:
+        return torch.log_softmax(self.lm_head @ feature, dim=0).detach().numpy()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention a query and a head at a time. q: [n, heads, d]; k, v: [m, kv heads, d]; mask: bool [n, m] -> [n, heads * d]."""
+    out = torch.zeros_like(q)
+    share = q.shape[1] // k.shape[1]
+    for row in range(q.shape[0]):
+        seen = mask[row].nonzero()[:, 0]
+        for head in range(q.shape[1]):
+            scores = k[seen, head // share] @ q[row, head] / q.shape[2] ** 0.5
+            out[row, head] = torch.softmax(scores, 0) @ v[seen, head // share]
+    return out.reshape(q.shape[0], -1)

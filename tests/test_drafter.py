@@ -1,0 +1,291 @@
+"""graphs.drafter, eager and through ONNX Runtime, against tests.naive behind the same context."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exporter.checkpoint import Checkpoint
+from exporter.pair import Pair
+from exporter.trace import caches, trace
+from exporter.weights import Packer
+from graphs.drafter import Drafter
+from graphs.ops import Contrib, Plain, Standard
+from graphs.tree import TreeConfig
+from runtime.backends.onnxruntime import Engine
+
+from .naive import NaiveDrafter, Node, brute_force_tree, reference_tree
+from .pairs import RandomPair, drafter_config
+from .test_tree import check_tree, paths
+
+DEMO = Path(__file__).parent.parent / "demo"
+CAPACITY, SPARE = 48, 4
+NEAR = 1e-4  # scores this close may change places: sums are taken in another order
+
+Run = Callable[..., list[Tensor]]  # tokens, hidden, path, count, past_length -> the tree; caches stay inside
+
+
+def tree_of(rows: int, serial: int = 2, heads: int = 5, **more: Any) -> TreeConfig:
+    return TreeConfig(rows, serial, heads, **{"top_k": 14, "head_top_k": 35, "beam": 14, **more}).fitted(1009)
+
+
+def naive_of(target: LlamaForCausalLM, state: dict[str, Tensor], config: dict[str, Any]) -> NaiveDrafter:
+    known = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "model_type", "bias")})
+    return NaiveDrafter(state, known, target.lm_head.weight.detach())
+
+
+def expected(naive: NaiveDrafter, tree: TreeConfig) -> list[Node]:
+    """A few nodes more than the tree has: what nearly made it."""
+    rows = tree.rows + SPARE
+    if tree.reference:
+        return reference_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k)
+    return brute_force_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam)
+
+
+def compare(found: list[Tensor], naive: NaiveDrafter, tree: TreeConfig) -> None:
+    """The same nodes with the same scores, but for nodes within NEAR of the last one that was chosen."""
+    token, depth, parent, mask, score = found
+    check_tree(token, depth, parent, mask, score)
+    nodes = expected(naive, tree)
+    want = {node.path: float(node.score) for node in nodes}
+    last = float(nodes[tree.rows - 2].score)
+    chosen = dict(zip(paths(token, parent)[1:], score[1:].tolist(), strict=True))
+    for path, value in chosen.items():
+        assert path in want, f"{path} scores {value}, and the last node that may be chosen {last}"
+        assert value == pytest.approx(want[path], abs=NEAR)
+    for node in nodes[: tree.rows - 1]:
+        assert node.path in chosen or float(node.score) - last < NEAR, f"{node} is missing"
+    for path, value in chosen.items():
+        assert value > last - NEAR, f"{path} does not belong"
+
+
+def load(module: Drafter, pair: Pair, tree: TreeConfig, positions: int) -> Drafter:
+    """The drafter with the checkpoint's tensors, fused as the exporter does."""
+    sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
+    names = dict(module.named_parameters())
+    state = {
+        name: torch.cat([s.float().reshape(-1) for s in source.slices()]).reshape(source.shape)
+        for name, source in sources.items()
+        if name in names
+    }
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def eager(pair: Pair, tree: TreeConfig, capacity: int = CAPACITY) -> Run:
+    module = load(pair.modules(tree, capacity, capacity, capacity + 3)["draft"], pair, tree, capacity + 3)
+    shape = pair.draft_shape
+    held = caches(shape.layers, shape.kv_heads, capacity, shape.head_dim, torch.float32)
+
+    @torch.inference_mode()
+    def run(*inputs: Tensor) -> list[Tensor]:
+        nonlocal held
+        *tree_out, held = (*(out := module(*inputs, held))[:5], list(out[5:]))
+        return tree_out
+
+    return run
+
+
+def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capacity: int = CAPACITY) -> Run:
+    """The draft graph as a bundle holds it, its caches written in place."""
+    positions = capacity + 3
+    module = pair.modules(tree, capacity, capacity, positions, dialect)["draft"]
+    sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
+    model = trace(module, Packer(folder, torch.float32, lambda _: None).pack("draft.bin", sources), folder, torch.float32)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    engine, shape, rows = Engine(session), pair.draft_shape, tree.rows
+    held = caches(shape.layers, shape.kv_heads, capacity, shape.head_dim, torch.float32)
+    # What lies behind the filled part of a cache is left over from earlier cycles: it must never be read.
+    slabs = [t.fill_(1e4).numpy() for t in held]
+    kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
+    ports = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        names = ("tokens", "hidden", "path", "count", "past_length")
+        out = {
+            "tree_tokens": np.zeros(rows, np.int64),
+            "tree_depth": np.zeros(rows, np.int64),
+            "tree_parent": np.zeros(rows, np.int64),
+            "tree_mask": np.zeros((rows, rows), np.bool_),
+            "tree_score": np.zeros(rows, np.float32),
+        }
+        feed = {name: np.ascontiguousarray(value.numpy()) for name, value in zip(names, inputs, strict=True)}
+        engine.bind(feed | out | ports)()
+        return [torch.from_numpy(value) for value in out.values()]
+
+    return run
+
+
+def cycles(run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vocabulary: int, seed: int) -> None:
+    """A prompt, then cycles that accept paths of different length, whose rows lie scattered in the target's output.
+
+    Half of the cycles are padded: more tokens than ``count`` says, of which the tree must know nothing.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    hidden = torch.zeros(0, hidden_size)
+    for cycle, count in enumerate((9, 1, 3, min(8, tree.rows), 2)):
+        padding = 2 * (cycle % 2)
+        buffer = torch.randn(max(tree.rows, count) + padding, hidden_size, generator=draw)
+        path = torch.cat(
+            (torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(len(buffer) - 1, generator=draw).sort().values)
+        )[: count + padding]
+        path[:count] = path[torch.randperm(count, generator=draw)].sort().values
+        after = torch.randint(0, vocabulary, (count + padding,), generator=draw)
+        past = torch.tensor([len(tokens)])
+        found = run(after, buffer, path, torch.tensor([count]), past)
+        tokens += after[:count].tolist()
+        hidden = torch.cat((hidden, buffer[path[:count]]))
+        assert found[0][0] == tokens[-1]
+        compare(found, naive.read(tokens, hidden), tree)
+
+
+@cache
+def random_pair(folder: Path, layers: int, heads: int, head_dim: int | None = None) -> tuple[Pair, NaiveDrafter]:
+    fields = {"head_dim": head_dim} if head_dim else {}
+    made = RandomPair(fields, layers=layers, heads=heads, fc_bias=heads != 2, seed=10 * layers + heads)
+    where = folder / f"{layers}-{heads}-{head_dim}"
+    target, drafter = made.write(where)
+    model = made.make_target()
+    naive = naive_of(model, made.make_drafter(model), drafter_config(model.config, layers))
+    return Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")), naive
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+CONFIGS = [
+    # layers, heads of the checkpoint, head dim, tree
+    *((2, 5, None, tree_of(rows)) for rows in (2, 3, 5, 8, 16, 33, 64)),
+    *((2, 5, None, tree_of(rows, beam=beam)) for rows, beam in ((16, 4), (33, 1), (64, 5))),
+    (1, 5, 24, tree_of(33)),
+    (1, 2, None, tree_of(16, heads=2)),
+    (1, 0, None, tree_of(8, heads=0)),
+    (3, 5, None, tree_of(16)),
+    (3, 2, None, tree_of(33, heads=2, serial=3, beam=6)),
+    (3, 0, 24, tree_of(16, heads=0, serial=3)),
+    (2, 0, None, tree_of(8, heads=0, serial=1)),
+    (2, 5, None, tree_of(16, heads=3, serial=3)),  # fewer heads than the checkpoint has
+    *((2, 5, None, tree_of(rows, top_k=1, head_top_k=1, beam=1)) for rows in (2, 3, 5, 8)),  # chains
+    *((2, 5, None, tree_of(rows, reference=True)) for rows in (2, 3, 5, 8, 16, 33, 64)),
+    (3, 2, None, tree_of(33, heads=2, reference=True)),
+    (1, 0, 24, tree_of(16, heads=0, reference=True)),
+]
+
+
+def _id(value: object) -> str:
+    if not isinstance(value, TreeConfig):
+        return str(value)
+    kind = "reference" if value.reference else "chain" if value.top_k == 1 else f"beam{value.beam}"
+    return f"R{value.rows}-{value.serial_steps}+{value.heads}-{kind}"
+
+
+@pytest.mark.parametrize(("layers", "heads", "head_dim", "tree"), CONFIGS, ids=_id)
+def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head_dim: int | None, tree: TreeConfig) -> None:
+    pair, naive = random_pair(folder, layers, heads, head_dim)
+    assert (pair.draft_shape.layers, pair.heads) == (layers, heads)
+    cycles(eager(pair, tree), naive, tree, 48, 1009, seed=tree.rows)
+
+
+EXPORTED = [
+    (2, 5, None, tree_of(16, beam=4), Contrib),
+    (2, 5, None, tree_of(64), Contrib),
+    (2, 5, None, tree_of(33, reference=True), Contrib),
+    (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Contrib),
+    (1, 0, 24, tree_of(8, heads=0), Contrib),
+    (2, 5, None, tree_of(2), Contrib),
+    (2, 5, None, tree_of(33), Standard),
+    (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard),
+    (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),
+]
+
+
+@pytest.mark.parametrize(("layers", "heads", "head_dim", "tree", "dialect"), EXPORTED, ids=_id)
+def test_exported_tree_is_the_naive_one(
+    folder: Path, tmp_path: Path, layers: int, heads: int, head_dim: int | None, tree: TreeConfig, dialect: type[Plain]
+) -> None:
+    pair, naive = random_pair(folder, layers, heads, head_dim)
+    cycles(onnx(pair, tree, dialect, tmp_path), naive, tree, 48, 1009, seed=tree.rows)
+
+
+@torch.inference_mode()
+def test_heads_equal_their_loops(folder: Path) -> None:
+    pair, naive = random_pair(folder, 2, 5)
+    module = load(pair.modules(tree_of(64), 8, 8, 8)["draft"], pair, tree_of(64), 8)
+    tokens, hidden = torch.randint(0, 1009, (2, 7)), torch.randn(2, 7, 48)
+    fused = module.heads(torch.cat([module.fuse(t, h) for t, h in zip(tokens, hidden, strict=True)], dim=-1))
+    for head in range(5):
+        for row in range(7):
+            loop = naive.head(head, ((int(tokens[0, row]), hidden[0, row]), (int(tokens[1, row]), hidden[1, row])))
+            torch.testing.assert_close(fused[head, row], loop, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_cut_off_drafter_fills_the_same_caches(folder: Path) -> None:
+    pair, _ = random_pair(folder, 2, 5)
+    tree = tree_of(8)
+    modules = pair.modules(tree, CAPACITY, CAPACITY, CAPACITY + 3)
+    grown, cut = (load(modules[name], pair, tree, CAPACITY + 3) for name in ("draft", "extend"))
+    tokens, hidden = torch.randint(0, 1009, (6,)), torch.randn(6, 48)
+    inputs = (tokens, hidden, torch.arange(6), torch.tensor([6]), torch.tensor([0]))
+    whole, part = (
+        m(*inputs, caches(2, pair.draft_shape.kv_heads, CAPACITY, pair.draft_shape.head_dim, torch.float32))
+        for m in (grown, cut)
+    )
+    assert len(part) == 4
+    for a, b in zip(whole[5:], part, strict=True):
+        assert torch.equal(a, b)
+        assert b[:, :, :6].abs().min() > 0
+        assert not b[:, :, 6:].any()
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Pair, NaiveDrafter, LlamaForCausalLM]:
+    if not (DEMO / "target").is_dir():
+        pytest.skip("the demo pair is not there")
+    pair = Pair(Checkpoint(str(DEMO / "target"), "target"), Checkpoint(str(DEMO / "drafter"), "drafter"))
+    model = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+    state = torch.load(DEMO / "drafter" / "pytorch_model.bin", weights_only=True)
+    import json
+
+    config = json.loads((DEMO / "drafter" / "config.json").read_text("utf-8"))
+    state = {name.replace("mlp.mlp.", "mlp."): tensor for name, tensor in state.items()}
+    return pair, naive_of(model, state, config), model
+
+
+@pytest.mark.parametrize("tree", [tree_of(16, beam=4), tree_of(64), tree_of(33, reference=True)], ids=_id)
+@pytest.mark.parametrize("how", ["eager", "onnx"])
+def test_demo_pair_grows_the_naive_tree(
+    demo: tuple[Pair, NaiveDrafter, LlamaForCausalLM], tree: TreeConfig, how: str, tmp_path: Path
+) -> None:
+    """Real text, and the target's own hidden rows."""
+    pair, naive, model = demo
+    ids = pair.tokenizer("def read(self, size=-1):\n    if self.closed:\n        raise ValueError(")["input_ids"]
+    with torch.inference_mode():
+        ids += model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        hidden = model.model(torch.tensor([ids])).last_hidden_state[0].float()
+    capacity = len(ids) + 12
+    run = eager(pair, tree, capacity) if how == "eager" else onnx(pair, tree, Contrib, tmp_path, capacity)
+    at = 0
+    for count in (len(ids) - 12, 1, 4, 2, 4):
+        rows = torch.randn(64, hidden.shape[1])
+        path = torch.arange(count) if count > 8 else torch.arange(count) * 7
+        rows = rows if len(path) <= 64 else torch.randn(len(path), hidden.shape[1])
+        rows[path] = hidden[at : at + count]
+        after = torch.tensor(ids[at + 1 : at + count + 1])
+        found = run(after, rows, path, torch.tensor([count]), torch.tensor([at]))
+        at += count
+        compare(found, naive.read(ids[1 : at + 1], hidden[:at]), tree)

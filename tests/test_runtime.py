@@ -1,0 +1,266 @@
+"""The runtime as people embed it: imports, threads, limits, streaming, errors."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from runtime import GumihoError, load
+from runtime.backends.onnxruntime import Engine
+from runtime.bundle import Bundle, Manifest
+from tests.conftest import DEMO, MakeBundle
+from tests.pairs import RandomPair
+
+PROMPT = "def main(argv=None):\n    parser = argparse.ArgumentParser("
+
+
+def test_runtime_imports_nothing_heavy(demo_bundle: Path) -> None:
+    """A whole generation in a fresh interpreter, from a folder where only the runtime package can be found."""
+    code = f"""
+import sys
+from runtime import load
+with load({str(demo_bundle)!r}) as model:
+    assert "".join(model.generate({PROMPT!r}, max_new_tokens=32))
+heavy = {{"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "exporter", "graphs", "safetensors"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_text_is_the_tokens_text(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        generation = model.generate(PROMPT, 100)
+        text = "".join(generation)
+        tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
+        assert text == tokenizer.decode(generation.ids, skip_special_tokens=True)
+        assert len(generation.ids) == generation.stats.tokens <= 100
+        assert model.encode(PROMPT) == tokenizer.encode(PROMPT).ids
+
+
+def test_streams_whole_characters(demo_bundle: Path) -> None:
+    """Multi-byte characters arrive in one piece, wherever the byte-level tokens are cut."""
+    wanted = "naïve 数学 🦊🦊 Ωμέγα"
+    with load(demo_bundle) as model:
+        ids = model.bundle.tokenizer.encode(wanted, add_special_tokens=False).ids
+        generation = model.generate(PROMPT, 1)
+        pieces = []
+
+        def cycles() -> object:
+            from runtime import Cycle
+
+            for token in ids:
+                generation.ids.append(token)
+                yield Cycle((token,), 1, (0,), None)
+
+        generation.cycles = cycles  # type: ignore[method-assign,assignment]
+        pieces = list(generation)
+        assert "".join(pieces) == wanted
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8, 13, 31])
+def test_max_new_tokens_is_exact(demo_bundle: Path, count: int, speculate: bool) -> None:
+    with load(demo_bundle) as model:
+        whole = model.generate(PROMPT, 31)
+        list(whole.cycles())
+        generation = model.generate(PROMPT, count, speculate)
+        emitted = [token for cycle in generation.cycles() for token in cycle.tokens]
+        assert emitted == generation.ids == whole.ids[:count]
+        assert generation.finish_reason == "length" or whole.finish_reason == "stop"
+
+
+def test_nothing_behind_an_end_of_text(demo_bundle: Path, tmp_path: Path) -> None:
+    """Any of several end-of-text ids ends it, also in the middle of an accepted block."""
+    with load(demo_bundle) as model:
+        free = model.generate(PROMPT, 100)
+        list(free.cycles())
+    middle = 0
+    for end in sorted(set(free.ids)):
+        bundle = tmp_path / str(end)
+        bundle.mkdir()
+        for part in demo_bundle.iterdir():
+            if part.name != "gumiho.json":
+                (bundle / part.name).symlink_to(part)
+        manifest = json.loads((demo_bundle / "gumiho.json").read_text())
+        manifest["eos_token_ids"] = [2047, end]
+        (bundle / "gumiho.json").write_text(json.dumps(manifest))
+        with load(bundle) as model:
+            generation = model.generate(PROMPT, 100)
+            cycles = list(generation.cycles())
+            assert generation.ids == free.ids[: free.ids.index(end) + 1]
+            assert generation.finish_reason == "stop"
+            assert generation.stats.tokens == len(generation.ids)
+            assert generation.stats.cycle_tokens == len(generation.ids) - 1
+            middle += len(cycles[-1].tokens) < len(cycles[-1].path)
+        shutil.rmtree(bundle)
+    assert middle, "no end fell inside an accepted block: the test proves too little"
+
+
+def test_several_bundles_and_threads(make_bundle: MakeBundle, demo_bundle: Path) -> None:
+    """Two bundles side by side, each driven from its own thread, give what each gives alone."""
+    other = make_bundle(RandomPair(seed=2), "--capacity", "64")
+
+    def alone(path: Path, prompt: list[int]) -> list[int]:
+        with load(path) as model:
+            generation = model.generate(prompt, 40)
+            list(generation.cycles())
+            return generation.ids
+
+    jobs = [(demo_bundle, [0, 5, 9, 700]), (other, [3, 4, 5]), (demo_bundle, [0, 300, 301])]
+    expected = [alone(*job) for job in jobs]
+    found: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        found[i] = alone(*jobs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(jobs))] == expected
+
+
+def test_a_newer_generation_ends_the_older(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        older = model.generate(PROMPT, 50).cycles()
+        next(older)
+        newer = model.generate(PROMPT, 20)
+        ids = [t for c in newer.cycles() for t in c.tokens]
+        with pytest.raises(GumihoError, match="another generation"):
+            next(older)
+        again = model.generate(PROMPT, 20)
+        list(again.cycles())
+        assert again.ids == ids
+
+
+def test_close(demo_bundle: Path) -> None:
+    model = load(demo_bundle)
+    running = model.generate(PROMPT, 50).cycles()
+    next(running)
+    model.close()
+    model.close()
+    for call in (lambda: next(running), lambda: model.generate(PROMPT, 5)):
+        with pytest.raises(GumihoError, match="closed"):
+            call()
+
+
+def test_cycles_bind_and_allocate_nothing(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once warm, a cycle makes no binding, and the interpreter's heap does not grow over hundreds of them."""
+    import tracemalloc
+
+    with load(demo_bundle) as model:
+        cycles = model.generate([0, 5, 6, 7], 900)._cycles
+        for _ in range(20):
+            next(cycles)
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("bound in a cycle")
+
+        monkeypatch.setattr(Engine, "bind", refuse)
+        tracemalloc.start()
+        before = tracemalloc.take_snapshot()
+        for _ in range(100):
+            next(cycles)
+        after = tracemalloc.take_snapshot()
+        tracemalloc.stop()
+        grown = sum(d.size_diff for d in after.compare_to(before, "filename") if "/runtime/" in str(d.traceback))
+        assert grown < 4096
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([], 5, "no tokens"),
+        ([1] * 1025, 5, "1025 tokens and the bundle's capacity is 1024"),
+        ([5, 2048], 5, "token id 2048, outside the vocabulary of 2048"),
+        ([5, -1], 5, "token id -1"),
+        ([5], -1, "max_new_tokens is -1"),
+    ],
+)
+def test_refused_prompts(demo_bundle: Path, prompt: list[int], count: int, message: str) -> None:
+    with load(demo_bundle) as model, pytest.raises(GumihoError, match=message):
+        model.generate(prompt, count)
+
+
+def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
+    """Every file that is missing, short or of another format is named."""
+    with pytest.raises(GumihoError, match="is no bundle"):
+        load(tmp_path / "nowhere")
+    copy = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, copy)
+    text = (copy / "gumiho.json").read_text()
+
+    weights = copy / "weights/draft.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    with pytest.raises(GumihoError, match=rf"draft.bin has {len(content) - 1} bytes, expected {len(content)}"):
+        load(copy)
+    weights.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(GumihoError, match="draft.bin is damaged"):
+        Bundle(copy).verify()
+    weights.unlink()
+    with pytest.raises(GumihoError, match="lacks its file weights/draft.bin"):
+        load(copy)
+    weights.write_bytes(content)
+
+    for broken in ("{", "[]", '{"format": 1}', json.dumps({**json.loads(text), "rows": "many", "graphs": {}, "extra": 1})):
+        (copy / "gumiho.json").write_text(broken)
+        with pytest.raises(GumihoError, match="is damaged"):
+            load(copy)
+    (copy / "gumiho.json").write_text(text.replace('"format": 1', '"format": 99'))
+    with pytest.raises(GumihoError, match="format 99"):
+        load(copy)
+    (copy / "gumiho.json").write_text(text)
+
+    shutil.rmtree(copy / "engines")
+    with pytest.raises(GumihoError, match=r"no engines for backend 'cpu': run `python -m runtime.compile"):
+        load(copy)
+
+
+def test_stale_engines_are_never_loaded(demo_bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, copy)
+    folder = next((copy / "engines").iterdir())
+    key = json.loads((folder / "key.json").read_text())
+    key["onnxruntime"] = "0.1"
+    (folder / "key.json").write_text(json.dumps(key))
+    folder.rename(folder.with_name("cpu-0"))
+    with pytest.raises(GumihoError, match=r"compiled for onnxruntime 0.1, and here it is .*python -m runtime.compile"):
+        load(copy)
+    done = subprocess.run([sys.executable, "-m", "runtime.compile", str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "golden run replayed" in done.stdout
+    load(copy).close()
+
+
+def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_path: Path) -> None:
+    """One exponent bit of one weight is enough."""
+    from runtime.bundle import file_hash
+
+    copy = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, copy)
+    shutil.rmtree(copy / "engines")
+    weights = copy / "weights/target.bin"
+    values = np.fromfile(weights, np.float32)
+    values[: 192 * 2048] *= 1.5
+    values.tofile(weights)
+    manifest = json.loads((copy / "gumiho.json").read_text())
+    manifest["files"]["weights/target.bin"][1] = file_hash(weights)
+    (copy / "gumiho.json").write_text(json.dumps(manifest))
+    done = subprocess.run([sys.executable, "-m", "runtime.compile", str(copy)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "differs from the golden run" in done.stderr
+    assert not list((copy / "engines").iterdir())
+
+
+def test_manifest_round_trip(demo_bundle: Path) -> None:
+    manifest = Bundle(demo_bundle).manifest
+    assert Manifest.from_json(manifest.to_json(), Path("x")) == manifest
