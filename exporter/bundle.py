@@ -26,6 +26,7 @@ from .trace import trace
 from .weights import ALIGNMENT, Packer, Source
 
 _CHUNK = 128
+_BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 
@@ -58,12 +59,15 @@ class Plan:
             for file, sources in self.sources().items()
         }
 
+    def disk(self) -> int:
+        """Bytes the disk must hold at the worst: weights, and graphs, golden run and engines beside them."""
+        return sum(self.sizes().values()) + _BESIDE
+
     def shared(self) -> int:
         """Bytes of the drafter's file that lie in the target's already (embedding and lm_head, tied ones once)."""
-        target = self.sources()["weights/target.bin"]
-        one = target["embed_tokens.weight"].nbytes(self.dtype)
-        tied = one if self.pair.target_config.tie_word_embeddings else 0
-        return 2 * one + tied
+        one = self.sources()["weights/target.bin"]["embed_tokens.weight"].nbytes(self.dtype)
+        one = -(-one // ALIGNMENT) * ALIGNMENT
+        return one * (1 + self.pair.embedding_shared + self.pair.target_config.tie_word_embeddings)
 
     def memory(self) -> int:
         """Bytes the export holds at its peak, weights being streamed: torch and one slice, then the golden run's mapped
@@ -85,9 +89,17 @@ def eos_token_ids(pair: Pair) -> tuple[int, ...]:
         generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise GumihoError(f"{file} cannot be read as JSON ({error}): download it again") from None
+    if not isinstance(generation, dict):
+        raise GumihoError(f"{file} holds no JSON object: download it again")
     found = generation.get("eos_token_id", pair.target.config.get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    return tuple(int(i) for i in ids)
+    if not all(isinstance(i, int) for i in ids):
+        raise GumihoError(f"{file}: eos_token_id is {found!r}, expected a token id or a list of them")
+    return tuple(ids)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -96,31 +108,34 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
 
     What a killed run left behind is removed by the next one. Raises GumihoError where ``out`` exists and may not go.
     """
+    if out.name in ("", ".."):
+        raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")
     if out.exists() and not overwrite:
         raise GumihoError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise GumihoError(f"'{out}' is no bundle, so it is not replaced: name another folder with --out")
-    partial = out.with_name(f".{out.name}.partial")
+    partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
     previous = signal.getsignal(signal.SIGTERM)
     try:
-        signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.signal(signal.SIGTERM, _interrupt)
     except ValueError:
         previous = None  # not in the main thread: the caller's signals are its own
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        old = out.with_name(f".{out.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
         partial.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise GumihoError(
             f"writing '{out}' failed ({error.strerror or error}): free some space, or name another folder"
         ) from None
     finally:
+        if old.exists() and not out.exists():
+            old.rename(out)  # stopped between the two renames, now or in a run that was killed
+        shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
@@ -135,7 +150,7 @@ def free_space(folder: Path) -> int:
 
 
 def require_space(plan: Plan, out: Path) -> None:
-    needed, free = sum(plan.sizes().values()), free_space(out)
+    needed, free = plan.disk(), free_space(out)
     if free < needed:
         raise GumihoError(
             f"the bundle needs {needed / 1e9:.2f} GB and the disk of '{out}' has {free / 1e9:.2f} GB free: "

@@ -33,6 +33,9 @@ TARGETS = {
 
 _WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 
+_DTYPES = {"F16", "BF16", "F32", "torch.float16", "torch.bfloat16", "torch.float32"}
+_SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
+
 
 def target_of(drafter: str) -> str:
     """The target a released drafter belongs to, by the last part of its id or folder name."""
@@ -50,18 +53,16 @@ def locate(source: str) -> Path:
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    def fetch(patterns: list[str]) -> Path:
-        return Path(snapshot_download(source, allow_patterns=patterns))
-
+    small = ["*.json", "tokenizer*", "*.jinja"]
     try:
-        folder = fetch(["*.json", "tokenizer*", "*.jinja"])
-        safe = any(folder.glob("*.safetensors.index.json"))
-        from huggingface_hub import HfApi
-
-        safe = safe or any(f.endswith(".safetensors") for f in HfApi().list_repo_files(source))
-        return fetch(["*.safetensors"] if safe else ["*.bin"])
+        folder = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin"]))
+        return folder
+    except HFValidationError:
+        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name") from None
     except GatedRepoError:
         raise GumihoError(f"the hub asks to accept the licence of '{source}' first, then log in with `hf auth login`") from None
     except RepositoryNotFoundError:
@@ -70,7 +71,7 @@ def locate(source: str) -> Path:
         raise GumihoError(
             f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's transport errors (httpx) share no base class with its own
         raise GumihoError(f"fetching '{source}' from the hub failed ({error}): try again, or name a local folder") from None
 
 
@@ -126,7 +127,10 @@ class Checkpoint:
                 continue
             if not name.endswith(".index.json"):
                 return [self.folder / name]
-            shards = sorted(set(self._json(name).get("weight_map", {}).values()))
+            index = self._json(name).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
+                raise GumihoError(f"{self.folder / name} has no 'weight_map' of tensor to file: download it again")
+            shards = sorted(set(index.values()))
             for shard in shards:
                 if not (self.folder / shard).is_file():
                     raise GumihoError(
@@ -148,7 +152,7 @@ class Checkpoint:
                 else:
                     state = self._load_pickle(file)
                     self._files[str(file)] = list(state), state.__getitem__
-            except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+            except (SafetensorError, RuntimeError, EOFError, IndexError, KeyError, pickle.UnpicklingError, OSError) as error:
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 raise GumihoError(f"{file} is truncated or damaged ({reason}): download it again") from None
         return self._files[str(file)]
@@ -162,6 +166,8 @@ class Checkpoint:
                 raise
             # The pre-1.6 container cannot be mapped; it is read whole.
             state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise RuntimeError(f"it holds a {type(state).__name__}, expected tensors by name")
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def __contains__(self, name: str) -> bool:
@@ -181,6 +187,14 @@ class Checkpoint:
         tensor = self._slice(name)
         return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
+    def check_dtype(self, name: str) -> None:
+        """From the file's header alone, so that it is noticed before anything is written."""
+        tensor = self._slice(name)
+        found = tensor.get_dtype() if hasattr(tensor, "get_dtype") else str(tensor.dtype)
+        if found not in _DTYPES:
+            found = _SAFETENSORS_DTYPES.get(found, found)
+            raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' is {found}, expected float16, bfloat16 or float32")
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in its stored dtype (fp16, bf16 or fp32)."""
         try:
@@ -189,10 +203,6 @@ class Checkpoint:
             raise GumihoError(
                 f"{self._where[name][0]} is truncated or damaged at '{name}' ({error}): download it again"
             ) from None
-        if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise GumihoError(
-                f"{self.kind} '{self.source}': tensor '{name}' is {rows.dtype}, expected float16, bfloat16 or float32"
-            )
         return rows
 
     def require(self, expected: dict[str, tuple[int, ...]]) -> None:
@@ -203,6 +213,7 @@ class Checkpoint:
             if self.shape(name) != shape:
                 found = list(self.shape(name))
                 raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' has shape {found}, expected {list(shape)}")
+            self.check_dtype(name)
         surplus = sorted(self.names() - set(expected))
         if surplus:
             raise GumihoError(
@@ -219,11 +230,20 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
         raise GumihoError(f"{where} has model_type '{raw['model_type']}', and Gumiho drafts for model_type 'llama' only")
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
-        if not isinstance(raw.get(key), int):
+        if not isinstance(raw.get(key), int) or raw[key] < 1:
             raise GumihoError(f"{where}: config.json has no whole number '{key}'")
     if raw.get("hidden_act", "silu") != "silu":
         raise GumihoError(f"{where} has hidden_act '{raw['hidden_act']}', expected 'silu'")
-    known = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type", "dtype", "torch_dtype")})
+    if raw.get("num_key_value_heads", 1) == 0:
+        raise GumihoError(f"{where}: config.json has no whole number 'num_key_value_heads'")
+    try:
+        known = LlamaConfig(
+            **{k: v for k, v in raw.items() if k not in ("architectures", "model_type", "dtype", "torch_dtype")}
+        )
+        LlamaRotaryEmbedding(known)
+    except Exception as error:  # transformers' validators raise what comes up
+        reason = " ".join(str(error).split())
+        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason})") from None
     kind = known.rope_parameters["rope_type"]
     if kind not in ("default", "linear", "llama3"):
         raise GumihoError(f"{where} has rotary scaling '{kind}', expected plain, linear or llama3")

@@ -104,7 +104,7 @@ def describe(plan: "Plan", out: Path) -> str:
         f"capacity  {plan.capacity} positions",
         *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
-        f"disk      {sum(sizes.values()) / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
+        f"disk      {plan.disk() / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
         f"memory    {plan.memory() / 1e9:.2f} GB at the peak, mapped weights included",
     ]
     return "\n".join(lines)
@@ -144,7 +144,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        print(f"error: exporting needs the package '{error.name}': pip install 'gumiho-export[export]'", file=sys.stderr)
+        print(
+            f"error: exporting needs the package '{error.name}': install this project with its 'export' extra", file=sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print("error: interrupted, nothing was written", file=sys.stderr)

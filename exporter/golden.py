@@ -59,8 +59,9 @@ def record(target: Target, target_caches: list[Tensor], drafter: Drafter, draft_
     # The drafter reads the prompt and the pending token in two passes, as the runtime does.
     draft_caches = draft_pass("warm", tokens[:-1], torch.arange(n - 1), hidden, 0, draft_caches)
     draft_caches = draft_pass("tree", pending, torch.tensor([n - 1]), hidden, n - 1, draft_caches)
-    tree = {k: run[f"tree.{k}"] for k in ("tree", "depth", "mask", "parent")}
-    target_pass("verify", tree["tree"], tree["depth"], tree["mask"], n, target_caches)
+    rows = min(len(run["tree.tree"]), target.capacity - n)  # a prefix of the tree is a tree
+    tree = {k: run[f"tree.{k}"][:rows] for k in ("tree", "depth", "parent")}
+    target_pass("verify", tree["tree"], tree["depth"], run["tree.mask"][:rows, :rows].contiguous(), n, target_caches)
     choice = run["verify.choice"]
     path = torch.tensor(walk(tree["tree"].tolist(), tree["parent"].tolist(), choice.tolist()))
     draft_pass("next", choice[path], path, run["verify.hidden"], n, draft_caches)

@@ -100,6 +100,15 @@ class Pair:
         return expected
 
     @cached_property
+    def embedding_shared(self) -> bool:
+        """Whether the drafter's embedding is the target's, number by number."""
+        name = "embed_tokens.weight"
+        if name not in self.drafter:
+            return True
+        ours, theirs = (self._tensor(c, name).slices() for c in (self.target, self.drafter))
+        return all(torch.equal(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
+
+    @cached_property
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the target, or None where its folder has none. Needs tokenizer.json or tokenizer.model."""
         folder = self.target.folder

@@ -33,7 +33,11 @@ def validate(plan: Plan, folder: Path, backend_name: str) -> dict[str, float]:
     engines = backend(backend_name).open_engines(bundle, find_engines(bundle, backend_name), 0)
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
-    llama = LlamaForCausalLM.from_pretrained(plan.pair.target.folder, dtype=torch.float32).eval()
+    checkpoint = plan.pair.target  # loose shards, which transformers' own loader does not take, are read as well
+    llama = LlamaForCausalLM(plan.pair.target_config).float().eval()
+    state = {n if n == "lm_head.weight" else f"model.{n}": checkpoint.read(n).float() for n in checkpoint.names()}
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    llama.load_state_dict(state, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
 

@@ -73,7 +73,7 @@ class Drafter(nn.Module):
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
         sight = self.ops.sight(None, tokens.shape[0], past_length, caches[0])
-        x = self.fuse(tokens, hidden.index_select(0, path))
+        x = self.fuse(tokens, self.ops.gather(hidden, path))
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position)
@@ -102,5 +102,5 @@ class Drafter(nn.Module):
             return self.log_probs(out.reshape(-1, out.shape[-1])).reshape(count, first.shape[0], -1)
 
         last = count - 1
-        pending, y = tokens.index_select(0, last), x.index_select(0, last)
+        pending, y = self.ops.gather(tokens, last), self.ops.gather(x, last)
         return *grow(self.tree, pending, y, self.log_probs, step, heads, self.ops), *present

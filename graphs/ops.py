@@ -111,6 +111,22 @@ class Plain:
         return _join(out.reshape(1, heads, n, d)), own
 
     @staticmethod
+    def gather(x: Tensor, index: Tensor) -> Tensor:
+        """Entries of the first axis. index: int64 [n] -> [n, *x.shape[1:]]."""
+        if is_in_onnx_export():  # spelled out, since the tracer would reshape the index first
+            shape = [index.shape[0], *x.shape[1:]]
+            return ops.symbolic("Gather", (x, index), {"axis": 0}, dtype=x.dtype, shape=shape, version=13)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def quotient(x: Tensor, divisor: int) -> Tensor:
+        """Whole quotients of non-negative int64."""
+        if is_in_onnx_export():  # spelled out, since the tracer knows no integer division
+            by = torch.full((1,), divisor, dtype=torch.int64)
+            return ops.symbolic("Div", (x, by), {}, dtype=x.dtype, shape=x.shape, version=14)
+        return x // divisor
+
+    @staticmethod
     def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of the last axis in descending order, of equal values the one with the lower index first."""
         if is_in_onnx_export():
@@ -164,6 +180,8 @@ class Contrib(Standard):
     instead of the cache's capacity, and no row is transposed. Caches are written in place as in ``Standard``.
     """
 
+    opset = 23  # the last one that the ONNX Runtime of Python 3.10 knows
+
     @staticmethod
     def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
         """When traced: the rows' part of the mask as a bias, behind zeros for the past; None for causal rows."""
@@ -177,7 +195,7 @@ class Contrib(Standard):
         bias = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
         zero = torch.zeros(1, dtype=torch.int64)
         pads = torch.cat((zero, zero, zero, past_length, zero, zero, zero, zero))
-        return ops.symbolic("Pad", (bias, pads), {"mode": "constant"}, dtype=dtype, shape=bias.shape, version=24)
+        return ops.symbolic("Pad", (bias, pads), {"mode": "constant"}, dtype=dtype, shape=bias.shape, version=23)
 
     @staticmethod
     def _grouped(

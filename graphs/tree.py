@@ -1,7 +1,7 @@
 """Candidates -> the R-row tree, from TopK, Gather and comparisons on static shapes, so that it grows inside the graph.
 
-Node scores are cumulative log-probabilities under the drafter. A level keeps its best nodes; the best
-``beam`` of a serial level are carried on; the tree is the root and the best R - 1 nodes of all levels, best first. Two facts carry the rest:
+Node scores are cumulative log-probabilities under the drafter. A level keeps its best nodes; the best ``beam`` of a serial
+level are carried on; the tree is the root and the best R - 1 nodes of all levels, best first. Two facts carry the rest:
 
 - A node's score never exceeds its parent's and ties go to the lower index, so a parent always comes before its children
   and every prefix of the rows is itself the best tree of that size.
@@ -109,7 +109,7 @@ def grow(
     def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keeps the level's best nodes: scores, tokens, and the rank of each one's parent among the expanded nodes."""
         score, index = ops.top_k(options.reshape(-1), tree.kept(depth))
-        return score, tokens.reshape(-1).index_select(0, index), torch.div(index, options.shape[1], rounding_mode="trunc")
+        return score, ops.gather(tokens.reshape(-1), index), ops.quotient(index, options.shape[1])
 
     # Level 1: the best tokens of the serial step that has just read the newly accepted tokens.
     score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tried(1)))
@@ -130,27 +130,27 @@ def grow(
         score, token, parent = select(score[:width, None] + log_p, tokens, depth)
         nodes.add(token, score, parent + first, depth)
         first += previous[0].shape[0]
-        made, slots = y.index_select(0, parent), slots.index_select(0, parent)
+        made, slots = ops.gather(y, parent), ops.gather(slots, parent)
         origin = torch.arange(token.shape[0], device=device) if tree.reference else parent
 
     if tree.depth > tree.serial_steps:
         assert previous is not None
         width, count = tree.expanded(tree.serial_steps), tree.depth - tree.serial_steps
         pair = origin[:width]
+        first_token, first_made = ops.gather(previous[0], pair), ops.gather(previous[1], pair)
         log_p, tokens = ops.top_k(
-            heads(previous[0][pair], previous[1][pair], token[:width], made[:width], count),
-            tree.tried(tree.serial_steps + 1),
+            heads(first_token, first_made, token[:width], made[:width], count), tree.tried(tree.serial_steps + 1)
         )
         score, path = score[:width], torch.arange(width, device=device)
         kept = token.shape[0]
         for i in range(count):
             depth = tree.serial_steps + 1 + i
             tried = tree.tried(depth)
-            options = score[:, None] + log_p[i].index_select(0, path)[:, :tried]
-            score, token, parent = select(options, tokens[i].index_select(0, path)[:, :tried], depth)
+            options = score[:, None] + ops.gather(log_p[i], path)[:, :tried]
+            score, token, parent = select(options, ops.gather(tokens[i], path)[:, :tried], depth)
             nodes.add(token, score, parent + first, depth)
             first, kept = first + kept, token.shape[0]
-            path = path.index_select(0, parent)
+            path = ops.gather(path, parent)
 
     return _rows(tree, nodes, ops)
 
@@ -163,13 +163,13 @@ def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Plain]) -> tuple[Tensor, Te
     chosen = torch.cat((torch.zeros_like(best[:1]), best + 1))
     row = torch.arange(tree.rows, device=device)
 
-    parent_node = torch.cat(nodes.parent).index_select(0, chosen)
+    parent_node = ops.gather(torch.cat(nodes.parent), chosen)
     parent = (torch.where(parent_node[:, None] == chosen[None, :], row, 0)).amax(1)
     ancestors = [row]
     for _ in range(tree.depth):
-        ancestors.append(parent.index_select(0, ancestors[-1]))
+        ancestors.append(ops.gather(parent, ancestors[-1]))
     mask = (torch.stack(ancestors)[:, :, None] == row).any(0)
 
-    token = torch.cat(nodes.token).index_select(0, chosen)
-    depth = torch.tensor(nodes.depth, device=device).index_select(0, chosen)
-    return token, depth, parent, mask, scores.index_select(0, chosen)
+    token = ops.gather(torch.cat(nodes.token), chosen)
+    depth = ops.gather(torch.tensor(nodes.depth, device=device), chosen)
+    return token, depth, parent, mask, ops.gather(scores, chosen)

@@ -23,7 +23,7 @@ class Generation:
     def __init__(self, model: "Model", prompt: Sequence[int], max_new_tokens: int, speculate: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
-        self._model = model
+        self._model, self._prompt = model, list(prompt)
         self._cycles = model._start(self, prompt, max_new_tokens, speculate)
 
     @property
@@ -40,16 +40,18 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         """Pieces of text; never part of a character, and special tokens left out."""
         tokenizer = self._model.bundle.tokenizer
-        stream, text = DecodeStream(skip_special_tokens=True), ""
+        # The prompt goes first, since some tokenizers drop the space in front of a text's first word.
+        stream, text = DecodeStream(ids=self._prompt, skip_special_tokens=True), ""
         for cycle in self.cycles():
             piece = "".join(stream.step(tokenizer, token) or "" for token in cycle.tokens)
             if piece:
                 text += piece
                 yield piece
         # What the stream holds back (bytes that end in the middle of a character) shows as the tokenizer shows it.
-        whole = tokenizer.decode(self.ids, skip_special_tokens=True)
-        if whole.startswith(text) and len(whole) > len(text):
-            yield whole[len(text) :]
+        shown = tokenizer.decode(self._prompt, skip_special_tokens=True) + text
+        whole = tokenizer.decode([*self._prompt, *self.ids], skip_special_tokens=True)
+        if whole.startswith(shown) and len(whole) > len(shown):
+            yield whole[len(shown) :]
 
 
 class Model:

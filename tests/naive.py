@@ -46,7 +46,7 @@ class Node:
 
 def best(log_probs: np.ndarray, k: int) -> list[int]:
     """The k likeliest tokens, of equal ones the lower first."""
-    return sorted(range(len(log_probs)), key=lambda t: (-log_probs[t], t))[:k]
+    return np.argsort(-log_probs, kind="stable")[:k].tolist()
 
 
 def brute_force_tree(
@@ -119,9 +119,7 @@ def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k
         tried = []
         for node, feature in zip(level, made, strict=True):
             log_probs = model.log_probs(feature)
-            tried += [
-                (Node((*node.path, t), np.float32(node.score + log_probs[t])), feature) for t in best(log_probs, top_k)
-            ]
+            tried += [(Node((*node.path, t), np.float32(node.score + log_probs[t])), feature) for t in best(log_probs, top_k)]
         tried.sort(key=lambda one: -one[0].score)
         tried = tried[:top_k]
         level, before = [node for node, _ in tried], inputs
@@ -197,7 +195,9 @@ class NaiveDrafter:
         x = torch.cat([self._fuse(*one) for one in pair])
         block = 0
         while f"mlp.{i}.{block}.linear.weight" in self.state:
-            y = nn.functional.silu(self.state[f"mlp.{i}.{block}.linear.weight"] @ x + self.state[f"mlp.{i}.{block}.linear.bias"])
+            y = nn.functional.silu(
+                self.state[f"mlp.{i}.{block}.linear.weight"] @ x + self.state[f"mlp.{i}.{block}.linear.bias"]
+            )
             x = x + y if block else y
             block += 1
         return x

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -358,14 +359,15 @@ def test_vllms_nested_configuration_means_the_same(tmp_path: Path) -> None:
     [
         ({}, (4, 2, 16, False, False)),
         ({"num_key_value_heads": None}, (4, 4, 16, False, False)),
+        ({"num_key_value_heads": ...}, (4, 4, 16, False, False)),
         ({"head_dim": 40}, (4, 2, 40, False, False)),
         ({"head_dim": None}, (4, 2, 16, False, False)),
         ({"attention_bias": True, "mlp_bias": True}, (4, 2, 16, True, True)),
     ],
-    ids=["grouped", "full", "explicit head_dim", "null head_dim", "biases"],
+    ids=["grouped", "null kv heads", "no kv heads", "explicit head_dim", "null head_dim", "biases"],
 )
 def test_shapes(tmp_path: Path, extra: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    config = {k: v for k, v in (BASE | extra).items() if k != "num_key_value_heads" or v is not None}
+    config = {k: v for k, v in (BASE | extra).items() if v is not ...}
     shape = llama_shape(llama_config(configured(tmp_path, config)))
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.attention_bias, shape.mlp_bias) == expected
     assert (shape.vocabulary, shape.hidden, shape.intermediate, shape.layers, shape.eps) == (61, 64, 96, 1, 1e-5)
@@ -470,24 +472,24 @@ def test_an_impossible_id_is_one_sentence(source: str, tmp_path: Path, monkeypat
     one_sentence(caught, source)
 
 
-@pytest.mark.parametrize(("weights", "fetched"), [("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin")])
+@pytest.mark.parametrize(("weights", "unwanted"), [("model.safetensors", "pytorch_model.bin"), ("pytorch_model.bin", None)])
 def test_only_one_kind_of_weights_is_fetched(
-    weights: str, fetched: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, unwanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    hub = ["config.json", "tokenizer.json", "chat_template.jinja", "README.md", "pytorch_model.bin", weights]
 
     def download(source: str, allow_patterns: list[str], **_: Any) -> str:
         assert source == "owner/name"
-        asked.extend(allow_patterns)
+        for name in hub:
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / name).touch()
         return str(tmp_path)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    files = ["config.json", "pytorch_model.bin", weights]
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: hub)
     assert locate("owner/name") == tmp_path
-    assert {"*.json", "*.jinja", fetched} <= set(asked)
-    assert {"*.safetensors", "*.bin"} & set(asked) == {fetched}
+    assert {p.name for p in tmp_path.iterdir()} == set(hub) - {unwanted, "README.md"}
 
 
 @pytest.mark.parametrize("container", [safetensors_file, bin_file, sharded_safetensors, sharded_bin])

@@ -1,5 +1,6 @@
 """graphs.drafter, eager and through ONNX Runtime, against tests.naive behind the same context."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -154,7 +155,8 @@ def cycles(run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vo
 @cache
 def random_pair(folder: Path, layers: int, heads: int, head_dim: int | None = None) -> tuple[Pair, NaiveDrafter]:
     fields = {"head_dim": head_dim} if head_dim else {}
-    made = RandomPair(fields, layers=layers, heads=heads, fc_bias=heads != 2, seed=10 * layers + heads)
+    # Without a final norm the features of a random drafter are large: a small lm_head keeps rounding well below NEAR.
+    made = RandomPair(fields, layers=layers, heads=heads, fc_bias=heads != 2, seed=10 * layers + heads, scale=1.0)
     where = folder / f"{layers}-{heads}-{head_dim}"
     target, drafter = made.write(where)
     model = made.make_target()
@@ -188,7 +190,7 @@ CONFIGS = [
 
 def _id(value: object) -> str:
     if not isinstance(value, TreeConfig):
-        return str(value)
+        return value.__name__ if isinstance(value, type) else str(value)
     kind = "reference" if value.reference else "chain" if value.top_k == 1 else f"beam{value.beam}"
     return f"R{value.rows}-{value.serial_steps}+{value.heads}-{kind}"
 
@@ -201,12 +203,12 @@ def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head
 
 
 EXPORTED = [
-    (2, 5, None, tree_of(16, beam=4), Contrib),
-    (2, 5, None, tree_of(64), Contrib),
-    (2, 5, None, tree_of(33, reference=True), Contrib),
-    (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Contrib),
-    (1, 0, 24, tree_of(8, heads=0), Contrib),
-    (2, 5, None, tree_of(2), Contrib),
+    # Contrib takes head sizes in steps of 16 only: exporter.bundle.dialect_for.
+    (2, 5, 16, tree_of(16, beam=4), Contrib),
+    (2, 5, 16, tree_of(64), Contrib),
+    (2, 5, 16, tree_of(33, reference=True), Contrib),
+    (3, 2, 16, tree_of(16, heads=2, serial=3, beam=6), Contrib),
+    (2, 5, 16, tree_of(2), Contrib),
     (2, 5, None, tree_of(33), Standard),
     (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard),
     (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),
@@ -259,17 +261,23 @@ def demo() -> tuple[Pair, NaiveDrafter, LlamaForCausalLM]:
     pair = Pair(Checkpoint(str(DEMO / "target"), "target"), Checkpoint(str(DEMO / "drafter"), "drafter"))
     model = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
     state = torch.load(DEMO / "drafter" / "pytorch_model.bin", weights_only=True)
-    import json
-
     config = json.loads((DEMO / "drafter" / "config.json").read_text("utf-8"))
     state = {name.replace("mlp.mlp.", "mlp."): tensor for name, tensor in state.items()}
     return pair, naive_of(model, state, config), model
 
 
-@pytest.mark.parametrize("tree", [tree_of(16, beam=4), tree_of(64), tree_of(33, reference=True)], ids=_id)
-@pytest.mark.parametrize("how", ["eager", "onnx"])
+@pytest.mark.parametrize(
+    ("how", "tree"),
+    [
+        ("eager", tree_of(64)),
+        ("eager", tree_of(33, reference=True)),
+        ("onnx", tree_of(16, beam=4)),
+        ("onnx", tree_of(33, reference=True)),
+    ],
+    ids=_id,
+)
 def test_demo_pair_grows_the_naive_tree(
-    demo: tuple[Pair, NaiveDrafter, LlamaForCausalLM], tree: TreeConfig, how: str, tmp_path: Path
+    demo: tuple[Pair, NaiveDrafter, LlamaForCausalLM], how: str, tree: TreeConfig, tmp_path: Path
 ) -> None:
     """Real text, and the target's own hidden rows."""
     pair, naive, model = demo

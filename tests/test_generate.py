@@ -78,6 +78,8 @@ def test_bad_input(demo_bundle: Path, argv: list[str], status: int, message: str
 def test_a_reader_that_leaves(demo_bundle: Path) -> None:
     """``generate | head -c 1`` ends quietly."""
     command = f"{sys.executable} -m runtime.generate {demo_bundle} --prompt 'def f' --max-new-tokens 200 | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, errors="replace", cwd=Path(__file__).parent.parent
+    )
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr

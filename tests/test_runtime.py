@@ -1,17 +1,19 @@
 """The runtime as people embed it: imports, threads, limits, streaming, errors."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
-from runtime import GumihoError, load
+from runtime import Cycle, GumihoError, Model, load
 from runtime.backends.onnxruntime import Engine
 from runtime.bundle import Bundle, Manifest
 from tests.conftest import DEMO, MakeBundle
@@ -38,9 +40,22 @@ def test_text_is_the_tokens_text(demo_bundle: Path) -> None:
         generation = model.generate(PROMPT, 100)
         text = "".join(generation)
         tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
-        assert text == tokenizer.decode(generation.ids, skip_special_tokens=True)
+        assert PROMPT + text == tokenizer.decode(model.encode(PROMPT) + generation.ids, skip_special_tokens=True)
         assert len(generation.ids) == generation.stats.tokens <= 100
         assert model.encode(PROMPT) == tokenizer.encode(PROMPT).ids
+
+
+def pieces_of(model: Model, prompt: list[int], ids: list[int]) -> list[str]:
+    """The text of a generation that emits the given ids, one a cycle."""
+    generation = model.generate(prompt, 1)
+
+    def cycles() -> Iterator[Cycle]:
+        for token in ids:
+            generation.ids.append(token)
+            yield Cycle((token,), 1, (0,), None)
+
+    generation.cycles = cycles  # type: ignore[method-assign]
+    return list(generation)
 
 
 def test_streams_whole_characters(demo_bundle: Path) -> None:
@@ -48,20 +63,20 @@ def test_streams_whole_characters(demo_bundle: Path) -> None:
     wanted = "naïve 数学 🦊🦊 Ωμέγα"
     with load(demo_bundle) as model:
         ids = model.bundle.tokenizer.encode(wanted, add_special_tokens=False).ids
-        generation = model.generate(PROMPT, 1)
-        pieces = []
-
-        def cycles() -> object:
-            from runtime import Cycle
-
-            for token in ids:
-                generation.ids.append(token)
-                yield Cycle((token,), 1, (0,), None)
-
-        generation.cycles = cycles  # type: ignore[method-assign,assignment]
-        pieces = list(generation)
+        pieces = pieces_of(model, [0, 5], ids)
         assert "".join(pieces) == wanted
         assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        assert "".join(pieces_of(model, [0, 5], ids[:-1])).startswith(wanted[:-1])
+
+
+def test_the_space_behind_the_prompt_is_kept(demo_bundle: Path) -> None:
+    """Tokenizers of Llama 2's kind drop a text's leading space; a continuation is not the beginning of a text."""
+    words = ["<unk>", "▁The", "▁capital", "▁is", "▁Pa", "ris"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    with load(demo_bundle) as model:
+        model.bundle.__dict__["tokenizer"] = tokenizer
+        assert "".join(pieces_of(model, [1, 2], [3, 4, 5])) == " is Paris"
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -84,10 +99,8 @@ def test_nothing_behind_an_end_of_text(demo_bundle: Path, tmp_path: Path) -> Non
     middle = 0
     for end in sorted(set(free.ids)):
         bundle = tmp_path / str(end)
-        bundle.mkdir()
-        for part in demo_bundle.iterdir():
-            if part.name != "gumiho.json":
-                (bundle / part.name).symlink_to(part)
+        shutil.copytree(demo_bundle, bundle, copy_function=os.link)
+        (bundle / "gumiho.json").unlink()
         manifest = json.loads((demo_bundle / "gumiho.json").read_text())
         manifest["eos_token_ids"] = [2047, end]
         (bundle / "gumiho.json").write_text(json.dumps(manifest))

@@ -197,7 +197,7 @@ def test_a_prefix_is_the_smaller_tree(tree: TreeConfig, toy: Toy, rows: int) -> 
     rows = min(rows, whole.rows)
     part = TreeConfig(rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam).fitted(toy.vocabulary)
     assert part.rows == rows
-    for name, small, large in zip("token depth parent mask score".split(), toy.grow(part), toy.grow(whole), strict=True):
+    for name, small, large in zip(["token", "depth", "parent", "mask", "score"], toy.grow(part), toy.grow(whole), strict=True):
         expected = large[:rows, :rows] if name == "mask" else large[:rows]
         assert torch.equal(small, expected), name
 

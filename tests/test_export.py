@@ -1,0 +1,800 @@
+"""The export command: a bundle is whole or absent, its numbers are right, and what it says of itself is true."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+import exporter.bundle
+import exporter.validate
+import runtime.backends.onnxruntime
+import runtime.engines
+import runtime.golden
+from exporter.cli import main, parser, plan
+from runtime.bundle import Bundle
+from runtime.errors import GumihoError
+
+from .pairs import RandomPair, drafter_config, write_drafter
+
+ROOT = Path(__file__).parents[1]
+# Head sizes 16 and 8 take different dialects on ONNX Runtime.
+SMALL: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+TINY = SMALL | {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1}
+# The cheapest tree that has every part: two serial steps and a head, and rows for all candidates, so that each part shows.
+TREE = ["--rows", "11", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+
+
+def options(pair: Path, out: Path, *more: str) -> list[str]:
+    return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *more]
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Everything in a folder, hidden or not, with its content."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in folder.rglob("*")
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair whose target has a tokenizer and two ends of text."""
+    folder = tmp_path_factory.mktemp("pair")
+    RandomPair(SMALL, heads=2).write(folder)
+    target = folder / "target"
+    words = {f"w{i}": i for i in range(211)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(target / "tokenizer.json"))
+    (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}))
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "temperature": 0.6}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported and validated bundle, not to be changed."""
+    out = tmp_path_factory.mktemp("bundle") / "out"
+    assert main(options(pair, out)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    RandomPair(TINY, heads=1).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def calm() -> Iterator[None]:
+    """pytest keeps every record that is logged, and the tracer logs thousands."""
+    logger = logging.getLogger("torch")
+    propagate, logger.propagate = logger.propagate, False
+    yield
+    logger.propagate = propagate
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.fixture
+def quick(traced: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces a graph for the first time only: all exports of the tiny pair have the same graphs."""
+    trace = exporter.bundle.trace
+
+    def once(module: Any, *rest: Any) -> Any:
+        key = type(module).__name__, getattr(module, "tree", None), module.capacity
+        if key not in traced:
+            traced[key] = trace(module, *rest)
+        return traced[key]
+
+    monkeypatch.setattr(exporter.bundle, "trace", once)
+
+
+# --- what a bundle holds -----------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_names_every_file_with_its_size_and_hash(bundle: Path) -> None:
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    on_disk = {str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()}
+    engines = {name for name in on_disk if name.startswith("engines/")}
+    assert on_disk - engines == manifest["files"].keys() | {"gumiho.json"}
+    assert {"weights/target.bin", "weights/draft.bin", "golden.npz", "tokenizer.json"} <= manifest["files"].keys()
+    for name, (size, digest) in manifest["files"].items():
+        data = (bundle / name).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (size, digest), name
+    Bundle(bundle).verify()
+
+
+def test_the_manifest_says_what_was_asked_for(bundle: Path, pair: Path) -> None:
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    assert manifest["sources"] == {"target": str(pair / "target"), "drafter": str(pair / "drafter")}
+    assert (manifest["vocabulary"], manifest["hidden"], manifest["capacity"], manifest["rows"]) == (211, 32, 64, 11)
+    assert (manifest["depth"], manifest["eos_token_ids"]) == (3, [1, 5])
+    assert set(manifest["graphs"]) == {"target", "draft", "extend"}
+
+
+def test_the_targets_tokenizer_and_settings_come_along(bundle: Path, pair: Path) -> None:
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (bundle / name).read_bytes() == (pair / "target" / name).read_bytes()
+    own, theirs = (Tokenizer.from_file(str(f / "tokenizer.json")) for f in (bundle, pair / "target"))
+    assert own.get_vocab() == theirs.get_vocab()
+
+
+def test_engines_were_compiled(bundle: Path) -> None:
+    folders = list((bundle / "engines").iterdir())
+    assert len(folders) == 1
+    assert {p.name for p in folders[0].iterdir()} >= {"target.onnx", "draft.onnx", "extend.onnx", "key.json"}
+
+
+def test_nothing_lies_beside_a_bundle(bundle: Path) -> None:
+    assert [p.name for p in bundle.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "extend"])
+def test_graphs_are_small_and_point_into_the_weights(bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = bundle / "graphs" / f"{name}.onnx"
+    assert file.stat().st_size < 1_000_000
+    model = onnx.load(str(file), load_external_data=False)
+    monkeypatch.chdir(bundle)  # weights are named relative to it
+    onnx.checker.check_model(model)
+    outside = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    assert outside
+    for tensor in outside:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        assert re.fullmatch(r"weights/(target|draft)\.bin", place["location"]), tensor.name
+        offset, length = int(place["offset"]), int(place["length"])
+        assert offset % 4096 == 0
+        assert offset + length <= (bundle / place["location"]).stat().st_size
+        assert length == 4 * int(np.prod(tensor.dims))
+    inside = sum(t.ByteSize() for t in model.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL)
+    assert inside < 64 * 1024
+
+
+def axes(value: onnx.ValueInfoProto) -> list[int | str]:
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def test_symbolic_axes_are_named(bundle: Path) -> None:
+    graphs = {
+        n: onnx.load(str(bundle / f"graphs/{n}.onnx"), load_external_data=False).graph for n in ("target", "draft", "extend")
+    }
+    ports = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
+    cache = [1, 1, 64, 16]
+    assert {n: ports["target"][n] for n in ("tokens", "depth", "mask", "past_length", "choice", "logits", "hidden")} == {
+        "tokens": ["rows"], "depth": ["rows"], "mask": ["rows", "rows"], "past_length": [1], "choice": ["rows"],
+        "logits": ["rows", 211], "hidden": ["rows", 32],
+    }  # fmt: skip
+    assert all(
+        ports["target"][f"{when}_{part}.{i}"] == cache
+        for when in ("past", "present")
+        for part in ("key", "value")
+        for i in (0, 1)
+    )
+    for graph in ("draft", "extend"):
+        assert {n: ports[graph][n] for n in ("tokens", "path", "hidden", "count", "past_length", "past_key.1")} == {
+            "tokens": ["accepted"], "path": ["accepted"], "hidden": ["rows", 32], "count": [1], "past_length": [1], "past_key.1": cache,
+        }  # fmt: skip
+    tree = {n: a for n, a in ports["draft"].items() if n.startswith("tree_")}
+    assert tree == {
+        "tree_tokens": [11], "tree_depth": [11], "tree_parent": [11], "tree_mask": [11, 11], "tree_score": [11],
+    }  # fmt: skip
+    assert not any(n.startswith("tree_") for n in ports["extend"])
+    assert {a for p in ports.values() for shape in p.values() for a in shape if isinstance(a, str)} == {"rows", "accepted"}
+
+
+def test_the_manifest_repeats_the_graphs_contract(bundle: Path) -> None:
+    for name, graph in json.loads((bundle / "gumiho.json").read_text())["graphs"].items():
+        model = onnx.load(str(bundle / graph["file"]), load_external_data=False)
+        for mine, theirs in ((graph["inputs"], model.graph.input), (graph["outputs"], model.graph.output)):
+            assert [(p["name"], p["shape"], np.dtype(p["dtype"])) for p in mine] == [
+                (v.name, axes(v), onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type)) for v in theirs
+            ], name
+
+
+def test_the_target_and_the_drafter_share_their_weights(bundle: Path) -> None:
+    """Embedding and lm_head are the drafter's copies of the target's: they lie in the target's file only."""
+    places: dict[str, dict[str, Any]] = {}
+    for name in ("target", "draft", "extend"):
+        model = onnx.load(str(bundle / f"graphs/{name}.onnx"), load_external_data=False)
+        places[name] = {t.name: tuple(e.value for e in t.external_data) for t in model.graph.initializer if t.external_data}
+    for shared in ("embed_tokens.weight", "lm_head.weight"):
+        assert places["draft"][shared] == places["target"][shared]
+    assert all(places["draft"][name] == place for name, place in places["extend"].items())
+
+
+# --- --validate --------------------------------------------------------------------------------------------------------
+
+
+def reported(text: str) -> dict[str, float]:
+    line = next(line for line in text.splitlines() if line.startswith("largest errors: "))
+    return {m[1]: float(m[2]) for m in re.finditer(r"([a-z ]+) ([0-9.e+-]+)(?:, |$)", line.removeprefix("largest errors: "))}
+
+
+def wanted(pair: Path, out: Path) -> Any:
+    return plan(parser().parse_args(options(pair, out)))
+
+
+def test_validate_prints_small_errors(tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(tiny, tmp_path / "out", "--validate")) == 0
+    errors = reported(capsys.readouterr().out)
+    assert set(errors) == {"target", "draft", "target logits", "target hidden", "choices that differ", "draft scores"}
+    assert all(error < 1e-3 for error in errors.values()), errors
+
+
+def test_validate_finds_small_errors(bundle: Path, pair: Path) -> None:
+    errors = exporter.validate.validate(wanted(pair, bundle), bundle, "cpu")
+    assert all(error < 1e-3 for error in errors.values()), errors
+
+
+def spoil(bundle: Path, parameter: str, change: Callable[[np.ndarray], Any]) -> None:
+    """Changes one packed parameter of the draft or target graph in place."""
+    graph, _, name = parameter.partition(":")
+    model = onnx.load(str(bundle / f"graphs/{graph}.onnx"), load_external_data=False)
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    values = np.memmap(bundle / place["location"], np.float32, "r+", int(place["offset"]), tuple(tensor.dims))
+    change(values)
+    values.flush()
+
+
+def negate(values: np.ndarray) -> None:
+    values *= -1
+
+
+@pytest.mark.parametrize(
+    ("parameter", "shows"),
+    [
+        ("target:layers.1.mlp.down_proj.weight", {"target logits", "target hidden"}),
+        ("target:layers.0.self_attn.q_proj.weight", {"target logits", "target hidden"}),
+        ("target:norm.weight", {"target logits", "target hidden"}),
+        ("target:lm_head.weight", {"target logits", "choices that differ", "draft scores"}),
+        ("draft:fc.weight", {"draft scores"}),
+        ("draft:fc.bias", {"draft scores"}),
+        ("draft:layers.1.self_attn.v_proj.weight", {"draft scores"}),
+    ],
+)
+def test_validate_reports_a_spoiled_weight(bundle: Path, pair: Path, tmp_path: Path, parameter: str, shows: set[str]) -> None:
+    shutil.copytree(bundle, tmp_path / "out")
+    spoil(tmp_path / "out", parameter, negate)
+    errors = exporter.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
+    assert all(errors[name] > 0.02 for name in shows), errors
+    if parameter.startswith("draft:"):
+        assert all(errors[name] < 1e-3 for name in errors if name != "draft scores"), errors
+
+
+def test_validate_reports_spoiled_heads(bundle: Path, pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundle, tmp_path / "out")
+    spoil(tmp_path / "out", "draft:heads.first.weight", lambda w: w.__setitem__(slice(None), w[::-1].copy()))
+    errors = exporter.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
+    assert errors["draft scores"] > 1e-2
+
+
+def target_as_bin(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def target_in_loose_parts(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    for i in range(2):
+        save_file({n: state[n] for n in sorted(state)[i::2]}, folder / f"part{i}.safetensors")
+
+
+def target_unprefixed(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    save_file({n.removeprefix("model."): t for n, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def target_without_metadata(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", [target_as_bin, target_in_loose_parts, target_unprefixed, target_without_metadata])
+def test_validate_reads_every_layout_that_export_reads(
+    bundle: Path, pair: Path, tmp_path: Path, layout: Callable[[Path, dict[str, torch.Tensor]], None]
+) -> None:
+    shutil.copytree(pair, tmp_path / "pair")
+    target = tmp_path / "pair" / "target"
+    state = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    layout(target, state)
+    errors = exporter.validate.validate(wanted(tmp_path / "pair", bundle), bundle, "cpu")
+    assert all(error < 1e-3 for error in errors.values()), errors
+
+
+# --- whole or absent ---------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    """Something nobody thought of."""
+
+
+FAILURES: dict[str, tuple[BaseException, int | None]] = {
+    "interrupt": (KeyboardInterrupt(), 130),
+    "disk full": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1),
+    "ours": (GumihoError("it cannot be done: do something else"), 1),
+    "unforeseen": (Boom(), None),
+}
+# Where the failure strikes: an attribute, and before which of its calls. A negative number: after that call has worked.
+POINTS: dict[str, tuple[Any, str, int]] = {
+    "packing the target": (exporter.bundle.Packer, "pack", -1),
+    "packing the drafter": (exporter.bundle.Packer, "pack", 2),
+    "tracing the target": (exporter.bundle, "trace", 1),
+    "tracing the last graph": (exporter.bundle, "trace", -3),
+    "recording": (exporter.bundle.golden, "record", 1),
+    "saving the golden run": (np, "savez", -1),
+    "copying the tokenizer's files": (shutil, "copyfile", 1),
+    "hashing": (exporter.bundle, "file_hash", 2),
+    "syncing": (os, "fsync", 3),
+    "compiling": (runtime.engines, "compile_engines", 1),
+    "compiling, at the end": (runtime.engines, "compile_engines", -1),
+    "inside the compiler": (runtime.backends.onnxruntime, "compile", -1),
+    "replaying": (runtime.golden, "replay", 1),
+    "validating": (exporter.validate, "validate", 1),
+}
+
+
+def strike(patch: pytest.MonkeyPatch, point: tuple[Any, str, int], error: BaseException) -> list[int]:
+    """Makes a real function fail at one of its calls. Returns a list that is empty until it has."""
+    owner, name, call = point
+    real, calls, struck = getattr(owner, name), [], list[int]()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        result = real(*args, **kwargs) if len(calls) != call else None
+        if len(calls) == abs(call):
+            struck.append(1)
+            raise error
+        return result
+
+    patch.setattr(owner, name, failing)
+    return struck
+
+
+def fails(argv: list[str], failure: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, status = FAILURES[failure]
+    capsys.readouterr()
+    if status is None:
+        with pytest.raises(Boom):
+            main(argv)
+        return
+    assert main(argv) == status
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_failure_leaves_nothing_behind_and_the_next_run_succeeds(
+    tiny: Path, tmp_path: Path, quick: None, point: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = options(tiny, tmp_path / "out", "--validate")
+    # An interruption everywhere, and the other failures in turn: each one at several points.
+    others = [failure for failure in FAILURES if failure != "interrupt"]
+    for failure in ("interrupt", others[list(POINTS).index(point) % len(others)]):
+        with pytest.MonkeyPatch.context() as patch:
+            struck = strike(patch, POINTS[point], FAILURES[failure][0])
+            fails(argv, failure, capsys)
+        assert struck
+        assert snapshot(tmp_path) == {}, failure
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if list(POINTS).index(point) % 3:
+        return  # the folder is as it was: a few full runs are enough
+    assert main([a for a in argv if a != "--validate"]) == 0
+    Bundle(tmp_path / "out").verify()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def failing_rename(patch: pytest.MonkeyPatch, call: int, error: BaseException) -> list[int]:
+    """Fails at one of the renames beside the bundle; those inside it, of its engines, are let through."""
+    real, calls, struck = Path.rename, [], list[int]()
+
+    def rename(self: Path, target: Any) -> Path:
+        if self.parent.name == "beside":
+            calls.append(1)
+            if len(calls) == call:
+                struck.append(1)
+                raise error
+        return real(self, target)
+
+    patch.setattr(Path, "rename", rename)
+    return struck
+
+
+@pytest.mark.parametrize("failure", ["interrupt", "disk full"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_the_old_bundle_survives_a_failure_in_the_last_step(
+    bundle: Path, tiny: Path, tmp_path: Path, quick: None, failure: str, call: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "beside" / "out"
+    shutil.copytree(bundle, out)
+    before = snapshot(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        struck = failing_rename(patch, call, FAILURES[failure][0])
+        fails(options(tiny, out, "--overwrite"), failure, capsys)
+    assert struck
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("point", "failure"),
+    [("packing the drafter", "disk full"), ("recording", "interrupt"), ("replaying", "ours"), ("syncing", "unforeseen")],
+)
+def test_the_old_bundle_survives_a_failed_overwrite(
+    bundle: Path, tiny: Path, tmp_path: Path, quick: None, point: str, failure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bundle, tmp_path / "out")
+    before = snapshot(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        struck = strike(patch, POINTS[point], FAILURES[failure][0])
+        fails(options(tiny, tmp_path / "out", "--overwrite"), failure, capsys)
+    assert struck
+    assert snapshot(tmp_path) == before
+
+
+def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, quick: None) -> None:
+    for name in ("a", "b"):
+        assert main(options(tiny, tmp_path / name)) == 0
+    a, b = (json.loads((tmp_path / n / "gumiho.json").read_text())["files"] for n in ("a", "b"))
+    assert {n: d for n, d in a.items() if n != "golden.npz"} == {n: d for n, d in b.items() if n != "golden.npz"}
+
+
+def start(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "exporter.cli", *argv], cwd=ROOT, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )  # fmt: skip
+
+
+# Signal, and the file whose appearance in the unfinished bundle is waited for.
+SIGNALS = [
+    (signal.SIGTERM, "weights/target.bin"),
+    (signal.SIGINT, "graphs/target.onnx"),
+    (signal.SIGKILL, "graphs/target.onnx"),
+]
+
+
+@pytest.fixture(scope="module")
+def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path, int, str]]]:
+    """Real exports, killed midway, all at once to save time: folder, exit status, and what each one printed."""
+    folders = [tmp_path_factory.mktemp(f"killed{i}") for i in range(len(SIGNALS))]
+    logs = [folder.with_name(f"{folder.name}.log") for folder in folders]
+    processes = [start(options(tiny, folder / "out"), log) for folder, log in zip(folders, logs, strict=True)]
+    try:
+        waiting, deadline = set(range(len(SIGNALS))), time.monotonic() + 400
+        while waiting and time.monotonic() < deadline:
+            for i in list(waiting):
+                number, file = SIGNALS[i]
+                if processes[i].poll() is not None or (folders[i] / ".out.partial" / file).exists():
+                    if processes[i].poll() is None:
+                        processes[i].send_signal(number)
+                    waiting.discard(i)
+            time.sleep(0.01)
+        statuses = [p.wait(200) for p in processes]
+        yield list(zip(folders, statuses, [log.read_text() for log in logs], strict=True))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.parametrize("index", range(len(SIGNALS)), ids=[f"{s.name} at {f}" for s, f in SIGNALS])
+def test_a_killed_export_leaves_nothing_that_hinders_the_next(
+    killed: list[tuple[Path, int, str]], tiny: Path, quick: None, index: int
+) -> None:
+    folder, status, log = killed[index]
+    if SIGNALS[index][0] == signal.SIGKILL:
+        assert status == -signal.SIGKILL
+        assert not (folder / "out").exists()
+        assert (folder / ".out.partial").exists()
+    else:
+        assert status == 130, log
+        assert log.splitlines()[-1] == "error: interrupted, nothing was written"
+        assert "Traceback" not in log
+        assert snapshot(folder) == {}
+    assert main(options(tiny, folder / "out")) == 0
+    Bundle(folder / "out").verify()
+    assert [p.name for p in folder.iterdir()] == ["out"]
+
+
+# --- --overwrite, --out ------------------------------------------------------------------------------------------------
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    """Exit status 1 and one line."""
+    capsys.readouterr()
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err, err
+
+
+def test_an_existing_bundle_is_replaced_only_when_asked(
+    bundle: Path, tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(bundle, out)
+    (out / "engines" / "another-one").mkdir()
+    before = snapshot(tmp_path)
+    refused(options(tiny, out), capsys, f"'{out}' exists", "--overwrite")
+    assert snapshot(tmp_path) == before
+    assert main(options(tiny, out, "--overwrite")) == 0
+    assert not (out / "engines" / "another-one").exists()
+    assert json.loads((out / "gumiho.json").read_text())["sources"]["target"] == str(tiny / "target")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_what_is_no_bundle_is_never_replaced(
+    tiny: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home" / "work").mkdir(parents=True)
+    (tmp_path / "home" / "work" / "thesis.tex").write_text("dear to somebody")
+    (tmp_path / "file").write_text("too")
+    before = snapshot(tmp_path)
+    for name in ("home", "file"):
+        refused(options(tiny, tmp_path / name, *more), capsys, f"'{tmp_path / name}'", "--out")
+    assert snapshot(tmp_path) == before
+
+
+def test_an_empty_folder_may_be_filled(tiny: Path, tmp_path: Path, quick: None) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(options(tiny, tmp_path / "out", "--overwrite")) == 0
+    Bundle(tmp_path / "out").verify()
+
+
+def test_folders_above_are_made(tiny: Path, tmp_path: Path, quick: None) -> None:
+    assert main(options(tiny, tmp_path / "a" / "b" / "out")) == 0
+    Bundle(tmp_path / "a" / "b" / "out").verify()
+
+
+@pytest.mark.parametrize("out", [".", "..", "/"])
+def test_a_folder_without_a_name_of_its_own(
+    tiny: Path, tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    before = snapshot(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter.bundle, "write", lambda *_: pytest.fail("it began to write"))
+        refused(options(tiny, Path(out), "--overwrite"), capsys, "--out")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_relative_out_lies_in_the_current_folder(
+    tiny: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(options(tiny, Path("out"))) == 0
+    Bundle(tmp_path / "out").verify()
+
+
+def test_a_bundle_that_cannot_be_written_to_its_place(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    refused(options(tiny, tmp_path / "file" / "out"), capsys, f"'{tmp_path / 'file' / 'out'}'")
+    assert list(snapshot(tmp_path)) == ["file"]
+
+
+# --- --dry-run and disk space ------------------------------------------------------------------------------------------
+
+
+def total(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_dry_run_writes_nothing_and_prints_the_sizes(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "new" / "out"
+    before = snapshot(pair)
+    assert main(options(pair, out, "--dry-run")) == 0
+    text = capsys.readouterr().out
+    assert snapshot(tmp_path) == {}
+    assert snapshot(pair) == before
+    sizes = wanted(pair, out).sizes()
+    assert set(sizes) == {"weights/target.bin", "weights/draft.bin"}
+    for file, size in sizes.items():
+        assert f"{file}  {size / 1e6:.1f} MB" in text
+    for part in (str(out), str(pair / "target"), str(pair / "drafter"), "11 rows", "64 positions", "disk", "memory"):
+        assert part in text
+
+
+def test_the_estimate_is_what_gets_written(pair: Path, bundle: Path) -> None:
+    estimate = wanted(pair, bundle)
+    written = {name: (bundle / name).stat().st_size for name in estimate.sizes()}
+    assert all(size <= estimate.sizes()[name] for name, size in written.items())
+    expected = sum(estimate.sizes().values()) - estimate.shared()
+    assert sum(written.values()) <= expected <= 1.25 * sum(written.values())
+
+
+def test_the_target_is_estimated_by_its_elements(pair: Path, bundle: Path) -> None:
+    """Counted from the stored tensors, each rounded up to a page, and two rotary tables."""
+    state = load_file(pair / "target" / "model.safetensors")
+    tables = 2 * -(-66 * 8 * 4 // 4096) * 4096  # 64 positions and two serial steps, half of 16 wide
+    assert wanted(pair, bundle).sizes()["weights/target.bin"] == tables + sum(
+        -(-t.numel() * 4 // 4096) * 4096 for t in state.values()
+    )
+
+
+@pytest.mark.parametrize("own_embedding", [False, True], ids=["shared", "own embedding"])
+def test_what_is_said_to_be_shared_is_not_written(tmp_path: Path, quick: None, own_embedding: bool) -> None:
+    """A drafter whose embedding is no exact copy of the target's stores its own."""
+    made = RandomPair(TINY | {"vocab_size": 601}, heads=1)
+    target = made.make_target()
+    target.save_pretrained(tmp_path / "target")
+    state = made.make_drafter(target)
+    if own_embedding:
+        state["embed_tokens.weight"][0, 0] += 1e-3
+    write_drafter(tmp_path / "drafter", state, drafter_config(target.config, 2))
+    estimate = wanted(tmp_path, tmp_path / "out")
+    pack = exporter.bundle.Packer(tmp_path / "out", torch.float32, lambda _: None)
+    for file, sources in estimate.sources().items():
+        pack.pack(file, sources)
+    written, upper = total(tmp_path / "out"), sum(estimate.sizes().values())
+    assert written <= upper - estimate.shared() <= 1.25 * written
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**15, used=0, free=free))
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_too_little_disk_is_refused_before_anything_is_written(
+    pair: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk(monkeypatch, 1000)
+    monkeypatch.setattr(exporter.bundle, "write", lambda *_: pytest.fail("it began to write"))
+    refused(options(pair, tmp_path / "new" / "out", *more), capsys, "needs", "free", "--out")
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_disk_that_is_too_small_for_the_whole_bundle_is_refused(
+    pair: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Graphs, golden run and engines take their place as well as weights."""
+    disk(monkeypatch, total(bundle) - 1)
+    refused(options(pair, tmp_path / "out", "--dry-run"), capsys, "needs")
+
+
+def test_a_disk_with_room_to_spare_is_accepted(
+    pair: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk(monkeypatch, 2 * total(bundle) + (64 << 20))
+    assert main(options(pair, tmp_path / "out", "--dry-run")) == 0
+
+
+# --- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--nope"],
+        ["--backend", "tpu"],
+        ["--rows", "x"],
+        ["--rows", "2.5"],
+        ["--policy", "bush"],
+        ["--compat", "official"],
+        ["extra"],
+    ],
+    ids=" ".join,
+)
+def test_unknown_options_exit_with_2(tiny: Path, tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(options(tiny, tmp_path / "out", *argv))
+    assert caught.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+    assert snapshot(tmp_path) == {}
+
+
+def test_the_checkpoint_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "--ckpt" in capsys.readouterr().err
+
+
+BAD: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--capacity", "3"], ("--capacity is 3", "4 to 256")),
+    (["--capacity", "0"], ("--capacity is 0",)),
+    (["--capacity", "-1"], ("--capacity is -1",)),
+    (["--capacity", "257"], ("--capacity is 257", "4 to 256")),
+    (["--rows", "1"], ("--rows is 1", "2 or more")),
+    (["--rows", "-5"], ("--rows is -5",)),
+    (["--serial-steps", "0"], ("--serial-steps is 0", "1 or more")),
+    (["--heads", "-1"], ("--heads is -1", "0 or more")),
+    (["--heads", "2"], ("--heads is 2", "has 1")),
+    (["--heads", "1", "--serial-steps", "1"], ("--heads is 1 with --serial-steps 1",)),
+    (["--top-k", "0"], ("--top-k is 0",)),
+    (["--head-top-k", "0"], ("--head-top-k is 0",)),
+    (["--beam", "0"], ("--beam is 0",)),
+    (["--policy", "chain"], ("--policy chain", "--top-k")),
+    (["--target", "/nowhere"], ("'/nowhere'",)),
+    (["--ckpt", "/nowhere"], ("'/nowhere'",)),
+    (["--ckpt", "a/b/c"], ("'a/b/c'",)),
+]
+
+
+@pytest.mark.parametrize(("argv", "parts"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_a_bad_value_exits_with_1_and_one_line(
+    tiny: Path, tmp_path: Path, argv: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(options(tiny, tmp_path / "out", *argv), capsys, *parts)
+    assert snapshot(tmp_path) == {}
+
+
+def test_an_unreleased_drafter_needs_its_target(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["--ckpt", str(tiny / "drafter"), "--out", str(tmp_path / "out")], capsys, "--target")
+
+
+def test_a_pair_that_does_not_fit_is_one_line(
+    tiny: Path, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--ckpt", str(tiny / "drafter"), "--target", str(pair / "target"), "--out", str(tmp_path / "out")]
+    refused(argv, capsys, "hidden_size", "is 16", "expected 32")
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_damaged_generation_config_is_one_line(
+    tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    file = tmp_path / "pair" / "target" / "generation_config.json"
+    for text in ('{"eos_token_id": ', "[1]", '{"eos_token_id": "</s>"}'):
+        file.write_text(text)
+        refused(options(tmp_path / "pair", tmp_path / "out"), capsys, str(file))
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 3}, (3,)), ({}, (1,)), (None, (1,))],
+    ids=["list", "one", "config.json's", "no file"],
+)
+def test_ends_of_text(tiny: Path, tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    file = tmp_path / "pair" / "target" / "generation_config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    assert exporter.bundle.eos_token_ids(wanted(tmp_path / "pair", tmp_path / "out").pair) == expected
+
+
+def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:
+    """What --capacity admits must come out, however many rows the tree has."""
+    argv = ["--capacity", "4", "--serial-steps", "1", "--heads", "0", "--top-k", "5", "--rows", "6"]
+    assert main(options(tiny, tmp_path / "out", *argv)) == 0
+    assert json.loads((tmp_path / "out" / "gumiho.json").read_text())["capacity"] == 4
+
+
+def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
+    tree = plan(parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]))
+    assert (tree.tree.rows, tree.tree.serial_steps, tree.tree.heads, tree.capacity) == (16, 2, 2, 256)
+    official = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--rows", "64"]
+    tree = plan(parser().parse_args(official)).tree
+    assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)

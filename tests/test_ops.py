@@ -1,0 +1,253 @@
+"""graphs.ops: every operation against transformers and loops, eager and exported, on odd shapes."""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from exporter.trace import _quiet
+from graphs.ops import Contrib, Plain, Rows, Standard
+
+from .naive import attention
+
+HEADS, KV, CAPACITY, POSITIONS, EPS = 6, 3, 19, 40, 1e-5
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def tables(d: int) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(POSITIONS)[:, None] * 100.0 ** (-torch.arange(0, d, 2) / d)
+    return angle.cos(), angle.sin()
+
+
+class Ops(nn.Module):
+    """All operations of a dialect behind one signature: a pass that writes, and two that look on."""
+
+    def __init__(self, ops: type[Plain], d: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.norm = nn.Parameter(torch.linspace(0.5, 1.5, HEADS * d))
+        self.cos, self.sin = (nn.Parameter(t) for t in tables(d))
+
+    def rows(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows:
+        return Rows(q, k, v, HEADS, KV, position, self.cos, self.sin)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, depth: Tensor, mask: Tensor, past: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows = self.rows(q, k, v, past + depth)
+        sight = self.ops.sight(mask, q.shape[0], past, keys)
+        out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, sight)
+        causal = self.ops.sight(None, q.shape[0], past, keys)
+        in_order = self.rows(q, k, v, past + torch.arange(q.shape[0]))
+        plain, *_ = self.ops.attend(in_order, (keys, values), past, causal)
+        return self.ops.rms_norm(q, self.norm, EPS), out, plain, new_keys, new_values
+
+
+class Peek(nn.Module):
+    """Three rows and then two rows beside a cache."""
+
+    def __init__(self, ops: type[Plain], d: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.cos, self.sin = (nn.Parameter(t) for t in tables(d))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, length: Tensor, keys: Tensor, values: Tensor, few: Tensor
+    ) -> tuple[Tensor, ...]:
+        cache = keys, values
+        at = [Rows(*(x[i:j] for x in (q, k, v)), HEADS, KV, (length + n).expand(j - i), self.cos, self.sin)
+              for n, (i, j) in enumerate(((0, 3), (3, 5)))]  # fmt: skip
+        first, own = self.ops.peek(at[0], cache, length, [], seen[:3, :3])
+        second, _ = self.ops.peek(at[1], cache, length, [own], seen[3:])
+        values_k, indices = self.ops.top_k(few, 7)
+        picked = self.ops.gather(few, indices[0])
+        return first, second, values_k, indices, picked, self.ops.quotient(indices, 3)
+
+
+def inputs(d: int, rows: int, past: int, seed: int) -> dict[str, Tensor]:
+    """A random tree of rows over a cache whose unused part holds leftovers."""
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, HEADS * d, generator=draw)
+    k, v = torch.randn(2, rows, KV * d, generator=draw)
+    keys, values = torch.randn(2, 1, KV, CAPACITY, d, generator=draw)
+    keys[:, :, past:], values[:, :, past:] = 50.0, -50.0
+    depth, mask = torch.zeros(rows, dtype=torch.int64), torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        parent = int(torch.randint(0, row, (1,), generator=draw))
+        depth[row] = depth[parent] + 1
+        mask[row] |= mask[parent]
+    return {"q": q, "k": k, "v": v, "depth": depth, "mask": mask, "past": torch.tensor([past]), "keys": keys, "values": values}
+
+
+def rotated(x: Tensor, heads: int, position: Tensor, d: int) -> Tensor:
+    """[n, heads * d] -> [n, heads, d], by transformers."""
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=HEADS * d, num_attention_heads=HEADS, head_dim=d, rope_parameters={"rope_type": "default", "rope_theta": 100.0}))  # fmt: skip
+    x = x.reshape(1, len(x), heads, d).transpose(1, 2)
+    return apply_rotary_pos_emb(x, x, *rotary(x, position[None]))[0][0].transpose(0, 1)
+
+
+def expected_pass(d: int, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    rows, past = len(x["q"]), int(x["past"])
+    norm = LlamaRMSNorm(HEADS * d, EPS)
+    norm.weight.data = torch.linspace(0.5, 1.5, HEADS * d)
+
+    def attend(depth: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = rotated(x["k"], KV, past + depth, d), x["v"].reshape(rows, KV, d)
+        keys = torch.cat((x["keys"][0, :, :past].transpose(0, 1), k))
+        values = torch.cat((x["values"][0, :, :past].transpose(0, 1), v))
+        seen = torch.cat((torch.ones(rows, past, dtype=torch.bool), mask), dim=1)
+        return attention(rotated(x["q"], HEADS, past + depth, d), keys, values, seen), keys, values
+
+    out, keys, values = attend(x["depth"], x["mask"])
+    causal, *_ = attend(torch.arange(rows), torch.ones(rows, rows, dtype=torch.bool).tril())
+    return norm(x["q"]).detach(), out, causal, keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def check_pass(found: list[Tensor], d: int, x: dict[str, Tensor]) -> None:
+    filled = int(x["past"]) + len(x["q"])
+    norm, out, causal, keys, values = found
+    cut = (norm, out, causal, keys[0, :, :filled], values[0, :, :filled])
+    for name, a, b in zip(["norm", "tree", "causal", "keys", "values"], cut, expected_pass(d, x), strict=True):
+        torch.testing.assert_close(a, b, **NEAR, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def peek_inputs(d: int, length: int, seed: int) -> dict[str, Tensor]:
+    x = inputs(d, 5, length, seed)
+    draw = torch.Generator().manual_seed(seed)
+    few = torch.randint(0, 4, (9, 9), generator=draw).float()  # many ties
+    # The first three rows are siblings, the last two children of rows 2 and 0, or whatever the seed makes of them.
+    seen = (torch.rand(5, 5, generator=draw) < 0.5).tril() | torch.eye(5, dtype=torch.bool)
+    return {k: x[k] for k in ("q", "k", "v")} | {"seen": seen, "length": x["past"], "keys": x["keys"], "values": x["values"], "few": few}  # fmt: skip
+
+
+def check_peek(found: list[Tensor], d: int, x: dict[str, Tensor]) -> None:
+    """Attention over cache and rows in one piece; the order of equal values by Python's stable sort."""
+    length = int(x["length"])
+    position = torch.tensor([length] * 3 + [length + 1] * 2)
+    keys = torch.cat((x["keys"][0, :, :length].transpose(0, 1), rotated(x["k"], KV, position, d)))
+    values = torch.cat((x["values"][0, :, :length].transpose(0, 1), x["v"].reshape(5, KV, d)))
+    seen = torch.cat((torch.ones(5, length, dtype=torch.bool), x["seen"]), dim=1)
+    whole = attention(rotated(x["q"], HEADS, position, d), keys, values, seen)
+    torch.testing.assert_close(torch.cat(found[:2]), whole, **NEAR)
+    for line, top, index in zip(x["few"].tolist(), found[2].tolist(), found[3].tolist(), strict=True):
+        assert index == sorted(range(9), key=lambda i: -line[i])[:7]
+        assert top == [line[i] for i in index]
+    assert torch.equal(found[4], torch.stack([x["few"][i] for i in found[3][0].tolist()]))
+    assert found[5].tolist() == [[i // 3 for i in line] for line in found[3].tolist()]
+
+
+@cache
+def exported_pass(ops: type[Plain], d: int) -> Callable[..., list[Tensor]]:
+    axes = {name: {0: "rows"} for name in ("q", "k", "v", "depth")} | {"mask": {0: "rows", 1: "rows"}}
+    return export(Ops(ops, d), inputs(d, 4, 3, 0), axes, 5)
+
+
+def export(
+    module: nn.Module, example: dict[str, Tensor], axes: dict[str, dict[int, str]], outputs: int
+) -> Callable[..., list[Tensor]]:
+    """A traced module in ONNX Runtime, with no graph optimization in between."""
+    with _quiet():
+        program = torch.onnx.export(
+            module, tuple(example.values()), dynamo=True, opset_version=Plain.opset, optimize=False, input_names=list(example),
+            output_names=[f"out{i}" for i in range(outputs)],
+            dynamic_shapes=[{a: torch.export.Dim(d) for a, d in axes.get(n, {}).items()} or None for n in example],
+        )  # fmt: skip
+    model = program.model
+    for node in model.graph:
+        for value in node.outputs:  # some of the dialects' shapes are data
+            value.shape = None
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = {value.name for value in session.get_inputs()}
+    used = [name for name in example if name in names]
+
+    def run(**tensors: Tensor) -> list[Tensor]:
+        feed = {name: np.ascontiguousarray(tensors[name].numpy()) for name in used}
+        return [torch.from_numpy(np.asarray(out)) for out in session.run(None, feed)]
+
+    run.graph = model.graph  # type: ignore[attr-defined]
+    return run
+
+
+# Rows and filled part of the cache, up to the last position. Contrib rotates head sizes in steps of 16 only.
+PASSES = [(rows, past) for rows in (1, 2, 5, 9) for past in (1, 2, 7, CAPACITY - rows)]
+
+
+@pytest.mark.parametrize("d", [24, 16])
+@pytest.mark.parametrize("ops", [Plain, Standard, Contrib])
+@torch.inference_mode()
+def test_a_pass_eager(ops: type[Plain], d: int) -> None:
+    for seed, (rows, past) in enumerate([*PASSES, (1, 0), (9, 0)]):
+        x = inputs(d, rows, past, seed)
+        before = x["keys"].clone()
+        check_pass(list(Ops(ops, d)(*x.values())), d, x)
+        assert torch.equal(x["keys"], before)  # eager caches are values: the caller's are untouched
+
+
+@pytest.mark.parametrize("d", [24, 16])
+@torch.inference_mode()
+def test_peek_eager(d: int) -> None:
+    for length in (1, 2, 11, CAPACITY):
+        x = peek_inputs(d, length, length)
+        check_peek(list(Peek(Plain, d)(*x.values())), d, x)
+
+
+@pytest.mark.parametrize(("ops", "d", "operators"), [
+    (Standard, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Attention"}),
+    (Contrib, 16, {"RMSNormalization", "GroupQueryAttention"}),
+    (Contrib, 48, {"RMSNormalization", "GroupQueryAttention"}),
+])  # fmt: skip
+def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
+    run = exported_pass(ops, d)
+    assert operators <= {node.op_type for node in run.graph}  # type: ignore[attr-defined]
+    for seed, (rows, past) in enumerate(PASSES):
+        x = inputs(d, rows, past, seed)
+        check_pass(run(**x), d, x)
+    for rows in (1, 2, 5, 9, CAPACITY):  # a prompt's first chunk
+        x = inputs(d, rows, 0, rows) | {"depth": torch.arange(rows), "mask": torch.ones(rows, rows, dtype=torch.bool).tril()}
+        check_pass(run(**x), d, x)
+
+
+@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Contrib, 16)])
+def test_a_tree_over_an_empty_cache_exported(ops: type[Plain], d: int) -> None:
+    run = exported_pass(ops, d)
+    x = inputs(d, 9, 0, 1)
+    check_pass(run(**x), d, x)
+
+
+@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Contrib, 16), (Contrib, 48)])
+def test_peek_exported(ops: type[Plain], d: int) -> None:
+    run = export(Peek(ops, d), peek_inputs(d, 3, 0), {}, 6)
+    for length in (1, 2, 11, CAPACITY):
+        x = peek_inputs(d, length, length)
+        check_peek(run(**x), d, x)
+
+
+def test_norm_sums_in_fp32() -> None:
+    """Squares of fp16 numbers above 256 overflow fp16."""
+    x, weight = torch.full((2, 64), 1000.0, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
+    assert torch.equal(Plain.rms_norm(x, weight, EPS), torch.ones_like(x))
+
+
+def test_top_k_of_equal_values_takes_the_lower_index() -> None:
+    values, indices = Plain.top_k(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, 2.0]]), 5)
+    assert indices.tolist() == [[1, 2, 4, 3, 5]]
+    assert values.tolist() == [[3, 3, 3, 2, 2]]
+    assert Plain.top_k(torch.zeros(5000), 50)[1].tolist() == list(range(50))
+
+
+def test_dialects_are_one_expression_eagerly() -> None:
+    x = inputs(16, 5, 7, 0)
+    plain = Ops(Plain, 16)(*x.values())
+    for ops in (Standard, Contrib):
+        for a, b in zip(plain, Ops(ops, 16)(*x.values()), strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,206 @@
+"""graphs.target against transformers, eager and through ONNX Runtime: chunks, single rows and trees over a cache."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from exporter.checkpoint import Checkpoint, llama_shape
+from exporter.pair import Pair
+from exporter.trace import caches, trace
+from exporter.weights import Packer
+from graphs.ops import Contrib, Plain, Standard
+from graphs.target import Target
+from graphs.tree import TreeConfig
+from runtime.backends.onnxruntime import Engine
+
+from .pairs import RandomPair
+
+CAPACITY, TREE = 40, TreeConfig(8, 2, 0, 4, 4, 4)
+NEAR = 2e-5  # relative to the largest value
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head dim 24": {"head_dim": 24},
+    "head dim 32, one kv head": {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "one layer, full heads, 17 tokens": {"num_hidden_layers": 1, "num_key_value_heads": 6, "vocab_size": 17},
+}  # fmt: skip
+
+Run = Callable[[Tensor, Tensor, Tensor, int], list[Tensor]]  # tokens, depth, mask, past -> choice, logits, hidden
+
+
+@cache
+def made(name: str, folder: Path) -> tuple[LlamaForCausalLM, Pair]:
+    pair = RandomPair(SHAPES[name], seed=sum(map(ord, name)))
+    target, drafter = pair.write(folder / name)
+    return pair.make_target(), Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("targets")
+
+
+def eager(pair: Pair) -> Run:
+    module = pair.modules(TREE, CAPACITY, CAPACITY, CAPACITY)["target"]
+    module.load_state_dict(
+        {n: torch.cat(list(s.slices())).float() for n, s in pair.target_sources(CAPACITY).items()}, assign=True
+    )
+    shape = pair.target_shape
+    held = caches(shape.layers, shape.kv_heads, CAPACITY, shape.head_dim, torch.float32)
+
+    @torch.inference_mode()
+    def run(tokens: Tensor, depth: Tensor, mask: Tensor, past: int) -> list[Tensor]:
+        nonlocal held
+        choice, logits, hidden, *held = module(tokens, depth, mask, torch.tensor([past]), held)
+        return [choice, logits, hidden]
+
+    return run
+
+
+def onnx(pair: Pair, dialect: type[Plain], folder: Path) -> Run:
+    """The target graph as a bundle holds it, its caches written in place over leftovers."""
+    module = pair.modules(TREE, CAPACITY, CAPACITY, CAPACITY, dialect)["target"]
+    locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", pair.target_sources(CAPACITY))
+    model = trace(module, locations, folder, torch.float32)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    engine, shape = Engine(session), pair.target_shape
+    slabs = [t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, CAPACITY, shape.head_dim, torch.float32)]
+    kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
+    ports = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+
+    def run(tokens: Tensor, depth: Tensor, mask: Tensor, past: int) -> list[Tensor]:
+        rows = len(tokens)
+        out = {
+            "choice": np.zeros(rows, np.int64),
+            "logits": np.zeros((rows, shape.vocabulary), np.float32),
+            "hidden": np.zeros((rows, shape.hidden), np.float32),
+        }
+        feed = {"tokens": tokens.numpy(), "depth": depth.numpy(), "mask": np.ascontiguousarray(mask.numpy())}
+        engine.bind(feed | {"past_length": np.array([past])} | out | ports)()
+        return [torch.from_numpy(value) for value in out.values()]
+
+    return run
+
+
+@torch.inference_mode()
+def truth(model: LlamaForCausalLM, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits and hidden rows of a whole text, by transformers without a cache."""
+    hidden = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    return model.lm_head(hidden), hidden
+
+
+def same(found: list[Tensor], logits: Tensor, hidden: Tensor) -> None:
+    for a, b in zip(found[1:], (logits, hidden), strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= NEAR * b.abs().max()
+    assert torch.equal(found[0], found[1].argmax(-1))
+    # Where transformers' choice is clear, it is ours.
+    top = logits.topk(2).values
+    clear = top[:, 0] - top[:, 1] > 2 * NEAR * logits.abs().max()
+    assert clear.float().mean() > 0.8
+    assert torch.equal(found[0][clear], logits.argmax(-1)[clear])
+
+
+def causal(n: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def random_tree(rows: int, draw: torch.Generator) -> tuple[list[int], Tensor, Tensor]:
+    """Parents, depth and mask; parents come before children."""
+    parents, depth, mask = [0], torch.zeros(rows, dtype=torch.int64), torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        parents.append(int(torch.randint(0, row, (1,), generator=draw)))
+        depth[row] = depth[parents[row]] + 1
+        mask[row] |= mask[parents[row]]
+    return parents, depth, mask
+
+
+def whole_life(run: Run, model: LlamaForCausalLM, seed: int) -> None:
+    """Prefill in chunks of uneven size, one row, two trees of which nothing stays, and rows up to the last position."""
+    draw = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(0, vocabulary, (CAPACITY,), generator=draw)
+    logits, hidden = truth(model, ids.tolist())
+    past = 0
+    for n in (7, 1, 5, 1):
+        same(run(ids[past : past + n], *causal(n), past), logits[past : past + n], hidden[past : past + n])
+        past += n
+    for rows in (2, 11):
+        parents, depth, mask = random_tree(rows, draw)
+        tokens = torch.randint(0, vocabulary, (rows,), generator=draw)
+        found = run(tokens, depth, mask, past)
+        lines = []
+        for row in range(rows):
+            path, at = [row], row
+            while at:
+                at = parents[at]
+                path.append(at)
+            own = truth(model, ids[:past].tolist() + tokens[path[::-1]].tolist())
+            lines.append((own[0][-1], own[1][-1]))
+        same(found, *(torch.stack(part) for part in zip(*lines, strict=True)))
+    # The trees' rows lie behind ``past`` still, and nothing of them may be seen.
+    rest = CAPACITY - past
+    same(run(ids[past:], *causal(rest), past), logits[past:], hidden[past:])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_eager_is_transformers(name: str, folder: Path) -> None:
+    model, pair = made(name, folder)
+    whole_life(eager(pair), model, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [("head dim 24", Standard), ("llama3", Standard), ("head dim 32, one kv head", Contrib)],
+    ids=["Standard-24", "Standard-llama3", "Contrib-32"],
+)
+def test_exported_is_transformers(name: str, dialect: type[Plain], folder: Path, tmp_path: Path) -> None:
+    model, pair = made(name, folder)
+    whole_life(onnx(pair, dialect, tmp_path), model, seed=2)
+
+
+@pytest.mark.parametrize("how", ["eager", "onnx"])
+def test_choice_of_equal_logits_is_the_lowest_id(how: str, tmp_path: Path) -> None:
+    target, drafter = RandomPair(seed=5).write(tmp_path / "pair")
+    pair = Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
+    sources = pair.target_sources(CAPACITY)
+    row = torch.cat(list(sources["lm_head.weight"].slices())).float()
+    # Every token's row stands there four times: at its own place, and 200, 400 and 600 places on.
+    row[:800] = row[:200].repeat(4, 1)
+    row[800:] = 0
+    head = {"lm_head.weight": type(sources["lm_head.weight"])(tuple(row.shape), lambda: iter((row,)))}
+    pair.target_sources = lambda positions: sources | head  # type: ignore[method-assign]
+    run = eager(pair) if how == "eager" else onnx(pair, Standard, tmp_path)
+    choice, logits, _ = run(torch.arange(30), *causal(30), 0)
+    assert (logits == logits.max(-1, keepdim=True).values).sum(-1).min() >= 4  # ties there are
+    assert choice.tolist() == [line.index(max(line)) for line in logits.tolist()]
+    assert choice.max() < 200
+
+
+def test_parameters_are_the_checkpoints() -> None:
+    """The names of a Llama checkpoint, without their leading ``model.``, and the rotary tables."""
+    with torch.device("meta"):
+        module = Target(llama_shape(RandomPair().config()), CAPACITY, CAPACITY)
+    ours = {name for name, _ in module.named_parameters()} - {"rotary.cos", "rotary.sin"}
+    assert ours == {name.removeprefix("model.") for name, _ in RandomPair().make_target().named_parameters()}

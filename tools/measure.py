@@ -1,0 +1,115 @@
+"""Measures what the README quotes: tau against R, time per cycle, memory of a loaded bundle, time and memory of an export.
+
+    python tools/measure.py [--pair demo] [--rows 2 4 8 16 32 64] [--prompts 40] [--new-tokens 128]
+
+Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are medians over whole runs of one process and
+compare only within one call.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import runtime
+from runtime.bundle import Bundle
+from runtime.stats import Stats
+
+ROOT = Path(__file__).parent.parent
+
+
+def prompts(count: int) -> list[str]:
+    """The first lines of held-out definitions, spread over the modules."""
+    sys.path.insert(0, str(ROOT))
+    from tools.train_demo import documents
+
+    texts = ["\n".join(text.splitlines()[:3]) + "\n" for text in documents(held_out=True)]
+    return texts[:: max(1, len(texts) // count)][:count]
+
+
+def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
+    """Seconds and peak resident MB of an export in a process of its own."""
+    command = [sys.executable, "-m", "exporter.cli", "--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]
+    started = time.perf_counter()
+    subprocess.run([*command, "--out", str(out), *options], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+
+
+def decode(bundle: Path, texts: list[str], new_tokens: int, speculate: bool) -> Stats:
+    """All prompts through one bundle, added up."""
+    total = Stats()
+    with runtime.load(bundle) as model:
+        list(model.generate(texts[0], new_tokens, speculate).cycles())
+        for text in texts:
+            generation = model.generate(text, new_tokens, speculate)
+            list(generation.cycles())
+            stats = generation.stats
+            for name in ("tokens", "cycles", "cycle_tokens", "prefill_ns", "draft_ns", "target_ns", "host_ns"):
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
+            total.accepted += [0] * (len(stats.accepted) - len(total.accepted))
+            for depth, count in enumerate(stats.accepted):
+                total.accepted[depth] += count
+    return total
+
+
+def memory(bundle: Path) -> dict[str, float]:
+    """MB of a fresh process that has loaded a bundle and generated, against what it must hold."""
+    code = f"""
+import json, runtime
+def resident(kind):
+    return sum(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(kind)) / 1024
+import onnxruntime, tokenizers
+before = resident("VmRSS")
+model = runtime.load({str(bundle)!r})
+list(model.generate([0, 5, 6, 7], 200).cycles())
+d = model.decoder
+caches = (d.target.data.nbytes + d.drafter.data.nbytes) / 2**20
+buffers = (d.logits.nbytes + d.hidden.nbytes) / 2**20
+print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": caches, "buffers": buffers}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    sizes: dict[str, float] = json.loads(done.stdout)
+    files = Bundle(bundle).manifest.files
+    sizes["weights"] = sum(size for name, (size, _) in files.items() if name.startswith("weights/")) / 2**20
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/")
+    parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--variants", nargs="+", default=["", "--policy chain", "--compat reference"])
+    args = parser.parse_args()
+    texts = prompts(args.prompts)
+
+    with tempfile.TemporaryDirectory() as folder:
+        first: Path | None = None
+        plain: Stats | None = None
+        for variant in args.variants:
+            for rows in args.rows:
+                bundle = Path(folder) / f"{variant.replace(' ', '')}{rows}"
+                seconds, peak = export(args.pair, bundle, "--rows", str(rows), *variant.split())
+                if plain is None or first is None:
+                    plain, first = decode(bundle, texts, args.new_tokens, speculate=False), bundle
+                    print(f"export: {seconds:.1f} s, peak {peak:.0f} MB resident")
+                    print("memory:", {k: round(v, 1) for k, v in memory(bundle).items()}, "MB")
+                    print(f"plain: {plain.summary()}")
+                stats: dict[str, Any] = decode(bundle, texts, args.new_tokens, speculate=True).summary()
+                ratio = stats["tokens_per_second"] / plain.summary()["tokens_per_second"]
+                print(
+                    f"{variant or 'dynamic':20} R {rows:2}  tau {stats['tau']:.2f}  draft {stats['draft_us_per_cycle']:.0f} us  "
+                    f"target {stats['target_us_per_cycle']:.0f} us  host {stats['host_us_per_cycle']:.0f} us  "
+                    f"speed {ratio:.2f} of plain  by depth {stats['acceptance_by_depth']}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
