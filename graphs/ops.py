@@ -177,7 +177,8 @@ class Standard(Plain):
 
 class Contrib(Standard):
     """ONNX Runtime's own GroupQueryAttention, for its CPU provider: the cost of attention follows the length of the text
-    instead of the cache's capacity, and no row is transposed. Caches are written in place as in ``Standard``.
+    instead of the cache's capacity, and no row is transposed. Caches are written in place as in ``Standard``. Rows over an
+    empty cache are taken for a prompt in order, whatever their depth and mask: a tree needs one position before it.
     """
 
     opset = 23  # the last one that the ONNX Runtime of Python 3.10 knows

@@ -42,22 +42,28 @@ class TreeConfig:
         """Drafted tokens on the longest path that R rows can hold."""
         return min(self.serial_steps + self.heads, self.rows - 1)
 
+    def _choosable(self, depth: int) -> int:
+        """How many nodes of a level the tree can hold. The reference code's serial rows see one another, so all of them
+        stay, chosen or not."""
+        return self.top_k if self.reference and depth <= self.serial_steps else self.rows - depth
+
     def expanded(self, depth: int) -> int:
         """How many nodes of serial level ``depth`` are carried on: of those that can be chosen together with a child."""
-        return min(self.beam, self.kept(depth), self.rows - 1 - depth)
+        with_child = self._choosable(depth) - (0 if self.reference else 1)
+        return min(self.beam, self.kept(depth), with_child)
 
     def tried(self, depth: int) -> int:
         """How many tokens each node of the level before tries at level ``depth``."""
-        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self.rows - depth)
+        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._choosable(depth))
 
     def kept(self, depth: int) -> int:
         """How many nodes level ``depth`` keeps."""
         if depth == 1:
             return self.tried(1)
         parents = self.expanded(depth - 1) if depth <= self.serial_steps + 1 else self.kept(depth - 1)
-        limit = self.rows - depth
-        if self.reference:
-            limit = min(limit, self.top_k if depth <= self.serial_steps else self.head_top_k)
+        limit = self._choosable(depth)
+        if self.reference and depth > self.serial_steps:
+            limit = min(limit, self.head_top_k)
         return min(parents * self.tried(depth), limit)
 
     def fitted(self, vocabulary: int) -> "TreeConfig":

@@ -217,7 +217,10 @@ def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
         check_pass(run(**x), d, x)
 
 
-@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Contrib, 16)])
+EMPTY = pytest.mark.xfail(strict=True, reason="GroupQueryAttention takes rows over an empty cache for a prompt in order")
+
+
+@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), pytest.param(Contrib, 16, marks=EMPTY)])
 def test_a_tree_over_an_empty_cache_exported(ops: type[Plain], d: int) -> None:
     run = exported_pass(ops, d)
     x = inputs(d, 9, 0, 1)

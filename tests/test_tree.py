@@ -190,6 +190,55 @@ def test_reference_with_a_third_serial_step(tree: TreeConfig, toy: Toy) -> None:
     same(toy, tree.fitted(toy.vocabulary))
 
 
+class Late(Toy):
+    """Flat everywhere, but for what follows the worst node that can be chosen at all together with a child.
+
+    The bounds in graphs.tree leave out nothing only if they leave in that node, of rank R - 2 - depth.
+    """
+
+    def __init__(self, rows: int, depth: int) -> None:
+        super().__init__(40, 0)
+        self.rank, self.depth = rows - 2 - depth, depth
+
+    def first(self) -> tuple[int, ...]:  # type: ignore[override]  # a feature is the path that it predicts from
+        return ()
+
+    def serial(self, rows: Sequence[tuple[int, int]], depth: Sequence[int]) -> list[tuple[int, ...]]:  # type: ignore[override]
+        return [tuple(token for token, _ in rows[: i + 1]) for i in range(len(rows))]
+
+    def log_probs(self, feature: tuple[int, ...]) -> np.ndarray:  # type: ignore[override]
+        out = np.full(self.vocabulary, -20.0, np.float32)
+        if len(feature) < self.depth - 1:
+            out[0] = 0.0  # a single trunk down to the level in question
+        elif len(feature) == self.depth - 1:
+            out[:] = -3 - np.arange(self.vocabulary) / 100 if not any(feature) else -20.0
+        elif feature[self.depth - 1] == self.rank:
+            out[7] = 0.0
+        return out
+
+    def tables(self, features: Tensor) -> Tensor:
+        return torch.from_numpy(np.stack([self.log_probs(self.known[int(f)]) for f in features.flatten()]))
+
+    def step(self, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
+        out = []
+        for token, made in zip(tokens.tolist(), hidden[:, 0].tolist(), strict=True):
+            self.known.append((*self.known[made], token))
+            out.append(len(self.known) - 1)
+        return torch.tensor(out)[:, None]
+
+    def grow(self, tree: TreeConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        self.known: list[tuple[int, ...]] = [()]
+        return grow(tree, torch.tensor([PENDING]), torch.tensor([[0]]), self.tables, self.step, self.heads)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("rows", [4, 5, 8, 16, 33])
+def test_the_worst_node_with_a_chosen_child_is_carried_on(rows: int, depth: int) -> None:
+    toy, tree = Late(rows, depth), TreeConfig(rows, depth + 1, 0, 40, 40, 40)
+    same(toy, tree.fitted(toy.vocabulary))
+    assert max(len(node.path) for node in toy.expected(tree)) == depth + 1
+
+
 @many
 @given(trees(), toys, st.integers(2, 64))
 def test_a_prefix_is_the_smaller_tree(tree: TreeConfig, toy: Toy, rows: int) -> None:
