@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .pair import Pair
 
 _DEFAULT_CAPACITY = 2048
+_DEFAULT_ROWS = 8  # on a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
         "--policy", choices=("dynamic", "chain"), default="dynamic", help="a tree, or one chain as vLLM drafts it"
     )
     tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
-    tree.add_argument("--rows", type=int, metavar="R", help="rows the target verifies at once, root included (16)")
+    tree.add_argument(
+        "--rows", type=int, metavar="R", help=f"rows the target verifies at once, root included ({_DEFAULT_ROWS})"
+    )
     tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
     tree.add_argument("--heads", type=int, metavar="N", help="levels drafted by the heads (all of the checkpoint's)")
     tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
@@ -50,7 +53,7 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
     from graphs.tree import TreeConfig, default_beam
 
-    rows = 16 if args.rows is None else args.rows
+    rows = _DEFAULT_ROWS if args.rows is None else args.rows
     serial = 2 if args.serial_steps is None else args.serial_steps
     heads = (pair.heads if serial > 1 else 0) if args.heads is None else args.heads
     reference, chain = args.compat == "reference", args.policy == "chain"

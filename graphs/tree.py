@@ -6,7 +6,8 @@ level are carried on; the tree is the root and the best R - 1 nodes of all level
 - A node's score never exceeds its parent's and ties go to the lower index, so a parent always comes before its children
   and every prefix of the rows is itself the best tree of that size.
 - A chosen node of depth d has d - 1 chosen ancestors, so of each level only the best R - d nodes can be chosen. Keeping
-  exactly those makes the choice exact over all continuations of the nodes carried on, at every R.
+  those makes the choice exact over all candidates, at every R: the serial levels' best ``top_k`` nodes, and every
+  continuation by the heads of the nodes carried on.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,11 @@ class TreeConfig:
     """The shape of the draft tree (paper, section 3.3; reference code, ``topK_genrate``).
 
     rows: R, root included. serial_steps: levels drafted by the serial layers. heads: levels drafted by the heads. top_k:
-    tokens tried per serial node. head_top_k: tokens tried per path and head. beam: nodes of a serial level that are carried
-    on, into the next serial step and into the heads; the drafter's cost grows with it. reference: the official code's two
-    departures from the method (siblings of a serial step attend causally to each other; the heads pair level-1 and level-2
-    tokens by rank instead of by parenthood), and its pruning to ``top_k`` nodes a serial and ``head_top_k`` a head level.
+    tokens tried per serial node, and nodes of a serial level. head_top_k: tokens tried per path and head. beam: nodes of a
+    serial level that are carried on, into the next serial step and into the heads; the drafter's cost grows with it.
+    reference: the official code's two departures from the method (siblings of a serial step attend causally to each other;
+    the heads pair level-1 and level-2 tokens by rank instead of by parenthood), and its pruning to ``head_top_k`` nodes a
+    head level.
     """
 
     rows: int
@@ -42,29 +44,27 @@ class TreeConfig:
         """Drafted tokens on the longest path that R rows can hold."""
         return min(self.serial_steps + self.heads, self.rows - 1)
 
-    def _choosable(self, depth: int) -> int:
-        """How many nodes of a level the tree can hold. The reference code's serial rows see one another, so all of them
-        stay, chosen or not."""
-        return self.top_k if self.reference and depth <= self.serial_steps else self.rows - depth
+    def _width(self, depth: int) -> int:
+        """The most nodes a level keeps. The reference code's serial rows see one another, so all of them stay, whether the
+        tree can hold them or not."""
+        if depth <= self.serial_steps:
+            return self.top_k if self.reference else min(self.top_k, self.rows - depth)
+        return min(self.head_top_k, self.rows - depth) if self.reference else self.rows - depth
 
     def expanded(self, depth: int) -> int:
         """How many nodes of serial level ``depth`` are carried on: of those that can be chosen together with a child."""
-        with_child = self._choosable(depth) - (0 if self.reference else 1)
-        return min(self.beam, self.kept(depth), with_child)
+        return min(self.beam, self.kept(depth), self.top_k if self.reference else self.rows - 1 - depth)
 
     def tried(self, depth: int) -> int:
         """How many tokens each node of the level before tries at level ``depth``."""
-        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._choosable(depth))
+        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._width(depth))
 
     def kept(self, depth: int) -> int:
         """How many nodes level ``depth`` keeps."""
         if depth == 1:
             return self.tried(1)
         parents = self.expanded(depth - 1) if depth <= self.serial_steps + 1 else self.kept(depth - 1)
-        limit = self._choosable(depth)
-        if self.reference and depth > self.serial_steps:
-            limit = min(limit, self.head_top_k)
-        return min(parents * self.tried(depth), limit)
+        return min(parents * self.tried(depth), self._width(depth))
 
     def fitted(self, vocabulary: int) -> "TreeConfig":
         """The same tree with no more tokens per node, and no more rows, than there are candidates."""

@@ -54,11 +54,12 @@ def brute_force_tree(
 ) -> list[Node]:
     """The best ``rows - 1`` nodes of the whole candidate space, best first; fewer where it is smaller.
 
-    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level the best ``beam`` nodes are carried on, each
-    trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
+    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level's tries the best ``top_k`` are nodes, and of
+    them the best ``beam`` are carried on, each trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
     Equal scores go to the shallower node, then to the better parent, then to the likelier token.
     """
     features: dict[Path, Feature] = {(): model.first()}
+    top_k = min(top_k, len(model.log_probs(features[()])))
 
     def rows_of(path: Path) -> list[tuple[int, Feature]]:
         return [(token, features[path[:i]]) for i, token in enumerate(path)]
@@ -73,8 +74,8 @@ def brute_force_tree(
                 features[node.path] = model.serial(rows_of(node.path), range(len(node.path)))[-1]
         level = [child for node in parents for child in children(node, model.log_probs(features[node.path]), top_k)]
         level.sort(key=lambda node: -node.score)  # stable
-        levels.append(level)
-        parents = level[:beam]
+        levels.append(level[:top_k])
+        parents = level[: min(beam, top_k)]
 
     heads_of: dict[Path, list[np.ndarray]] = {}  # last serial node -> each head's log-probabilities
     if heads:
