@@ -209,7 +209,6 @@ EXPORTED = [
     (2, 5, 16, tree_of(33, reference=True), Contrib),
     (3, 2, 16, tree_of(16, heads=2, serial=3, beam=6), Contrib),
     (2, 5, 16, tree_of(2), Contrib),
-    (2, 5, None, tree_of(33), Standard),
     (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard),
     (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),
 ]
@@ -272,7 +271,6 @@ def demo() -> tuple[Pair, NaiveDrafter, LlamaForCausalLM]:
         ("eager", tree_of(64)),
         ("eager", tree_of(33, reference=True)),
         ("onnx", tree_of(16, beam=4)),
-        ("onnx", tree_of(33, reference=True)),
     ],
     ids=_id,
 )

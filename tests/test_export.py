@@ -794,7 +794,7 @@ def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> Non
 
 def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     tree = plan(parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]))
-    assert (tree.tree.rows, tree.tree.serial_steps, tree.tree.heads, tree.capacity) == (16, 2, 2, 256)
+    assert (tree.tree.rows, tree.tree.serial_steps, tree.tree.heads, tree.capacity) == (8, 2, 2, 256)
     official = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--rows", "64"]
     tree = plan(parser().parse_args(official)).tree
     assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)
