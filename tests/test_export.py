@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 TINY = SMALL | {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1}
 # The cheapest tree that has every part: two serial steps and a head, and rows for all candidates, so that each part shows.
-TREE = ["--rows", "11", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "9", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
 
 
 def options(pair: Path, out: Path, *more: str) -> list[str]:
@@ -131,7 +131,7 @@ def test_the_manifest_names_every_file_with_its_size_and_hash(bundle: Path) -> N
 def test_the_manifest_says_what_was_asked_for(bundle: Path, pair: Path) -> None:
     manifest = json.loads((bundle / "gumiho.json").read_text())
     assert manifest["sources"] == {"target": str(pair / "target"), "drafter": str(pair / "drafter")}
-    assert (manifest["vocabulary"], manifest["hidden"], manifest["capacity"], manifest["rows"]) == (211, 32, 64, 11)
+    assert (manifest["vocabulary"], manifest["hidden"], manifest["capacity"], manifest["rows"]) == (211, 32, 64, 9)
     assert (manifest["depth"], manifest["eos_token_ids"]) == (3, [1, 5])
     assert set(manifest["graphs"]) == {"target", "draft", "extend"}
 
@@ -199,7 +199,7 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
         }  # fmt: skip
     tree = {n: a for n, a in ports["draft"].items() if n.startswith("tree_")}
     assert tree == {
-        "tree_tokens": [11], "tree_depth": [11], "tree_parent": [11], "tree_mask": [11, 11], "tree_score": [11],
+        "tree_tokens": [9], "tree_depth": [9], "tree_parent": [9], "tree_mask": [9, 9], "tree_score": [9],
     }  # fmt: skip
     assert not any(n.startswith("tree_") for n in ports["extend"])
     assert {a for p in ports.values() for shape in p.values() for a in shape if isinstance(a, str)} == {"rows", "accepted"}
@@ -620,7 +620,7 @@ def test_a_dry_run_writes_nothing_and_prints_the_sizes(
     assert set(sizes) == {"weights/target.bin", "weights/draft.bin"}
     for file, size in sizes.items():
         assert f"{file}  {size / 1e6:.1f} MB" in text
-    for part in (str(out), str(pair / "target"), str(pair / "drafter"), "11 rows", "64 positions", "disk", "memory"):
+    for part in (str(out), str(pair / "target"), str(pair / "drafter"), "9 rows", "64 positions", "disk", "memory"):
         assert part in text
 
 
