@@ -36,6 +36,14 @@ class Stats:
         for depth in range(accepted):
             self.accepted[depth] += 1
 
+    def add(self, other: "Stats") -> None:
+        """Adds the counts and times of another generation."""
+        for name in ("prompt_tokens", "tokens", "cycles", "cycle_tokens", "prefill_ns", "draft_ns", "target_ns", "host_ns"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.accepted += [0] * (len(other.accepted) - len(self.accepted))
+        for depth, count in enumerate(other.accepted):
+            self.accepted[depth] += count
+
     @property
     def tau(self) -> float:
         """Tokens gained per target pass."""

@@ -2,8 +2,8 @@
 
     python tools/measure.py [--pair demo] [--rows 2 4 8 16 32 64] [--prompts 40] [--new-tokens 128]
 
-Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are medians over whole runs of one process and
-compare only within one call.
+Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are
+means over whole generations, and ratios compare runs that took turns in one process.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import runtime
 from runtime.bundle import Bundle
@@ -40,21 +39,17 @@ def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
     return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 
 
-def decode(bundle: Path, texts: list[str], new_tokens: int, speculate: bool) -> Stats:
-    """All prompts through one bundle, added up."""
-    total = Stats()
+def decode(bundle: Path, texts: list[str], new_tokens: int) -> tuple[Stats, Stats]:
+    """Every prompt with speculation and without it, in turn, so that a ratio compares like with like; each added up."""
+    totals = Stats(), Stats()
     with runtime.load(bundle) as model:
-        list(model.generate(texts[0], new_tokens, speculate).cycles())
+        list(model.generate(texts[0], new_tokens).cycles())  # warm-up
         for text in texts:
-            generation = model.generate(text, new_tokens, speculate)
-            list(generation.cycles())
-            stats = generation.stats
-            for name in ("tokens", "cycles", "cycle_tokens", "prefill_ns", "draft_ns", "target_ns", "host_ns"):
-                setattr(total, name, getattr(total, name) + getattr(stats, name))
-            total.accepted += [0] * (len(stats.accepted) - len(total.accepted))
-            for depth, count in enumerate(stats.accepted):
-                total.accepted[depth] += count
-    return total
+            for total, speculate in zip(totals, (True, False), strict=True):
+                generation = model.generate(text, new_tokens, speculate)
+                list(generation.cycles())
+                total.add(generation.stats)
+    return totals
 
 
 def memory(bundle: Path) -> dict[str, float]:
@@ -90,23 +85,20 @@ def main() -> None:
     texts = prompts(args.prompts)
 
     with tempfile.TemporaryDirectory() as folder:
-        first: Path | None = None
-        plain: Stats | None = None
         for variant in args.variants:
             for rows in args.rows:
                 bundle = Path(folder) / f"{variant.replace(' ', '')}{rows}"
                 seconds, peak = export(args.pair, bundle, "--rows", str(rows), *variant.split())
-                if plain is None or first is None:
-                    plain, first = decode(bundle, texts, args.new_tokens, speculate=False), bundle
+                if (variant, rows) == (args.variants[0], args.rows[0]):
                     print(f"export: {seconds:.1f} s, peak {peak:.0f} MB resident")
-                    print("memory:", {k: round(v, 1) for k, v in memory(bundle).items()}, "MB")
-                    print(f"plain: {plain.summary()}")
-                stats: dict[str, Any] = decode(bundle, texts, args.new_tokens, speculate=True).summary()
-                ratio = stats["tokens_per_second"] / plain.summary()["tokens_per_second"]
+                    print("memory in MB:", {k: round(v, 1) for k, v in memory(bundle).items()})
+                speculative, plain = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
                 print(
-                    f"{variant or 'dynamic':20} R {rows:2}  tau {stats['tau']:.2f}  draft {stats['draft_us_per_cycle']:.0f} us  "
-                    f"target {stats['target_us_per_cycle']:.0f} us  host {stats['host_us_per_cycle']:.0f} us  "
-                    f"speed {ratio:.2f} of plain  by depth {stats['acceptance_by_depth']}",
+                    f"{variant or 'dynamic':20} R {rows:2}  tau {speculative['tau']:.2f}  "
+                    f"draft {speculative['draft_us_per_cycle']:.0f} us  target {speculative['target_us_per_cycle']:.0f} us  "
+                    f"host {speculative['host_us_per_cycle']:.0f} us  plain pass {plain['target_us_per_cycle']:.0f} us  "
+                    f"speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain  "
+                    f"by depth {speculative['acceptance_by_depth']}",
                     flush=True,
                 )
 
