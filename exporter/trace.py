@@ -5,6 +5,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,6 +87,28 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
                 value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
 
 
+def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
+    dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
+    return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
+
+
+def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) -> None:
+    """Makes every ``gumiho::Part`` of a stacked parameter a parameter of its own, which points at its share of the bytes."""
+    for node in list(model.graph):
+        if node.op_type != "Part":
+            continue
+        stacked, i = node.inputs[0].name, node.attributes["index"].as_int()
+        whole = locations[stacked]
+        length = whole.length // whole.shape[0]
+        place = replace(whole, offset=whole.offset + i * length, length=length, shape=whole.shape[1:])
+        tensor = _external(f"{stacked}.{i}", place, bundle)
+        part = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        model.graph.initializers[tensor.name] = part
+        ir.convenience.replace_all_uses_with(node.outputs[0], part)
+        model.graph.remove(node, safe=True)
+    model.opset_imports.pop("gumiho", None)
+
+
 def trace(module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype) -> ir.Model:
     """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read."""
     inputs, outputs = signature(module, dtype)
@@ -109,19 +132,12 @@ def trace(module: Target | Drafter, locations: dict[str, Location], bundle: Path
     assert program is not None
     model = program.model
     _name_axes(model, inputs)
-    for name, value in list(model.graph.initializers.items()):
+    for name, value in model.graph.initializers.items():
         if name in locations:
-            place = locations[name]
-            value.const_value = ir.ExternalTensor(
-                place.file,
-                place.offset,
-                place.length,
-                _DTYPES[place.dtype],
-                shape=ir.Shape(place.shape),
-                name=name,
-                base_dir=bundle,
-            )
-        elif not value.uses():
+            value.const_value = _external(name, locations[name], bundle)
+    _split_parts(model, locations, bundle)
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses():
             del model.graph.initializers[name]
     model.graph.name = module.__class__.__name__.lower()
     model.producer_name = "gumiho-export"

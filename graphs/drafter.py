@@ -17,9 +17,9 @@ class Heads(nn.Module):
     first: [n * H, 2H], the heads' first weights stacked; blocks: [n, H, H] each, stored input-major.
     """
 
-    def __init__(self, heads: int, hidden: int, blocks: int) -> None:
+    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain]) -> None:
         super().__init__()
-        self.count = heads
+        self.count, self.ops = heads, ops
         self.first = nn.Linear(2 * hidden, heads * hidden)
         self.weight = nn.ParameterList([torch.empty(heads, hidden, hidden) for _ in range(blocks)])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
@@ -27,9 +27,7 @@ class Heads(nn.Module):
     def forward(self, pairs: Tensor) -> Tensor:
         """pairs: [P, 2H] -> [heads, P, H]."""
         x = F.silu(self.first(pairs)).reshape(pairs.shape[0], self.count, -1).transpose(0, 1)
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            x = x + F.silu(x @ weight + bias)
-        return x
+        return self.ops.residual(x, list(self.weight), list(self.bias))
 
 
 class Drafter(nn.Module):
@@ -52,7 +50,7 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
             used = tree.depth - tree.serial_steps
             if used > 0:
-                self.heads = Heads(used, shape.hidden, blocks)
+                self.heads = Heads(used, shape.hidden, blocks, ops)
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""

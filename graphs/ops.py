@@ -4,6 +4,7 @@ A dialect is a class of static methods. Run eagerly, every dialect computes ``Pl
 runs are recorded; traced, it emits the operators its backends know. Rows are [n, heads * head dim] throughout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,16 @@ class Plain:
         return _join(out.reshape(1, heads, n, d)), own
 
     @staticmethod
+    def residual(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """Residual blocks of several heads side by side: x + SiLU(x @ weight + bias), block after block.
+
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major; biases: [heads, 1, H] each. Returns [heads, P, H].
+        """
+        for weight, bias in zip(weights, biases, strict=True):
+            x = x + F.silu(x @ weight + bias)
+        return x
+
+    @staticmethod
     def gather(x: Tensor, index: Tensor) -> Tensor:
         """Entries of the first axis. index: int64 [n] -> [n, *x.shape[1:]]."""
         if is_in_onnx_export():  # spelled out, since the tracer would reshape the index first
@@ -215,6 +226,25 @@ class Contrib(Standard):
             version=1,
         )
         return out[0], keys, values
+
+    @staticmethod
+    def residual(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """When traced: a Gemm per head and block, since ONNX Runtime packs no weights of three dimensions."""
+        if not is_in_onnx_export():
+            return Plain.residual(x, weights, biases)
+
+        def part(stacked: Tensor, i: int) -> Tensor:
+            """``stacked[i]``, which ``exporter.trace`` turns into a parameter of its own over the same bytes."""
+            return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=x.dtype, shape=stacked.shape[1:], version=1)
+
+        done = []
+        for i in range(x.shape[0]):
+            head = x[i]
+            for weight, bias in zip(weights, biases, strict=True):
+                inputs = (head, part(weight, i), part(bias, i))
+                head = head + F.silu(ops.symbolic("Gemm", inputs, {}, dtype=x.dtype, shape=head.shape, version=13))
+            done.append(head)
+        return torch.stack(done)
 
     @classmethod
     def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
