@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from exporter import cli
 from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
 DEMO = Path(__file__).parent.parent / "demo"
 
 MakeBundle = Callable[..., Path]

@@ -23,7 +23,7 @@ PROMPT = "def main(argv=None):\n    parser = argparse.ArgumentParser("
 
 
 def test_runtime_imports_nothing_heavy(demo_bundle: Path) -> None:
-    """A whole generation in a fresh interpreter, from a folder where only the runtime package can be found."""
+    """A whole generation in a fresh interpreter."""
     code = f"""
 import sys
 from runtime import load
