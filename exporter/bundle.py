@@ -31,6 +31,10 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 
 
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is to be written: a pair, the tree its draft graph grows, and how many positions the caches hold."""
@@ -54,10 +58,7 @@ class Plan:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each weight file before equal tensors are found: what the disk must hold at the worst."""
-        return {
-            file: sum(-(-s.nbytes(self.dtype) // ALIGNMENT) * ALIGNMENT for s in sources.values())
-            for file, sources in self.sources().items()
-        }
+        return {file: sum(_aligned(s.nbytes(self.dtype)) for s in sources.values()) for file, sources in self.sources().items()}
 
     def disk(self) -> int:
         """Bytes the disk must hold at the worst: weights, and graphs, golden run and engines beside them."""
@@ -66,8 +67,7 @@ class Plan:
     def shared(self) -> int:
         """Bytes of the drafter's file that lie in the target's already (embedding and lm_head, tied ones once)."""
         one = self.sources()["weights/target.bin"]["embed_tokens.weight"].nbytes(self.dtype)
-        one = -(-one // ALIGNMENT) * ALIGNMENT
-        return one * (1 + self.pair.embedding_shared + self.pair.target_config.tie_word_embeddings)
+        return _aligned(one) * (1 + self.pair.embedding_shared + self.pair.target_config.tie_word_embeddings)
 
     def memory(self) -> int:
         """Bytes the export holds at its peak, weights being streamed: torch and one slice, then the golden run's mapped

@@ -38,6 +38,10 @@ class Graph:
         """The cache inputs: key and value of every layer in turn, each [1, kv heads, S, d]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
 
+    def tree_buffers(self) -> dict[str, np.ndarray]:
+        """A zeroed buffer for each of the draft graph's ``tree_*`` outputs, whose shapes are static."""
+        return {p.name: np.zeros([int(n) for n in p.shape], p.dtype) for p in self.outputs if p.name.startswith("tree_")}
+
 
 @dataclass(frozen=True)
 class Manifest:

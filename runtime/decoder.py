@@ -48,13 +48,7 @@ class Decoder:
         self.logits = np.zeros((widest, manifest.vocabulary), manifest.dtype)
         self.hidden = np.zeros((widest, manifest.hidden), manifest.dtype)
         self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
-        self.tree = {
-            "tree_tokens": np.zeros(rows, np.int64),
-            "tree_depth": np.zeros(rows, np.int64),
-            "tree_parent": np.zeros(rows, np.int64),
-            "tree_mask": np.zeros((rows, rows), np.bool_),
-            "tree_score": np.zeros(rows, np.float32),
-        }
+        self.tree = manifest.graphs["draft"].tree_buffers()
         # Accepted but not yet read by the drafter: rows of ``hidden``, the token after each, and how many there are.
         self.path, self.after = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.count = np.zeros(1, np.int64)

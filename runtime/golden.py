@@ -42,14 +42,7 @@ def replay(bundle: Bundle, engines: Mapping[str, Any]) -> dict[str, float]:
         return out["hidden"]
 
     def draft_pass(name: str, hidden: np.ndarray) -> None:
-        rows = len(run[f"{name}.score"])
-        out = {
-            "tree_tokens": np.zeros(rows, np.int64),
-            "tree_depth": np.zeros(rows, np.int64),
-            "tree_parent": np.zeros(rows, np.int64),
-            "tree_mask": np.zeros((rows, rows), np.bool_),
-            "tree_score": np.zeros(rows, np.float32),
-        }
+        out = manifest.graphs["draft"].tree_buffers()
         inputs = {part: run[f"{name}.{part}"] for part in ("tokens", "path", "count")}
         engines["draft"].bind(inputs | {"hidden": hidden} | out | draft.ports)()
         draft.length += run[f"{name}.count"]

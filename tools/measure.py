@@ -2,8 +2,8 @@
 
     python tools/measure.py [--pair demo] [--rows 2 4 8 16 32 64] [--prompts 40] [--new-tokens 128]
 
-Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are
-means over whole generations, and ratios compare runs that took turns in one process.
+Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are means over whole generations, and ratios
+compare runs that took turns in one process.
 """
 
 import argparse
