@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,17 +15,17 @@ import onnx_ir as ir
 import torch
 from tqdm import tqdm
 
-from graphs.ops import Contrib, Plain, Standard
+from graphs.ops import Plain
 from graphs.tree import TreeConfig
-from runtime.bundle import MANIFEST, Graph, Manifest, Port, file_hash
+from runtime.bundle import MANIFEST, Form, Graph, Manifest, Port, file_hash
 from runtime.errors import GumihoError
 
-from . import golden
+from . import golden, operators
+from .forms import BACKENDS, Layout, layout, tables
 from .pair import Pair
 from .trace import trace
-from .weights import ALIGNMENT, Packer, Source
+from .weights import ALIGNMENT, Location, Packer, Source
 
-_CHUNK = 128
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
@@ -37,17 +37,22 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written: a pair, the tree its draft graph grows, and how many positions the caches hold."""
+    """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends."""
 
     pair: Pair
     tree: TreeConfig
     capacity: int
     dtype: torch.dtype = torch.float32
+    backends: tuple[str, ...] = ("cpu",)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        return {name: layout(name, self.pair, self.tree, self.capacity) for name in self.backends}
 
     @property
     def positions(self) -> int:
-        """Rows of the rotary tables: the drafter looks a few positions past the cache's end."""
-        return self.capacity + self.tree.serial_steps
+        """Rows of the rotary tables."""
+        return tables(self.layouts, self.tree, self.capacity)
 
     def sources(self) -> dict[str, dict[str, Source]]:
         heads = max(0, self.tree.depth - self.tree.serial_steps)
@@ -75,13 +80,6 @@ class Plan:
         return 900 * 2**20 + sum(self.sizes().values()) - self.shared()
 
 
-def dialect_for(backend: str, pair: Pair) -> type[Plain]:
-    """The spelling that pays on a backend. ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only."""
-    assert backend == "cpu", backend
-    sizes = (pair.target_shape.head_dim, pair.draft_shape.head_dim)
-    return Standard if any(size % 16 for size in sizes) else Contrib
-
-
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:
     """All end-of-text ids: generation_config.json's, else config.json's."""
     file = pair.target.folder / "generation_config.json"
@@ -102,18 +100,22 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def is_bundle(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
 @contextmanager
-def staged(out: Path, overwrite: bool) -> Iterator[Path]:
+def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle) -> Iterator[Path]:
     """A folder beside ``out`` that becomes it when the block ends well, and vanishes when it does not.
 
-    What a killed run left behind is removed by the next one. Raises GumihoError where ``out`` exists and may not go.
+    known: whether a folder that is there is of the kind that may be replaced. What a killed run left behind is removed by the next one. Raises GumihoError where ``out`` exists and may not go.
     """
     if out.name in ("", ".."):
         raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")
     if out.exists() and not overwrite:
         raise GumihoError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
-    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise GumihoError(f"'{out}' is no bundle, so it is not replaced: name another folder with --out")
+    if out.exists() and not known(out) and (not out.is_dir() or any(out.iterdir())):
+        raise GumihoError(f"'{out}' is not what this command wrote, so it is not replaced: name another folder with --out")
     partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
     previous = signal.getsignal(signal.SIGTERM)
     try:
@@ -149,11 +151,11 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def require_space(plan: Plan, out: Path) -> None:
-    needed, free = plan.disk(), free_space(out)
+def require_space(needed: int, out: Path) -> None:
+    free = free_space(out)
     if free < needed:
         raise GumihoError(
-            f"the bundle needs {needed / 1e9:.2f} GB and the disk of '{out}' has {free / 1e9:.2f} GB free: "
+            f"the export needs {needed / 1e9:.2f} GB and the disk of '{out}' has {free / 1e9:.2f} GB free: "
             "free some space, or name a folder on another disk with --out"
         )
 
@@ -164,24 +166,48 @@ def _ports(values: Any) -> tuple[Port, ...]:
     )
 
 
-def write(plan: Plan, backend: str, folder: Path) -> Manifest:
-    """Writes every file of a bundle for a backend into an empty folder."""
-    pair, sizes, dialect = plan.pair, plan.sizes(), dialect_for(backend, plan.pair)
-    modules = pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions, dialect)
-    (folder / "graphs").mkdir()
+def _traffic(model: ir.Model) -> tuple[int, int]:
+    """Bytes of a graph's weights, and of those that a pass reads."""
+    weights = {v for v in model.graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)}
+    read = [v for node in model.graph if node.op_type != "Gather" for v in node.inputs if v in weights]
+    held, passed = (sum(v.const_value.nbytes for v in values if v.const_value) for values in (weights, read))
+    return held, passed
+
+
+def _graphs(
+    plan: Plan, backend: str, dialect: type[Plain], kind: str, locations: Mapping[str, dict[str, Location]], folder: Path
+) -> dict[str, Graph]:
+    """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
+    made, graphs = plan.layouts[backend], {}
+    (folder / "graphs" / kind).mkdir(parents=True)
+    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect)
+    for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
+        model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
+        operators.check(model, backend)
+        ports = _ports(model.graph.inputs), _ports(model.graph.outputs)
+        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), *ports)
+        (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
+    return graphs
+
+
+def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
+    made, spare = plan.layouts[backend], BACKENDS[backend].spare
+    graphs = _graphs(plan, backend, made.dialect, backend, locations, folder)
+    others = _graphs(plan, backend, spare, f"{backend}-{spare.__name__.lower()}", locations, folder) if spare else {}
+    return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, others)
+
+
+def write(plan: Plan, folder: Path) -> Manifest:
+    """Writes every file of a bundle into an empty folder."""
+    pair, sizes = plan.pair, plan.sizes()
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="weights", disable=None) as bar:
         packer = Packer(folder, plan.dtype, bar.update)
         places = {file: packer.pack(file, sources) for file, sources in plan.sources().items()}
     locations = {"target": places["weights/target.bin"], "draft": places["weights/draft.bin"]}
     locations["extend"] = locations["draft"]
+    forms = {name: _form(plan, name, locations, folder) for name in plan.backends}
 
-    graphs = {}
-    for name, module in tqdm(modules.items(), unit="graph", desc="graphs", disable=None):
-        model = trace(module, locations[name], folder, plan.dtype)
-        graphs[name] = Graph(f"graphs/{name}.onnx", _ports(model.graph.inputs), _ports(model.graph.outputs))
-        (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
-
-    fresh = pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions)
+    fresh = pair.modules(plan.tree, plan.capacity, plan.positions)
     target, draft = (golden.eager(fresh[name], locations[name], folder, plan.dtype) for name in ("target", "draft"))
     np.savez(folder / "golden.npz", **golden.record(*target, *draft))  # type: ignore[arg-type]
 
@@ -198,13 +224,11 @@ def write(plan: Plan, backend: str, folder: Path) -> Manifest:
         capacity=plan.capacity,
         rows=plan.tree.rows,
         depth=plan.tree.depth,
-        chunk=min(_CHUNK, plan.capacity),
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
         dtype=_DTYPE_NAMES[plan.dtype],
-        dialect=dialect.__name__.lower(),
         eos_token_ids=eos_token_ids(pair),
-        graphs=graphs,
+        forms=forms,
         tree=asdict(plan.tree),
         sources={"target": pair.target.source, "drafter": pair.drafter.source},
         files=files,

@@ -5,16 +5,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.backends import DEVICES, NAMES
 from runtime.errors import GumihoError
 
 if TYPE_CHECKING:
+    import torch
+
     from graphs.tree import TreeConfig
 
     from .bundle import Plan
     from .pair import Pair
 
 _DEFAULT_CAPACITY = 2048
-_DEFAULT_ROWS = 8  # on a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +24,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
     parser.add_argument("--target", help="its target: a folder or a hub id (known for the released drafters)")
     parser.add_argument("--out", type=Path, help="folder to write (the drafter's name and the backend)")
-    parser.add_argument("--backend", choices=("cpu",), default="cpu", help="what to export and compile for (cpu)")
+    parser.add_argument(
+        "--backend", nargs="+", choices=(*NAMES, "vllm"), default=["cpu"], metavar="NAME",
+        help=f"what to export for, several if wanted ({', '.join(NAMES)}; or vllm, the drafter alone as vLLM reads it; cpu)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), help="of weights and caches (fp32 on the CPU, fp16 elsewhere)")
     parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
     )
@@ -32,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
     tree.add_argument(
-        "--rows", type=int, metavar="R", help=f"rows the target verifies at once, root included ({_DEFAULT_ROWS})"
+        "--rows", type=int, metavar="R", help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere)"
     )
     tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
     tree.add_argument("--heads", type=int, metavar="N", help="levels drafted by the heads (all of the checkpoint's)")
@@ -41,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     tree.add_argument(
         "--beam", type=int, metavar="N", help="serial nodes carried on; the draft's cost grows with it (by R; 14 at 64)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     parser.add_argument(
         "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
@@ -53,7 +60,9 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
     from graphs.tree import TreeConfig, default_beam
 
-    rows = _DEFAULT_ROWS if args.rows is None else args.rows
+    from .forms import BACKENDS
+
+    rows = min(BACKENDS[name].rows for name in args.backend) if args.rows is None else args.rows
     serial = 2 if args.serial_steps is None else args.serial_steps
     heads = (pair.heads if serial > 1 else 0) if args.heads is None else args.heads
     reference, chain = args.compat == "reference", args.policy == "chain"
@@ -78,19 +87,39 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     )
 
 
-def plan(args: argparse.Namespace) -> "Plan":
-    from .bundle import Plan
+def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoint import Checkpoint, target_of
     from .pair import Pair
 
-    pair = Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+    return Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+
+
+def plan(args: argparse.Namespace) -> "Plan":
+    from .bundle import Plan
+
+    pair = open_pair(args)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
     if not 4 <= capacity <= limit:
         raise GumihoError(
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
-    return Plan(pair, tree_config(args, pair), capacity)
+    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)))
+
+
+def dtype(args: argparse.Namespace) -> "torch.dtype":
+    """What weights and caches are kept in. Raises GumihoError where the backends have none in common."""
+    import torch
+
+    from .forms import BACKENDS
+
+    known = {"fp32": torch.float32, "fp16": torch.float16}
+    common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
+    wanted = known[args.dtype] if args.dtype else common[0]
+    refusing = [name for name in args.backend if wanted not in BACKENDS[name].dtypes]
+    if refusing:
+        raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in fp32: leave one of the two out")
+    return wanted
 
 
 def describe(plan: "Plan", out: Path) -> str:
@@ -114,29 +143,72 @@ def describe(plan: "Plan", out: Path) -> str:
 
 
 def export(args: argparse.Namespace) -> None:
+    from runtime.backends import backend
     from runtime.bundle import Bundle
     from runtime.engines import compile_engines
 
     from . import bundle
 
-    out = args.out or Path(f"{Path(args.ckpt).name}-{args.backend}")
+    out = args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+    if "vllm" in args.backend:
+        export_vllm(args, out)
+        return
     wanted = plan(args)
     if args.dry_run:
         print(describe(wanted, out))
-    bundle.require_space(wanted, out)
+    bundle.require_space(wanted.disk(), out)
     if args.dry_run:
         return
+    lines: list[str] = []
     with bundle.staged(out, args.overwrite) as folder:
-        manifest = bundle.write(wanted, args.backend, folder)
-        engines, errors = compile_engines(Bundle(folder), args.backend)
-        if args.validate:
-            from .validate import validate
+        manifest = bundle.write(wanted, folder)
+        for name in wanted.backends:
+            try:
+                made = backend(name, args.device)
+            except GumihoError as error:
+                lines += [
+                    f"{name}: not compiled here, since {error}",
+                    f"on the device: python -m runtime.compile {out} --backend {name}",
+                ]
+                continue
+            engines, errors = compile_engines(Bundle(folder), made)
+            if args.validate:
+                from .validate import validate
 
-            errors |= validate(wanted, folder, args.backend)
+                errors |= validate(wanted, folder, name, args.device)
+            worst = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
+            lines += [
+                f"{name}: engines/{engines.name}, largest errors: {worst}",
+                f'try: python -m runtime.generate {out} --backend {name} --prompt "..."',
+            ]
     size = sum(size for size, _ in manifest.files.values())
-    print(f"{out}: {size / 1e6:.1f} MB, engines/{engines.name}")
-    print("largest errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    print(f'try: python -m runtime.generate {out} --prompt "..."')
+    print("\n".join([f"{out}: {size / 1e6:.1f} MB", *lines]))
+
+
+def export_vllm(args: argparse.Namespace, out: Path) -> None:
+    """Only the drafter is written: vLLM reads the target as it is."""
+    import torch
+
+    from . import bundle, vllm
+
+    for option in ("validate", "device", "capacity", "compat", "rows", "serial_steps", "heads", "top_k", "head_top_k", "beam"):
+        if getattr(args, option):
+            raise GumihoError(
+                f"--{option.replace('_', '-')} means nothing to --backend vllm, which grows no tree: leave it out"
+            )
+    if len(args.backend) > 1:
+        raise GumihoError("--backend vllm writes no bundle: export for the other backends in a run of their own")
+    pair = open_pair(args)
+    dtype = {None: None, "fp32": torch.float32, "fp16": torch.float16}[args.dtype]
+    needed = vllm.size(pair, dtype)
+    if args.dry_run:
+        print(f"writes    {out}: config.json, model.safetensors, {needed / 1e6:.1f} MB at most")
+    bundle.require_space(needed, out)
+    if args.dry_run:
+        return
+    with bundle.staged(out, args.overwrite, vllm.is_export) as folder:
+        size = vllm.write(pair, folder, dtype)
+    print("\n".join([f"{out}: {size / 1e6:.1f} MB", *vllm.lines(pair, out)]))
 
 
 def main(argv: list[str] | None = None) -> int:

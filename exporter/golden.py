@@ -33,7 +33,11 @@ def record(target: Target, target_caches: list[Tensor], drafter: Drafter, draft_
     """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches."""
     run: dict[str, Tensor] = {}
     vocabulary = target.lm_head.out_features
-    prompt = torch.randint(0, vocabulary, (min(_PROMPT, target.capacity // 2),), generator=torch.Generator().manual_seed(0))
+    assert drafter.tree
+    # No longer than the tree: a pass of that many rows fits every backend.
+    prompt = torch.randint(
+        0, vocabulary, (min(_PROMPT, target.capacity // 2, drafter.tree.rows),), generator=torch.Generator().manual_seed(0)
+    )
 
     def target_pass(name: str, tokens: Tensor, depth: Tensor, mask: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         choice, logits, hidden, *caches = target(tokens, depth, mask, torch.tensor([past]), caches)

@@ -120,13 +120,11 @@ class Pair:
             reason = str(error).strip().splitlines()[0]
             raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
 
-    def modules(
-        self, tree: TreeConfig, capacity: int, draft_capacity: int, positions: int, ops: type[Plain] = Plain
-    ) -> dict[str, Target | Drafter]:
+    def modules(self, tree: TreeConfig, capacity: int, positions: int, ops: type[Plain] = Plain) -> dict[str, Target | Drafter]:
         """The graphs of a bundle, without weights (on the meta device)."""
         with torch.device("meta"):
             grown, cut = (
-                Drafter(self.draft_shape, draft_capacity, positions, t, self.fc_bias, self.blocks, ops) for t in (tree, None)
+                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops) for t in (tree, None)
             )
             return {
                 "target": Target(self.target_shape, capacity, positions, ops).eval(),

@@ -4,13 +4,15 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 import torch
+from onnxscript.optimizer import fold_constants
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,28 +36,37 @@ def _names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}_{part}.{i}" for i in range(layers) for part in ("key", "value")]
 
 
-def signature(module: Target | Drafter, dtype: torch.dtype) -> tuple[list[Input], list[str]]:
-    """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to."""
+def signature(
+    module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None = None
+) -> tuple[list[Input], list[str]]:
+    """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
+
+    sizes: of the axes ``rows`` and ``accepted`` that are static; the others are symbolic.
+    """
+    sizes = sizes or {}
     attention = module.layers[0].self_attn
     hidden, layers = module.embed_tokens.embedding_dim, len(module.layers)
     past = caches(layers, attention.kv_heads, module.capacity, attention.head_dim, dtype)
     cached: list[Input] = [(n, t, {}) for n, t in zip(_names("past", layers), past, strict=True)]
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
 
-    def ids(name: str, axis: str) -> Input:
-        return name, torch.zeros(5 if axis == "rows" else 3, dtype=torch.int64), {0: axis}
+    def axes(*names: str) -> tuple[list[int], dict[int, str]]:
+        return [sizes.get(n, 5 if n == "rows" else 3) for n in names], {i: n for i, n in enumerate(names) if n not in sizes}
 
+    def port(name: str, dtype: torch.dtype, *names: str, width: int | None = None) -> Input:
+        shape, symbolic = axes(*names)
+        return name, torch.zeros(*shape, *([width] if width else []), dtype=dtype), symbolic
+
+    written = _names("new" if module.ops.appends else "present", layers)
     if isinstance(module, Target):
-        mask = ("mask", torch.ones(5, 5, dtype=torch.bool), {0: "rows", 1: "rows"})
-        return [ids("tokens", "rows"), ids("depth", "rows"), mask, length, *cached], [
-            "choice", "logits", "hidden", *_names("present", layers)
-        ]  # fmt: skip
-    rows = ("hidden", torch.zeros(5, hidden, dtype=dtype), {0: "rows"})
+        ids = [port(name, torch.int64, "rows") for name in ("tokens", "depth")]
+        mask = port("mask", torch.bool, "rows", "rows")
+        return [*ids, mask, length, *cached], ["choice", "logits", "hidden", *written]
+    tokens, path = (port(name, torch.int64, "accepted") for name in ("tokens", "path"))
+    rows = port("hidden", dtype, "rows", width=hidden)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
-    return [ids("tokens", "accepted"), rows, ids("path", "accepted"), count, length, *cached], [
-        *tree, *_names("present", layers)
-    ]  # fmt: skip
+    return [tokens, rows, path, count, length, *cached], [*tree, *written]
 
 
 @contextlib.contextmanager
@@ -109,9 +120,27 @@ def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) 
     model.opset_imports.pop("gumiho", None)
 
 
-def trace(module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype) -> ir.Model:
-    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read."""
-    inputs, outputs = signature(module, dtype)
+def _simplify(model: ir.Model) -> None:
+    """Works out what depends on shapes alone, so that backends need no operators for it, and drops what nobody reads."""
+    with _quiet():
+        fold_constants(model, onnx_shape_inference=True)
+    for simplify in (
+        passes.IdentityEliminationPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.RemoveUnusedNodesPass(),
+    ):
+        simplify(model)
+
+
+def trace(
+    module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype,
+    sizes: Mapping[str, int] | None = None,
+) -> ir.Model:  # fmt: skip
+    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read.
+
+    sizes: see ``signature``.
+    """
+    inputs, outputs = signature(module, dtype, sizes)
     dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
     past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
     dynamic["caches"] = [dynamic.pop(name) for name in past]
@@ -136,6 +165,7 @@ def trace(module: Target | Drafter, locations: dict[str, Location], bundle: Path
         if name in locations:
             value.const_value = _external(name, locations[name], bundle)
     _split_parts(model, locations, bundle)
+    _simplify(model)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():
             del model.graph.initializers[name]

@@ -12,9 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from graphs.drafter import Drafter
-from runtime.bundle import Bundle
-from runtime.engines import backend, find_engines
-from runtime.model import Model
+from runtime.model import load
 
 from .bundle import Plan
 from .trace import signature
@@ -23,14 +21,12 @@ _POSITIONS = 256
 
 
 @torch.inference_mode()
-def validate(plan: Plan, folder: Path, backend_name: str) -> dict[str, float]:
+def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
     where the target's choice differs, and the largest error of the tree's scores (in nats).
     """
-    bundle = Bundle(folder)
-    engines = backend(backend_name).open_engines(bundle, find_engines(bundle, backend_name), 0)
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # loose shards, which transformers' own loader does not take, are read as well
@@ -42,19 +38,20 @@ def validate(plan: Plan, folder: Path, backend_name: str) -> dict[str, float]:
     logits = llama.lm_head(hidden)
 
     found_logits, found_hidden, found_choice = [], [], []
-    with Model(bundle, engines) as model:
+    with load(folder, backend_name, device) as model:
         decoder = model.decoder
         start = 0
         while start < count:
-            n = min(1 + start % 37, decoder.manifest.chunk, count - start)
+            n = min(1 + start % 37, decoder.form.chunk, count - start)
             decoder.feed(ids[start : start + n].tolist())
-            found_logits.append(decoder.logits[:n].copy())
-            found_hidden.append(decoder.hidden[:n].copy())
+            found_logits.append(decoder.device.read(decoder.logits[:n]).copy())
+            found_hidden.append(decoder.device.read(decoder.hidden[:n]).copy())
             found_choice.append(decoder.choice[:n].copy())
             start += n
         decoder.prefill(ids.tolist(), speculate=True)
-        decoder.draft[0]()
-        found_scores = decoder.tree["tree_score"].copy()
+        decoder.passes[0][0]()
+        decoder.device.synchronize()
+        found_scores = decoder.device.read(decoder.tree["tree_score"]).copy()
         pending = int(decoder.after[0])
 
     expected_scores = _tree_scores(plan, ids, pending, hidden)
@@ -68,7 +65,7 @@ def validate(plan: Plan, folder: Path, backend_name: str) -> dict[str, float]:
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
     """The tree behind ``ids``, its drafter reading the target's hidden rows from transformers."""
-    module = plan.pair.modules(plan.tree, plan.capacity, plan.capacity, plan.positions)["draft"]
+    module = plan.pair.modules(plan.tree, plan.capacity, plan.positions)["draft"]
     assert isinstance(module, Drafter)
     heads = max(0, plan.tree.depth - plan.tree.serial_steps)
     sources = plan.pair.draft_sources(heads, plan.positions)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layer import Layer, LlamaShape, Rotary
-from .ops import Cache, Plain
+from .ops import Cache, Past, Plain
 from .tree import TreeConfig, grow
 
 
@@ -66,18 +66,21 @@ class Drafter(nn.Module):
 
         tokens: int64 [A], the token after each accepted row; hidden: [R, H], the target's output; path: int64 [A], which of
         its rows were accepted; count: int64 [1], how many of the A are real; past_length: int64 [1]; caches: key and value
-        of every serial layer in turn, [1, kv heads, S, d]. Returns the tree (``tree.grow``) unless cut off, and the caches.
+        of every serial layer in turn, [1, kv heads, S, d]. Returns the tree (``tree.grow``) unless cut off, and what the dialect
+        returns of the caches.
         """
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
         sight = self.ops.sight(None, tokens.shape[0], past_length, caches[0])
         x = self.fuse(tokens, self.ops.gather(hidden, path))
         present: list[Tensor] = []
+        pasts: list[Past] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position)
             attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
             x = layer.finish(x, attended)
             present += written
+            pasts.append(Past((key, value), past_length, (written[0], written[1]), count))
         if self.tree is None:
             return tuple(present)
 
@@ -88,10 +91,10 @@ class Drafter(nn.Module):
             """A serial step whose rows stay beside the cache: they are gone when the cycle is."""
             x = self.fuse(tokens, hidden)
             position = (length + len(beside[0])).expand(tokens.shape[0])
-            for i, layer in enumerate(self.layers):
+            for layer, past, siblings in zip(self.layers, pasts, beside, strict=True):
                 rows = layer.project(x, self.rotary, position)
-                attended, own = self.ops.peek(rows, (present[2 * i], present[2 * i + 1]), length, beside[i], slots)
-                beside[i].append(own)
+                attended, own = self.ops.peek(rows, past, siblings, slots)
+                siblings.append(own)
                 x = layer.finish(x, attended)
             return x
 

@@ -32,6 +32,20 @@ class Rows:
     sin: Tensor
 
 
+@dataclass(frozen=True)
+class Past:
+    """A cache behind a pass that ``attend`` has made.
+
+    cache: as it was; length: int64 [1], its filled positions; written: what ``attend`` returned for it; count: int64 [1], how
+    many of the rows of that pass count.
+    """
+
+    cache: Cache
+    length: Tensor
+    written: Cache
+    count: Tensor
+
+
 def _split(x: Tensor, heads: int) -> Tensor:
     """[n, heads * d] -> [1, heads, n, d]."""
     return x.reshape(1, x.shape[0], heads, -1).transpose(1, 2)
@@ -46,6 +60,7 @@ class Plain:
     """The reference every dialect computes when run eagerly."""
 
     opset = 24
+    appends = False  # a pass returns its rows' keys and values alone
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,8 +71,9 @@ class Plain:
     @staticmethod
     def rotary(x: Tensor, rows: Rows) -> Tensor:
         """Rotary embedding, halves rotated as Llama's checkpoints expect (arXiv 2104.09864). x: [1, heads, n, d]."""
-        first, second = x.float().chunk(2, dim=-1)
-        c, s = rows.cos[rows.position].float(), rows.sin[rows.position].float()
+        half = x.shape[-1] // 2
+        first, second = x.float()[..., :half], x.float()[..., half:]
+        c, s = (Plain.gather(table, rows.position).float() for table in (rows.cos, rows.sin))
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
@@ -77,7 +93,7 @@ class Plain:
     def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values behind ``past_length`` and attends to the cache.
 
-        Returns the attended rows [n, heads * d] and both caches.
+        Returns the attended rows [n, heads * d] and both caches, or where the dialect appends, the rows' part of them alone.
         """
         k, v = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
         written = past_length + torch.arange(k.shape[2], device=k.device)
@@ -86,13 +102,17 @@ class Plain:
         return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=sight, enable_gqa=True)), keys, values
 
     @classmethod
-    def peek(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
-        """Attends to a cache and to rows beside it that are never written down.
+    def peek(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """Attends to a cache, as ``attend`` left it, and to rows beside it that are never written down.
 
-        length: int64 [1], positions of the cache that count; beside: what earlier calls returned for their rows; seen: bool
-        [n, m], which of those m rows and of its own, in this order, each row sees. Returns the attended rows [n, heads * d],
-        and the rows' own keys and values for calls to come.
+        beside: what earlier calls returned for their rows; seen: bool [n, m], which of those m rows and of its own, in this
+        order, each row sees. Returns the attended rows [n, heads * d], and the rows' own keys and values for calls to come.
         """
+        return cls._beside(rows, past.written, past.length + past.count, beside, seen)
+
+    @classmethod
+    def _beside(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """``peek`` at the first ``length`` (int64 [1]) positions of a cache."""
         own = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
         keys, values = (torch.cat([pair[i] for pair in [*beside, own]], dim=2) for i in (0, 1))
         q = cls.rotary(_split(rows.q, rows.heads), rows)
@@ -145,6 +165,20 @@ class Plain:
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
 
+    @staticmethod
+    def best(x: Tensor, k: int) -> Tensor:
+        """Indices [k] of the k largest of x [n], in ``top_k``'s order, on every backend.
+
+        ONNX promises how ties are broken and not every backend keeps it: when traced, each value is compared with each.
+        """
+        if not is_in_onnx_export():
+            return x.sort(descending=True, stable=True)[1][:k]
+        index = torch.arange(x.shape[0])
+        ahead = (x[None, :] > x[:, None]) | ((x[None, :] == x[:, None]) & (index[None, :] < index[:, None]))
+        rank = ahead.to(torch.float32).sum(1)
+        place = rank[None, :] == torch.arange(k, dtype=torch.float32)[:, None]
+        return torch.where(place, index.to(torch.float32), 0.0).sum(1).to(torch.int64)
+
 
 class Standard(Plain):
     """Opset 24 of the default ONNX domain: normalization, rotary embedding and attention are single operators, caches are
@@ -168,8 +202,9 @@ class Standard(Plain):
     def rotary(x: Tensor, rows: Rows) -> Tensor:
         if not is_in_onnx_export():
             return Plain.rotary(x, rows)
-        inputs = (x, rows.cos, rows.sin, rows.position[None])
-        return ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=x.dtype, shape=x.shape, version=23)
+        inputs = (x.float(), rows.cos, rows.sin, rows.position[None])
+        out = ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=torch.float32, shape=x.shape, version=23)
+        return out.to(x.dtype)
 
     @classmethod
     def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +217,27 @@ class Standard(Plain):
             )
             for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
         )
-        out = ops.symbolic("Attention", (q, keys, values, sight), {}, dtype=q.dtype, shape=q.shape, version=24)
-        return _join(out), keys, values
+        return _join(cls._attention(q, keys, values, sight)), keys, values
+
+    @staticmethod
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None) -> Tensor:
+        # Scaled here: TensorRT would scale queries and keys by the root each, which is a pass over the whole cache.
+        inputs = (q * q.shape[-1] ** -0.5, keys, values, None if sight is None else sight[None, None])
+        return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)
+
+
+class Decomposed(Standard):
+    """``Standard`` with attention spelled out, for devices whose fused one cannot be built or is wrong."""
+
+    @staticmethod
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None) -> Tensor:
+        assert sight is not None
+        _, heads, n, d = q.shape
+        kv_heads = keys.shape[1]
+        grouped = (q * d**-0.5).reshape(kv_heads, -1, d)
+        scores = (grouped @ keys[0].transpose(1, 2)).reshape(kv_heads, -1, n, keys.shape[2])
+        weights = torch.where(sight, scores, torch.finfo(q.dtype).min).float().softmax(-1).to(q.dtype)
+        return (weights.reshape(kv_heads, grouped.shape[1], -1) @ values[0]).reshape(1, heads, n, d)
 
 
 class Contrib(Standard):
@@ -252,11 +306,15 @@ class Contrib(Standard):
             return super().attend(rows, cache, past_length, sight)
         return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, sight, rotary=True)
 
+    @staticmethod
+    def best(x: Tensor, k: int) -> Tensor:
+        return Plain.top_k(x, k)[1]  # ONNX Runtime's CPU provider keeps the promise
+
     @classmethod
-    def peek(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+    def _beside(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
         """When traced: attention over a copy of the cache's used part, which the operator itself extends by the rows."""
         if not is_in_onnx_export():
-            return super().peek(rows, cache, length, beside, seen)
+            return super()._beside(rows, cache, length, beside, seen)
         q, k = (_join(cls.rotary(_split(x, h), rows)) for x, h in ((rows.q, rows.heads), (rows.k, rows.kv_heads)))
         own = _split(k, rows.kv_heads), _split(rows.v, rows.kv_heads)
         zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
@@ -268,3 +326,29 @@ class Contrib(Standard):
         past = length + sum(pair[0].shape[2] for pair in beside)
         bias = cls._bias(seen, length, k.dtype)
         return cls._grouped(rows, q, k, rows.v, (before[0], before[1]), past, bias, rotary=False)[0], own
+
+
+class Basic(Plain):
+    """Primitives of opset 18 alone, for backends that know nothing newer. Caches are read, never written: a pass returns
+    its rows' keys and values, traced or not, and whoever runs it appends those that are accepted.
+    """
+
+    opset = 18
+    appends = True
+
+    @staticmethod
+    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+        """Which of the rows each row sees, bool [n, n]; of the cache it sees what lies below ``past_length``."""
+        return torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril() if mask is None else mask
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        assert sight is not None
+        out, (k, v) = cls._beside(rows, cache, past_length, [], sight)
+        return out, k, v
+
+    @classmethod
+    def peek(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        n, pending = rows.q.shape[0], past.written[0].shape[2]
+        counts = (torch.arange(pending, device=seen.device) < past.count)[None].expand(n, pending)
+        return cls._beside(rows, past.cache, past.length, [past.written, *beside], torch.cat((counts, seen), dim=1))

@@ -28,7 +28,7 @@ class Target(nn.Module):
 
         tokens, depth: int64 [R]; mask: bool [R, R]; past_length: int64 [1]; caches: key and value of every layer in turn,
         [1, kv heads, S, d]. Row r sits at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (argmax, ties
-        to the lowest id), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and the caches.
+        to the lowest id), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and what the dialect returns of the caches.
         """
         position = past_length + depth
         sight = self.ops.sight(mask, tokens.shape[0], past_length, caches[0])

@@ -165,16 +165,18 @@ def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Plain]) -> tuple[Tensor, Te
     """Chooses the best R - 1 candidates and renumbers their parents."""
     scores = torch.cat(nodes.score)
     device = scores.device
-    _, best = ops.top_k(scores[1:], tree.rows - 1)
+    best = ops.best(scores[1:], tree.rows - 1)
     chosen = torch.cat((torch.zeros_like(best[:1]), best + 1))
     row = torch.arange(tree.rows, device=device)
 
+    # Sums of floats in place of a maximum and an "any": not every backend has those for these types.
     parent_node = ops.gather(torch.cat(nodes.parent), chosen)
-    parent = (torch.where(parent_node[:, None] == chosen[None, :], row, 0)).amax(1)
+    at = (parent_node[:, None] == chosen[None, :]).float() * row
+    parent = at.sum(1).to(torch.int64)
     ancestors = [row]
     for _ in range(tree.depth):
         ancestors.append(ops.gather(parent, ancestors[-1]))
-    mask = (torch.stack(ancestors)[:, :, None] == row).any(0)
+    mask = (torch.stack(ancestors)[:, :, None] == row).float().sum(0) > 0
 
     token = ops.gather(torch.cat(nodes.token), chosen)
     depth = ops.gather(torch.tensor(nodes.depth, device=device), chosen)

@@ -5,14 +5,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .devices import Array, Device
 from .errors import GumihoError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "gumiho.json"
 
 
@@ -27,9 +29,15 @@ class Port:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of the bundle. file: relative to the bundle; weights are named relative to the bundle as well."""
+    """A graph of the bundle.
+
+    file: relative to the bundle, as are the weights it names. weights: bytes of those. reads: bytes of weights that a pass reads,
+    a matrix that is multiplied twice counted twice and an embedding not at all.
+    """
 
     file: str
+    weights: int
+    reads: int
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
@@ -38,34 +46,73 @@ class Graph:
         """The cache inputs: key and value of every layer in turn, each [1, kv heads, S, d]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
 
-    def tree_buffers(self) -> dict[str, np.ndarray]:
+    @property
+    def appends(self) -> bool:
+        """Whether the graph returns its rows' keys and values alone, instead of writing them into the caches."""
+        return bool(self.fresh)
+
+    @property
+    def fresh(self) -> tuple[Port, ...]:
+        """The rows' own keys and values, [1, kv heads, n, d], in the order of ``caches``, where the graph returns them alone."""
+        return tuple(p for p in self.outputs if p.name.startswith(("new_key.", "new_value.")))
+
+    def tree_buffers(self, device: Device) -> dict[str, Array]:
         """A zeroed buffer for each of the draft graph's ``tree_*`` outputs, whose shapes are static."""
-        return {p.name: np.zeros([int(n) for n in p.shape], p.dtype) for p in self.outputs if p.name.startswith("tree_")}
+        shapes = {p.name: (tuple(int(n) for n in p.shape), p.dtype) for p in self.outputs if p.name.startswith("tree_")}
+        return {name: device.zeros(*port, mirrored=True) for name, port in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The bundle's graphs as one backend wants them.
+
+    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether every pass of the target has that
+    many rows, as of the draft graph all that can be accepted; else any number goes. graphs: ``target``, ``draft`` and
+    ``extend``. spare: the same in another spelling of attention, where some devices need it.
+    """
+
+    dialect: str
+    chunk: int
+    static: bool
+    graphs: Mapping[str, Graph]
+    spare: Mapping[str, Graph]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
-    capacity: positions the target's cache holds. rows: of the tree, root included. depth: drafted tokens on its longest path.
-    chunk: rows of a prefill pass. tree: how it is grown, for the reader. eos_token_ids: all that end a text. files: relative
-    path -> bytes and sha256.
+    capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
+    it is grown, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and
+    sha256.
     """
 
     capacity: int
     rows: int
     depth: int
-    chunk: int
     vocabulary: int
     hidden: int
     dtype: str
-    dialect: str
     eos_token_ids: tuple[int, ...]
-    graphs: Mapping[str, Graph]
+    forms: Mapping[str, Form]
     tree: Mapping[str, Any]
     sources: Mapping[str, str]
     files: Mapping[str, tuple[int, str]]
     format: int = field(default=FORMAT)
+
+    @property
+    def default(self) -> str:
+        """The backend that the bundle was exported for first."""
+        return next(iter(self.forms))
+
+    def form(self, backend: str) -> Form:
+        """Raises GumihoError where the bundle was not exported for the backend."""
+        if backend not in self.forms:
+            raise GumihoError(
+                f"the bundle has graphs for {', '.join(self.forms)} and none for {backend}: "
+                f"export it again with `gumiho-export --backend {' '.join(self.forms)} {backend}`"
+            )
+        return self.forms[backend]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -79,14 +126,21 @@ class Manifest:
                     f"{where} has bundle format {raw['format']} and this version reads {FORMAT}: "
                     "export it again, or install the version that wrote it"
                 )
-            graphs = {
-                name: Graph(g["file"], *(tuple(Port(p["name"], p["dtype"], tuple(p["shape"])) for p in g[k]) for k in ("inputs", "outputs")))
-                for name, g in raw.pop("graphs").items()
-            }  # fmt: skip
+            forms = {name: _form(form) for name, form in raw.pop("forms").items()}
             files = {name: (int(size), str(digest)) for name, (size, digest) in raw.pop("files").items()}
-            return Manifest(**{**raw, "eos_token_ids": tuple(raw["eos_token_ids"])}, graphs=graphs, files=files)
+            ends = tuple(raw.pop("eos_token_ids"))
+            return Manifest(**raw, eos_token_ids=ends, forms=forms, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GumihoError(f"{where} is damaged ({type(error).__name__}: {error}): copy the bundle again") from None
+
+
+def _form(raw: Any) -> Form:
+    graphs, spare = ({name: _graph(graph) for name, graph in raw[key].items()} for key in ("graphs", "spare"))
+    return Form(raw["dialect"], int(raw["chunk"]), bool(raw["static"]), graphs, spare)
+
+
+def _graph(raw: Any) -> Graph:
+    return Graph(raw["file"], int(raw["weights"]), int(raw["reads"]), *(tuple(Port(p["name"], p["dtype"], tuple(p["shape"])) for p in raw[k]) for k in ("inputs", "outputs")))  # fmt: skip
 
 
 class Bundle:
@@ -129,6 +183,16 @@ class Bundle:
             return Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare exceptions
             raise GumihoError(f"{file} is damaged ({error}): copy the bundle again") from None
+
+    def weights(self) -> int:
+        """Bytes of all weight files."""
+        return sum(size for name, (size, _) in self.manifest.files.items() if name.startswith("weights/"))
+
+    def caches(self, backend: str) -> int:
+        """Bytes of the caches of target and drafter."""
+        graphs = self.manifest.form(backend).graphs
+        ports = [*graphs["target"].caches, *graphs["draft"].caches]
+        return sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in ports)
 
     def golden(self) -> dict[str, np.ndarray]:
         """The recorded run (``runtime.golden``)."""

@@ -1,37 +1,57 @@
 """The KV slab, and what it means to keep a path."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from .bundle import Graph
+from .devices import Array, Device
 
 
 class Slab:
-    """The key-value cache of one model: one contiguous array [layers, 2, kv heads, S, d] that graphs write in place.
+    """The key-value cache of one model: one contiguous array [layers, 2, kv heads, S, d].
 
-    ``length`` is int64 [1], the positions filled so far; it is itself bound to the graphs' ``past_length``.
+    Graphs either write their rows into it, behind ``length``, or return them, to be appended from a slab of their own.
+    ``length``: int64 [1] on the host, the positions filled so far; it is itself bound to the graphs' ``past_length``.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        ports = graph.caches
-        _, kv_heads, capacity, head_dim = (int(n) for n in ports[0].shape)
-        self.capacity = capacity
-        self.data = np.zeros((len(ports) // 2, 2, kv_heads, capacity, head_dim), ports[0].dtype)
+    def __init__(self, device: Device, *graphs: Graph) -> None:
+        """graphs: those that share the cache."""
+        ports = graphs[0].caches
+        _, kv_heads, self.capacity, self.head_dim = (int(n) for n in ports[0].shape)
+        self._device, self._groups, self._dtype = device, len(ports) * kv_heads, ports[0].dtype
         self.length = np.zeros(1, np.int64)
-        self._rows = self.data.reshape(-1, capacity, head_dim)
-        views = [self.data[layer, part][None] for layer in range(len(ports) // 2) for part in range(2)]
-        self.ports = {port.name: view for port, view in zip(ports, views, strict=True)}
-        self.ports |= {name.replace("past", "present"): view for name, view in self.ports.items()}
-        self.ports["past_length"] = self.length
+        self.data, views = self._allocate(len(ports), self.capacity)
+        past = {port.name: view for port, view in zip(ports, views, strict=True)}
+        self._ports: dict[str, dict[str, Array]] = {}
+        self._fresh: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
+        for graph in graphs:
+            if graph.appends:
+                self._fresh[graph.file], views = self._allocate(len(ports), int(graph.fresh[0].shape[2]))
+                written = {port.name: view for port, view in zip(graph.fresh, views, strict=True)}
+            else:
+                self._fresh[graph.file] = self.data
+                written = {name.replace("past", "present"): view for name, view in past.items()}
+            self._ports[graph.file] = past | written | {"past_length": self.length}
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Of the rows just written behind ``length``, keeps those of the path, in its order, and counts them.
+    def _allocate(self, caches: int, positions: int) -> tuple[Array, list[Array]]:
+        kv_heads = self._groups // caches
+        data = self._device.zeros((self._groups, positions, self.head_dim), self._dtype)
+        whole = data.reshape(caches, 1, kv_heads, positions, self.head_dim)
+        return data, [whole[i] for i in range(caches)]
+
+    def ports(self, graph: Graph) -> Mapping[str, Array]:
+        """The buffers of a graph's cache inputs and outputs."""
+        return self._ports[graph.file]
+
+    def keep(self, graph: Graph, path: Sequence[int]) -> None:
+        """Of the rows that a graph has just made, keeps those of the path, in its order, and counts them.
 
         ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
         """
-        start = int(self.length[0])
+        start, fresh = int(self.length[0]), self._fresh[graph.file]
+        first = 0 if graph.appends else start
         for i, row in enumerate(path):
-            if row != i:
-                self._rows[:, start + i] = self._rows[:, start + row]
+            if graph.appends or row != i:
+                self._device.move(self.data, start + i, fresh, first + row)
         self.length[0] = start + len(path)

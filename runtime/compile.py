@@ -3,22 +3,28 @@
 import argparse
 import sys
 
+from .backends import DEVICES, NAMES, backend
 from .bundle import Bundle
-from .engines import BACKENDS, compile_engines
+from .engines import compile_engines
 from .errors import GumihoError
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m runtime.compile", description=__doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--backend", default="cpu", choices=list(BACKENDS), help="what to compile for (cpu)")
+    parser.add_argument("--backend", default="", help=f"what to compile for: {', '.join(NAMES)} (the bundle's first)")
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument("--tune", action="store_true", help="look longer for faster kernels (migraphx, tensorrt)")
     args = parser.parse_args(argv)
     try:
-        folder, errors = compile_engines(Bundle(args.bundle), args.backend)
+        bundle = Bundle(args.bundle)
+        made = backend(args.backend or bundle.manifest.default, args.device)
+        folder, errors = compile_engines(bundle, made, args.tune, lambda what: print(f"{what} ...", file=sys.stderr))
     except GumihoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("error: interrupted, no engine was written", file=sys.stderr)
         return 130
     print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
     return 0

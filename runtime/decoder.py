@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
-from .bundle import Manifest
+from .backends import Engine
+from .bundle import Form, Manifest
 from .cache import Slab
+from .devices import Array, Device
 from .errors import GumihoError
 from .stats import Stats
 
@@ -37,56 +38,67 @@ def walk(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]
 
 
 class Decoder:
-    """Drives the engines of one bundle, one generation at a time."""
+    """Drives the engines of one bundle, one generation at a time.
 
-    def __init__(self, manifest: Manifest, engines: Mapping[str, Any]) -> None:
-        self.manifest = manifest
-        self.engines = engines
-        self.target, self.drafter = Slab(manifest.graphs["target"]), Slab(manifest.graphs["draft"])
-        rows, widest = manifest.rows, max(manifest.rows, manifest.chunk)
+    Where the form is static, every pass is padded to its size: rows behind those that count are computed and ignored.
+    """
+
+    def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+        self.manifest, self.form, self.graphs = manifest, form, form.graphs
+        self.engines, self.device = engines, device
+        self.target = Slab(device, self.graphs["target"])
+        self.drafter = Slab(device, self.graphs["draft"], self.graphs["extend"])
+        rows, most = manifest.rows, manifest.depth + 1
+        widest = max(rows, form.chunk)
         self.choice = np.zeros(widest, np.int64)
-        self.logits = np.zeros((widest, manifest.vocabulary), manifest.dtype)
-        self.hidden = np.zeros((widest, manifest.hidden), manifest.dtype)
+        self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
+        self.hidden = device.zeros((widest, manifest.hidden), manifest.dtype)
         self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
-        self.tree = manifest.graphs["draft"].tree_buffers()
+        self.tree = self.graphs["draft"].tree_buffers(device)
         # Accepted but not yet read by the drafter: rows of ``hidden``, the token after each, and how many there are.
         self.path, self.after = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.count = np.zeros(1, np.int64)
-        self.plain = self._causal(1)
-        self.chunk = self._causal(manifest.chunk)
-        self.verify = self._verification(rows)
-        self.draft = [self._draft("draft", n, self.tree) for n in range(1, manifest.depth + 2)]
+        self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
+        self.extend = self._draft("extend", form.chunk, {})
+        verify = self._verification(rows)
+        accepted = [most] if form.static else range(1, most + 1)
+        self.passes = [device.fuse(self._draft("draft", n, self.tree), verify) for n in accepted]
 
-    def _target(self, tokens: np.ndarray, depth: np.ndarray, mask: np.ndarray) -> Callable[[], None]:
+    def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
         n = len(tokens)
         out = {"choice": self.choice[:n], "logits": self.logits[:n], "hidden": self.hidden[:n]}
         inputs = {"tokens": tokens, "depth": depth, "mask": mask}
-        return self.engines["target"].bind(inputs | out | self.target.ports)
+        return self.engines["target"].bind({**inputs, **out, **self.target.ports(self.graphs["target"])})
 
     def _causal(self, rows: int) -> Callable[[], None]:
+        rows = self.form.chunk if self.form.static else rows
         return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
 
     def _verification(self, rows: int) -> Callable[[], None]:
         """The pass over the tree's first rows, which are the best tree of that size."""
+        if self.form.static:
+            return self._target(*(self.tree[f"tree_{part}"] for part in ("tokens", "depth", "mask")))
         mask = np.ascontiguousarray(self.tree["tree_mask"][:rows, :rows])
         return self._target(self.tree["tree_tokens"][:rows], self.tree["tree_depth"][:rows], mask)
 
-    def _draft(self, graph: str, accepted: int, tree: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array]) -> Callable[[], None]:
         inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": self.hidden}
-        return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports})
+        return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports(self.graphs[graph])})
 
     def prefill(self, prompt: Sequence[int], speculate: bool) -> int:
         """Fills the caches in chunks, leaves the last row for the first draft, and returns the target's first choice."""
         self.target.length[0] = self.drafter.length[0] = 0
-        for start in range(0, len(prompt), self.manifest.chunk):
-            part = prompt[start : start + self.manifest.chunk]
+        chunk = self.form.chunk
+        for start in range(0, len(prompt), chunk):
+            part = prompt[start : start + chunk]
             n = len(part)
             self.feed(part)
             ahead = prompt[start + 1 : start + n + 1]
             if speculate and ahead:
-                self.path[: len(ahead)], self.after[: len(ahead)] = self.depth[: len(ahead)], ahead
-                self._draft("extend", len(ahead), {})()
-                self.drafter.length[0] += len(ahead)
+                m = self.count[0] = len(ahead)
+                self.path[:m], self.after[:m] = self.depth[:m], ahead
+                (self.extend if self.form.static or m == chunk else self._draft("extend", m, {}))()
+                self.drafter.keep(self.graphs["extend"], range(m))
         self.path[0], self.after[0], self.count[0] = n - 1, self.choice[n - 1], 1
         return int(self.choice[n - 1])
 
@@ -94,8 +106,8 @@ class Decoder:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
         n = len(tokens)
         self.tokens[:n] = tokens
-        (self.chunk if n == self.manifest.chunk else self._causal(n))()
-        self.target.length[0] += n
+        (self.chunk if self.form.static or n == self.form.chunk else self._causal(n))()
+        self.target.keep(self.graphs["target"], range(n))
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, speculate: bool, stats: Stats) -> Iterator[Cycle]:
         """Greedy decoding, a step at a time. Raises GumihoError for a prompt that is empty or does not fit.
@@ -125,7 +137,7 @@ class Decoder:
             yield Cycle(tuple(tokens), rows, tuple(path), stats.finish_reason)
             if stats.finish_reason:
                 return
-            rows = min(self.manifest.rows if speculate else 1, self.target.capacity - int(self.target.length[0]))
+            rows = min(self.manifest.rows if speculate else 1, self.manifest.capacity - int(self.target.length[0]))
             path = self.cycle(rows, stats) if speculate else self.step(stats)
             tokens = self.after[: len(path)].tolist()
 
@@ -133,18 +145,19 @@ class Decoder:
         """Drafts a tree, verifies its first ``rows`` rows and commits the path the target takes. Returns the path."""
         t0 = perf_counter_ns()
         accepted = int(self.count[0])
-        self.draft[accepted - 1]()
+        draft, verify = self.passes[min(accepted, len(self.passes)) - 1]
+        draft()
         t1 = perf_counter_ns()
-        self.drafter.length[0] += accepted
-        (self.verify if rows == self.manifest.rows else self._verification(rows))()
+        (verify if rows == self.manifest.rows or self.form.static else self._verification(rows))()
         t2 = perf_counter_ns()
-        tokens, parents = self.tree["tree_tokens"][:rows].tolist(), self.tree["tree_parent"][:rows].tolist()
+        tokens, parents = (self.device.read(self.tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
         path = walk(tokens, parents, self.choice[:rows].tolist())
         n = len(path)
+        self.drafter.keep(self.graphs["draft"], range(accepted))
+        self.target.keep(self.graphs["target"], path)
         self.path[:n] = path
         self.after[:n] = self.choice[path]
         self.count[0] = n
-        self.target.keep(path)
         stats.spend(t1 - t0, t2 - t1, perf_counter_ns() - t2)
         return path
 
@@ -155,7 +168,7 @@ class Decoder:
         self.plain()
         t1 = perf_counter_ns()
         self.after[0] = self.choice[0]
-        self.target.keep([0])
+        self.target.keep(self.graphs["target"], [0])
         stats.spend(0, t1 - t0, perf_counter_ns() - t1)
         return [0]
 
@@ -163,6 +176,7 @@ class Decoder:
         """Lets go of engines, bindings and buffers."""
         for engine in self.engines.values():
             engine.close()
+        self.device.close()
         self.__dict__.clear()
 
     def check(self, prompt: Sequence[int]) -> None:

@@ -3,45 +3,54 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 from . import golden
-from .backends import onnxruntime as cpu
+from .backends import Backend
 from .bundle import Bundle
 from .errors import GumihoError
 
-BACKENDS: dict[str, ModuleType] = {cpu.NAME: cpu}
+
+def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
+    """What engines depend on besides the options they were compiled with: another value of any part makes them other ones."""
+    form = bundle.manifest.form(backend.NAME)
+    files = [graph.file for graph in form.graphs.values()]
+    files += [name for name in bundle.manifest.files if name.startswith("weights/")]
+    return {"backend": backend.NAME, **backend.versions(), **{name: bundle.manifest.files[name][1] for name in files}}
 
 
-def backend(name: str) -> ModuleType:
-    try:
-        return BACKENDS[name]
-    except KeyError:
-        raise GumihoError(f"there is no backend '{name}': expected one of {', '.join(BACKENDS)}") from None
-
-
-def _folder(bundle: Bundle, key: dict[str, str]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return bundle.path / "engines" / f"{key['backend']}-{digest}"
-
-
-def compile_engines(bundle: Bundle, name: str) -> tuple[Path, dict[str, float]]:
+def compile_engines(
+    bundle: Bundle, backend: Backend, tune: bool = False, progress: Callable[[str], object] = lambda _: None
+) -> tuple[Path, dict[str, float]]:
     """Compiles for one backend and replays the golden run; an engine that fails it is not kept.
 
-    Returns the engines' folder and the largest error of every graph in the replay.
+    tune: look longer for faster kernels; progress is told what is being done. Returns the engines' folder and the largest
+    error of every graph in the replay.
     """
-    module = backend(name)
-    bundle.verify()
-    key = module.key(bundle)
-    folder = _folder(bundle, key)
+    whole = key(bundle, backend) | {"tune": str(tune)}
+    digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
+    folder = bundle.path / "engines" / f"{backend.NAME}-{digest}"
     partial = folder.with_name(f".{folder.name}.partial")
+    host, accelerator = backend.memory(bundle)
+    progress(
+        f"needs about {host / 1e9:.1f} GB of memory" + (f" and {accelerator / 1e9:.1f} GB on the device" * bool(accelerator))
+    )
+    progress("checking the bundle's files")
+    bundle.verify()
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        module.compile(bundle, partial)
-        errors = golden.replay(bundle, module.open_engines(bundle, partial, threads=0))
-        (partial / "key.json").write_text(json.dumps(key, indent=1), "utf-8")
+        backend.compile(bundle, partial, tune, progress)
+        progress("replaying the golden run")
+        engines, device = backend.open(bundle, partial)
+        try:
+            errors = golden.replay(bundle, backend.NAME, engines, device)
+        finally:
+            for engine in engines.values():
+                engine.close()
+            device.close()
+        (partial / "key.json").write_text(json.dumps(whole, indent=1), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as error:
@@ -53,18 +62,23 @@ def compile_engines(bundle: Bundle, name: str) -> tuple[Path, dict[str, float]]:
     return folder, errors
 
 
-def find_engines(bundle: Bundle, name: str) -> Path:
-    """The folder of the current engines. Raises GumihoError naming what differs from those that are there."""
-    key = backend(name).key(bundle)
-    folder = _folder(bundle, key)
-    if (folder / "key.json").is_file():
-        return folder
-    command = f"run `python -m runtime.compile {bundle.path} --backend {name}`"
-    for other in sorted((bundle.path / "engines").glob(f"{name}-*/key.json")):
-        theirs = json.loads(other.read_text("utf-8"))
-        part = next((p for p in key if theirs.get(p) != key[p]), None)
-        if part:
-            raise GumihoError(
-                f"the engines in {other.parent} were compiled for {part} {theirs.get(part)}, and here it is {key[part]}: {command}"
-            )
-    raise GumihoError(f"bundle {bundle.path} has no engines for backend '{name}': {command}")
+def find_engines(bundle: Bundle, backend: Backend) -> Path:
+    """The folder of the current engines, the newest if several options were compiled.
+
+    Raises GumihoError naming what differs from those that are there.
+    """
+    wanted = key(bundle, backend)
+    command = f"run `python -m runtime.compile {bundle.path} --backend {backend.NAME}`"
+    stale = None
+    for file in sorted((bundle.path / "engines").glob(f"{backend.NAME}-*/key.json"), key=lambda p: -p.stat().st_mtime):
+        try:
+            theirs = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError):
+            theirs = {}
+        part = next((part for part in wanted if theirs.get(part) != wanted[part]), None)
+        if part is None:
+            return file.parent
+        stale = (
+            stale or f"the engines in {file.parent} were compiled for {part} {theirs.get(part)}, and here it is {wanted[part]}"
+        )
+    raise GumihoError(f"{stale or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")

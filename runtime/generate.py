@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from .backends import DEVICES, NAMES
 from .errors import GumihoError
 from .model import Generation, Model, load
 
@@ -23,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
         "--stats", nargs="?", const="text", choices=("text", "json"),
         help="report on standard error; `json` prints only one JSON object, with the text in it, on standard output",
     )  # fmt: skip
-    parser.add_argument("--backend", default="cpu", help="whose engines to run (cpu)")
+    parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
+    parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
     return parser
 
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.compare and args.no_speculation:
             raise GumihoError("--compare decodes both ways, so leave out --no-speculation")
-        with load(args.bundle, args.backend, args.threads) as model:
+        with load(args.bundle, args.backend, args.device, args.threads) as model:
             prompt = read_prompt(args)
             generation, text = run(model, prompt, args, not args.no_speculation, show=args.stats != "json")
             other = run(model, prompt, args, speculate=False, show=False)[0] if args.compare else None

@@ -6,61 +6,64 @@ the replay is fed the recorded inputs, so that an error shows in the graph it co
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from .backends import Engine
 from .bundle import Bundle
 from .cache import Slab
+from .devices import Array, Device
 from .errors import GumihoError
 
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2}
 
 
-def replay(bundle: Bundle, engines: Mapping[str, Any]) -> dict[str, float]:
-    """Runs the recorded passes over fresh caches.
+def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
+    """Runs the recorded passes over fresh caches, padded where the backend's form is static.
 
     Returns the largest error of target (logits and hidden, relative to the largest logit or hidden value) and draft (tree
     scores, in nats). Raises GumihoError where one exceeds the tolerance of the bundle's dtype.
     """
-    run, manifest = bundle.golden(), bundle.manifest
-    target, draft = Slab(manifest.graphs["target"]), Slab(manifest.graphs["draft"])
+    run, manifest, form = bundle.golden(), bundle.manifest, bundle.manifest.form(backend)
+    target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
     errors = {"target": 0.0, "draft": 0.0}
 
-    def target_pass(name: str) -> np.ndarray:
+    def target_pass(name: str) -> None:
         rows = len(run[f"{name}.tokens"])
-        out = {
-            "choice": np.zeros(rows, np.int64),
-            "logits": np.zeros((rows, manifest.vocabulary), manifest.dtype),
-            "hidden": np.zeros((rows, manifest.hidden), manifest.dtype),
-        }
-        inputs = {part: run[f"{name}.{part}"] for part in ("tokens", "depth", "mask")}
-        engines["target"].bind(inputs | out | target.ports)()
-        top = np.take_along_axis(out["logits"], run[f"{name}.top_ids"], axis=1)
-        for found, expected in ((top, run[f"{name}.top_logits"]), (out["hidden"], run[f"{name}.hidden"])):
+        n = form.chunk if form.static else rows
+        mask = np.eye(n, dtype=np.bool_)
+        mask[:rows, :rows] = run[f"{name}.mask"]
+        inputs = {"tokens": _pad(run[f"{name}.tokens"], n), "depth": _pad(run[f"{name}.depth"], n), "mask": mask}
+        logits, hidden = (device.zeros((n, width), manifest.dtype) for width in (manifest.vocabulary, manifest.hidden))
+        out = {"choice": np.zeros(n, np.int64), "logits": logits, "hidden": hidden}
+        engines["target"].bind({**inputs, **out, **target.ports(form.graphs["target"])})()
+        top = np.take_along_axis(device.read(logits)[:rows], run[f"{name}.top_ids"], axis=1)
+        for found, expected in ((top, run[f"{name}.top_logits"]), (device.read(hidden)[:rows], run[f"{name}.hidden"])):
             errors["target"] = max(errors["target"], _relative(found, expected))
-        return out["hidden"]
 
-    def draft_pass(name: str, hidden: np.ndarray) -> None:
-        out = manifest.graphs["draft"].tree_buffers()
-        inputs = {part: run[f"{name}.{part}"] for part in ("tokens", "path", "count")}
-        engines["draft"].bind(inputs | {"hidden": hidden} | out | draft.ports)()
-        draft.length += run[f"{name}.count"]
+    def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, most: int) -> Mapping[str, Array]:
+        count = len(tokens)
+        n, rows = most if form.static else count, max(manifest.rows, form.chunk)
+        inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": np.array([count]), "hidden": _pad(hidden, rows)}
+        tree = form.graphs[graph].tree_buffers(device)
+        engines[graph].bind({**inputs, **tree, **draft.ports(form.graphs[graph])})()
+        device.synchronize()
+        draft.keep(form.graphs[graph], range(count))
+        return tree
+
+    def tree_pass(name: str, hidden: np.ndarray) -> None:
+        tree = draft_pass("draft", run[f"{name}.tokens"], run[f"{name}.path"], hidden, manifest.depth + 1)
         # Scores are sorted, so they compare row by row even where two candidates are as good as tied and changed places.
-        errors["draft"] = max(errors["draft"], float(np.abs(out["tree_score"] - run[f"{name}.score"]).max()))
+        found = device.read(tree["tree_score"])
+        errors["draft"] = max(errors["draft"], float(np.abs(found - run[f"{name}.score"]).max()))
 
     prompt = len(run["prompt.tokens"])
     target_pass("prompt")
-    hidden = run["prompt.hidden"]
-    engines["extend"].bind(
-        {"tokens": run["prompt.tokens"][1:], "path": np.arange(prompt - 1), "count": np.array([prompt - 1]), "hidden": hidden}
-        | draft.ports
-    )()
-    draft.length += prompt - 1
-    target.length += prompt
-    draft_pass("tree", hidden)
+    target.keep(form.graphs["target"], range(prompt))
+    draft_pass("extend", run["prompt.tokens"][1:], np.arange(prompt - 1), run["prompt.hidden"], form.chunk)
+    tree_pass("tree", run["prompt.hidden"])
     target_pass("verify")
-    draft_pass("next", run["verify.hidden"])
+    tree_pass("next", run["verify.hidden"])
 
     limit = TOLERANCE[manifest.dtype]
     for graph, error in errors.items():
@@ -70,6 +73,13 @@ def replay(bundle: Bundle, engines: Mapping[str, Any]) -> dict[str, float]:
                 "try another version of the backend"
             )
     return errors
+
+
+def _pad(array: np.ndarray, rows: int) -> np.ndarray:
+    """The first ``rows`` rows, zeros behind those that are there."""
+    out = np.zeros((rows, *array.shape[1:]), array.dtype)
+    out[: len(array)] = array[:rows]
+    return out
 
 
 def _relative(found: np.ndarray, expected: np.ndarray) -> float:

@@ -1,15 +1,16 @@
 """A loaded bundle: text in and text out, or token ids in and cycles out."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from .bundle import Bundle
+from .backends import Engine, backend, require
+from .bundle import Bundle, Form
 from .decoder import Cycle, Decoder
-from .engines import backend, find_engines
+from .devices import Device
+from .engines import find_engines
 from .errors import GumihoError
 from .stats import Stats
 
@@ -61,9 +62,10 @@ class Model:
     at once load the bundle once for each.
     """
 
-    def __init__(self, bundle: Bundle, engines: dict[str, Any]) -> None:
+    def __init__(self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+        """``load`` makes one from a bundle on disk."""
         self.bundle = bundle
-        self.decoder = Decoder(bundle.manifest, engines)
+        self.decoder = Decoder(bundle.manifest, form, engines, device)
         self._lock = threading.Lock()
         self._current: Generation | None = None
         self._closed = False
@@ -115,13 +117,17 @@ class Model:
         self.close()
 
 
-def load(bundle: str | Path, backend_name: str = "cpu", threads: int = 0) -> Model:
+def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0) -> Model:
     """Loads a bundle with the engines compiled for a backend.
 
-    threads: of the engines, 0 for one per physical core. Raises GumihoError where the bundle is damaged or has no current
-    engines for the backend, naming the command that makes them.
+    backend_name: "" for the bundle's first; device: which of the backend's, "" for the first; threads: of engines on the
+    processor, 0 for one per physical core. Raises GumihoError where the bundle is damaged, the backend cannot run here, or no
+    current engines are there for it, naming the command that makes them.
     """
     opened = Bundle(bundle)
     if threads < 0:
         raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or more")
-    return Model(opened, backend(backend_name).open_engines(opened, find_engines(opened, backend_name), threads))
+    name = backend_name or opened.manifest.default
+    require(name)
+    form, made = opened.manifest.form(name), backend(name, device, threads)
+    return Model(opened, form, *made.open(opened, find_engines(opened, made)))

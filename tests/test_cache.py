@@ -1,49 +1,79 @@
-"""The slab against plain lists of rows."""
+"""The slab against plain lists of rows, grown in place and by appending, on the host and on an accelerator."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.bundle import Graph, Port
 from runtime.cache import Slab
+from runtime.devices import Device, Host
+
+from .accelerator import Lazy
+
+ROWS = 9
 
 
-def slab(layers: int, kv_heads: int, capacity: int, head_dim: int) -> Slab:
-    ports = [
-        Port(f"past_{part}.{i}", "float32", (1, kv_heads, capacity, head_dim))
-        for i in range(layers)
-        for part in ("key", "value")
-    ]
-    return Slab(Graph("x", (Port("tokens", "int64", ("rows",)), *ports), ()))
+def graph(name: str, layers: int, kv_heads: int, capacity: int, head_dim: int, rows: int | None = None) -> Graph:
+    """rows: of an appending graph, None for one that writes in place."""
+
+    def ports(prefix: str, positions: int) -> list[Port]:
+        shape = (1, kv_heads, positions, head_dim)
+        return [Port(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")]
+
+    written = ports("new", rows) if rows else ports("present", capacity)
+    return Graph(name, 0, 0, (Port("tokens", "int64", ("rows",)), *ports("past", capacity)), tuple(written))
 
 
+def write(device: Device, array: object, values: np.ndarray) -> None:
+    """What an engine does to its output."""
+    if isinstance(device, Lazy):
+        device.copy(array.address, values.ctypes.data, values.nbytes)  # type: ignore[attr-defined]
+        device.synchronize()
+    else:
+        array[...] = values  # type: ignore[index]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("make", [Host, Lazy])
 @given(st.data())
-def test_keeping_paths_equals_a_list(data: st.DataObject) -> None:
-    """Whatever is written and whichever rows are kept, the cache holds what a list of kept rows holds."""
+def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, data: st.DataObject) -> None:
+    """Whatever is written and whichever rows are kept, the caches hold what a list of kept rows holds."""
     layers, heads, capacity, dim = (data.draw(st.integers(1, n)) for n in (3, 3, 40, 4))
-    cache, kept, stamp = slab(layers, heads, capacity, dim), [], 0.0
+    device, kept, stamp = make(), [], 0
+    # Two graphs share the cache; each pass is made by either.
+    graphs = [graph(name, layers, heads, capacity, dim, rows if appends else None) for name, rows in (("a", ROWS), ("b", 4))]
+    cache = Slab(device, *graphs)
+    names = [port.name for port in graphs[0].caches]
     while len(kept) < capacity and data.draw(st.booleans()):
-        rows = data.draw(st.integers(1, min(9, capacity - len(kept))))
-        start = int(cache.length[0])
-        written = []
-        for row in range(rows):
-            stamp += 1
-            value = stamp + np.arange(layers * 2 * heads * dim, dtype=np.float32).reshape(layers, 2, heads, dim) / 1000
-            cache.data[:, :, :, start + row] = value
-            written.append(value)
+        which = data.draw(st.integers(0, 1))
+        rows = data.draw(st.integers(1, min((ROWS, 4)[which], capacity - len(kept))))
+        start, ports = int(cache.length[0]), cache.ports(graphs[which])
+        shape = (len(names), heads, rows, dim)
+        values = np.arange(stamp, stamp + np.prod(shape), dtype=np.float32).reshape(shape)
+        stamp += values.size
+        for i, name in enumerate(names):
+            written = ports[name.replace("past", "new" if appends else "present")]
+            whole = device.read(written).copy()
+            first = 0 if appends else start
+            whole[0, :, first : first + rows] = values[i]
+            write(device, written, whole)
         path = sorted(data.draw(st.sets(st.integers(1, rows - 1))) if rows > 1 else set())
-        cache.keep([0, *path])
-        kept += [written[row] for row in [0, *path]]
+        cache.keep(graphs[which], [0, *path])
+        kept += [values[:, :, row] for row in [0, *path]]
     assert int(cache.length[0]) == len(kept)
-    for position, value in enumerate(kept):
-        np.testing.assert_array_equal(cache.data[:, :, :, position], value)
+    for i, name in enumerate(names):
+        held = device.read(cache.ports(graphs[0])[name])
+        for position, row in enumerate(kept):
+            np.testing.assert_array_equal(held[0, :, position], row[i])
 
 
 def test_ports_are_views_of_one_slab() -> None:
-    cache = slab(2, 3, 8, 4)
-    assert set(cache.ports) == {f"{t}_{p}.{i}" for t in ("past", "present") for p in ("key", "value") for i in (0, 1)} | {
-        "past_length"
-    }
-    cache.ports["past_value.1"][0, 2, 5] = 7
-    assert (cache.data[1, 1, 2, 5] == 7).all()
-    assert cache.ports["present_value.1"].ctypes.data == cache.ports["past_value.1"].ctypes.data
+    one = graph("x", 2, 3, 8, 4)
+    cache = Slab(Host(), one)
+    ports = cache.ports(one)
+    names = {f"{t}_{p}.{i}" for t in ("past", "present") for p in ("key", "value") for i in (0, 1)}
+    assert set(ports) == names | {"past_length"}
+    ports["past_value.1"][0, 2, 5] = 7
+    assert (cache.data.reshape(2, 2, 3, 8, 4)[1, 1, 2, 5] == 7).all()
+    assert ports["present_value.1"].ctypes.data == ports["past_value.1"].ctypes.data

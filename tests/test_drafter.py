@@ -82,7 +82,7 @@ def load(module: Drafter, pair: Pair, tree: TreeConfig, positions: int) -> Draft
 
 
 def eager(pair: Pair, tree: TreeConfig, capacity: int = CAPACITY) -> Run:
-    module = load(pair.modules(tree, capacity, capacity, capacity + 3)["draft"], pair, tree, capacity + 3)
+    module = load(pair.modules(tree, capacity, capacity + 3)["draft"], pair, tree, capacity + 3)
     shape = pair.draft_shape
     held = caches(shape.layers, shape.kv_heads, capacity, shape.head_dim, torch.float32)
 
@@ -98,7 +98,7 @@ def eager(pair: Pair, tree: TreeConfig, capacity: int = CAPACITY) -> Run:
 def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capacity: int = CAPACITY) -> Run:
     """The draft graph as a bundle holds it, its caches written in place."""
     positions = capacity + 3
-    module = pair.modules(tree, capacity, capacity, positions, dialect)["draft"]
+    module = pair.modules(tree, capacity, positions, dialect)["draft"]
     sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
     model = trace(module, Packer(folder, torch.float32, lambda _: None).pack("draft.bin", sources), folder, torch.float32)
     options = ort.SessionOptions()
@@ -203,7 +203,7 @@ def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head
 
 
 EXPORTED = [
-    # Contrib takes head sizes in steps of 16 only: exporter.bundle.dialect_for.
+    # Contrib takes head sizes in steps of 16 only: exporter.forms.layout.
     (2, 5, 16, tree_of(16, beam=4), Contrib),
     (2, 5, 16, tree_of(64), Contrib),
     (2, 5, 16, tree_of(33, reference=True), Contrib),
@@ -225,7 +225,7 @@ def test_exported_tree_is_the_naive_one(
 @torch.inference_mode()
 def test_heads_equal_their_loops(folder: Path) -> None:
     pair, naive = random_pair(folder, 2, 5)
-    module = load(pair.modules(tree_of(64), 8, 8, 8)["draft"], pair, tree_of(64), 8)
+    module = load(pair.modules(tree_of(64), 8, 8)["draft"], pair, tree_of(64), 8)
     tokens, hidden = torch.randint(0, 1009, (2, 7)), torch.randn(2, 7, 48)
     fused = module.heads(torch.cat([module.fuse(t, h) for t, h in zip(tokens, hidden, strict=True)], dim=-1))
     for head in range(5):
@@ -238,7 +238,7 @@ def test_heads_equal_their_loops(folder: Path) -> None:
 def test_cut_off_drafter_fills_the_same_caches(folder: Path) -> None:
     pair, _ = random_pair(folder, 2, 5)
     tree = tree_of(8)
-    modules = pair.modules(tree, CAPACITY, CAPACITY, CAPACITY + 3)
+    modules = pair.modules(tree, CAPACITY, CAPACITY + 3)
     grown, cut = (load(modules[name], pair, tree, CAPACITY + 3) for name in ("draft", "extend"))
     tokens, hidden = torch.randint(0, 1009, (6,)), torch.randn(6, 48)
     inputs = (tokens, hidden, torch.arange(6), torch.tensor([6]), torch.tensor([0]))

@@ -105,7 +105,7 @@ def quick(traced: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     trace = exporter.bundle.trace
 
     def once(module: Any, *rest: Any) -> Any:
-        key = type(module).__name__, getattr(module, "tree", None), module.capacity
+        key = type(module).__name__, module.ops, getattr(module, "tree", None), module.capacity
         if key not in traced:
             traced[key] = trace(module, *rest)
         return traced[key]
@@ -133,7 +133,7 @@ def test_the_manifest_says_what_was_asked_for(bundle: Path, pair: Path) -> None:
     assert manifest["sources"] == {"target": str(pair / "target"), "drafter": str(pair / "drafter")}
     assert (manifest["vocabulary"], manifest["hidden"], manifest["capacity"], manifest["rows"]) == (211, 32, 64, 9)
     assert (manifest["depth"], manifest["eos_token_ids"]) == (3, [1, 5])
-    assert set(manifest["graphs"]) == {"target", "draft", "extend"}
+    assert set(manifest["forms"]["cpu"]["graphs"]) == {"target", "draft", "extend"}
 
 
 def test_the_targets_tokenizer_and_settings_come_along(bundle: Path, pair: Path) -> None:
@@ -155,7 +155,7 @@ def test_nothing_lies_beside_a_bundle(bundle: Path) -> None:
 
 @pytest.mark.parametrize("name", ["target", "draft", "extend"])
 def test_graphs_are_small_and_point_into_the_weights(bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = bundle / "graphs" / f"{name}.onnx"
+    file = bundle / f"graphs/cpu/{name}.onnx"
     assert file.stat().st_size < 1_000_000
     model = onnx.load(str(file), load_external_data=False)
     monkeypatch.chdir(bundle)  # weights are named relative to it
@@ -179,7 +179,8 @@ def axes(value: onnx.ValueInfoProto) -> list[int | str]:
 
 def test_symbolic_axes_are_named(bundle: Path) -> None:
     graphs = {
-        n: onnx.load(str(bundle / f"graphs/{n}.onnx"), load_external_data=False).graph for n in ("target", "draft", "extend")
+        n: onnx.load(str(bundle / f"graphs/cpu/{n}.onnx"), load_external_data=False).graph
+        for n in ("target", "draft", "extend")
     }
     ports = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
     cache = [1, 1, 64, 16]
@@ -206,7 +207,7 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
 
 
 def test_the_manifest_repeats_the_graphs_contract(bundle: Path) -> None:
-    for name, graph in json.loads((bundle / "gumiho.json").read_text())["graphs"].items():
+    for name, graph in json.loads((bundle / "gumiho.json").read_text())["forms"]["cpu"]["graphs"].items():
         model = onnx.load(str(bundle / graph["file"]), load_external_data=False)
         for mine, theirs in ((graph["inputs"], model.graph.input), (graph["outputs"], model.graph.output)):
             assert [(p["name"], p["shape"], np.dtype(p["dtype"])) for p in mine] == [
@@ -218,7 +219,7 @@ def test_the_target_and_the_drafter_share_their_weights(bundle: Path) -> None:
     """Embedding and lm_head are the drafter's copies of the target's: they lie in the target's file only."""
     places: dict[str, dict[str, Any]] = {}
     for name in ("target", "draft", "extend"):
-        model = onnx.load(str(bundle / f"graphs/{name}.onnx"), load_external_data=False)
+        model = onnx.load(str(bundle / f"graphs/cpu/{name}.onnx"), load_external_data=False)
         places[name] = {t.name: tuple(e.value for e in t.external_data) for t in model.graph.initializer if t.external_data}
     for shared in ("embed_tokens.weight", "lm_head.weight"):
         assert places["draft"][shared] == places["target"][shared]
@@ -229,8 +230,8 @@ def test_the_target_and_the_drafter_share_their_weights(bundle: Path) -> None:
 
 
 def reported(text: str) -> dict[str, float]:
-    line = next(line for line in text.splitlines() if line.startswith("largest errors: "))
-    return {m[1]: float(m[2]) for m in re.finditer(r"([a-z ]+) ([0-9.e+-]+)(?:, |$)", line.removeprefix("largest errors: "))}
+    line = next(line for line in text.splitlines() if ", largest errors: " in line)
+    return {m[1]: float(m[2]) for m in re.finditer(r"([a-z ]+) ([0-9.e+-]+)(?:, |$)", line.partition("largest errors: ")[2])}
 
 
 def wanted(pair: Path, out: Path) -> Any:
@@ -252,7 +253,7 @@ def test_validate_finds_small_errors(bundle: Path, pair: Path) -> None:
 def spoil(bundle: Path, parameter: str, change: Callable[[np.ndarray], Any]) -> None:
     """Changes one packed parameter of the draft or target graph in place."""
     graph, _, name = parameter.partition(":")
-    model = onnx.load(str(bundle / f"graphs/{graph}.onnx"), load_external_data=False)
+    model = onnx.load(str(bundle / f"graphs/cpu/{graph}.onnx"), load_external_data=False)
     tensor = next(t for t in model.graph.initializer if t.name == name)
     place = {entry.key: entry.value for entry in tensor.external_data}
     values = np.memmap(bundle / place["location"], np.float32, "r+", int(place["offset"]), tuple(tensor.dims))
@@ -348,7 +349,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "syncing": (os, "fsync", 3),
     "compiling": (runtime.engines, "compile_engines", 1),
     "compiling, at the end": (runtime.engines, "compile_engines", -1),
-    "inside the compiler": (runtime.backends.onnxruntime, "compile", -1),
+    "inside the compiler": (runtime.backends.onnxruntime.Cpu, "compile", -1),
     "replaying": (runtime.golden, "replay", 1),
     "validating": (exporter.validate, "validate", 1),
 }
@@ -469,8 +470,8 @@ def start(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
 # Signal, and the file whose appearance in the unfinished bundle is waited for.
 SIGNALS = [
     (signal.SIGTERM, "weights/target.bin"),
-    (signal.SIGINT, "graphs/target.onnx"),
-    (signal.SIGKILL, "graphs/target.onnx"),
+    (signal.SIGINT, "graphs/cpu/target.onnx"),
+    (signal.SIGKILL, "graphs/cpu/target.onnx"),
 ]
 
 

@@ -224,11 +224,11 @@ def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
         load(copy)
     weights.write_bytes(content)
 
-    for broken in ("{", "[]", '{"format": 1}', json.dumps({**json.loads(text), "rows": "many", "graphs": {}, "extra": 1})):
+    for broken in ("{", "[]", '{"format": 2}', json.dumps({**json.loads(text), "rows": "many", "graphs": {}, "extra": 1})):
         (copy / "gumiho.json").write_text(broken)
         with pytest.raises(GumihoError, match="is damaged"):
             load(copy)
-    (copy / "gumiho.json").write_text(text.replace('"format": 1', '"format": 99'))
+    (copy / "gumiho.json").write_text(text.replace('"format": 2', '"format": 99'))
     with pytest.raises(GumihoError, match="format 99"):
         load(copy)
     (copy / "gumiho.json").write_text(text)

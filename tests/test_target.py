@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def eager(pair: Pair) -> Run:
-    module = pair.modules(TREE, CAPACITY, CAPACITY, CAPACITY)["target"]
+    module = pair.modules(TREE, CAPACITY, CAPACITY)["target"]
     module.load_state_dict(
         {n: torch.cat(list(s.slices())).float() for n, s in pair.target_sources(CAPACITY).items()}, assign=True
     )
@@ -77,7 +77,7 @@ def eager(pair: Pair) -> Run:
 
 def onnx(pair: Pair, dialect: type[Plain], folder: Path) -> Run:
     """The target graph as a bundle holds it, its caches written in place over leftovers."""
-    module = pair.modules(TREE, CAPACITY, CAPACITY, CAPACITY, dialect)["target"]
+    module = pair.modules(TREE, CAPACITY, CAPACITY, dialect)["target"]
     locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", pair.target_sources(CAPACITY))
     model = trace(module, locations, folder, torch.float32)
     options = ort.SessionOptions()

@@ -1,51 +1,134 @@
-"""ONNX Runtime on the CPU, the embedded default.
+"""ONNX Runtime: on the CPU, the embedded default, and on CUDA.
 
 Compiling runs the graph optimizer once and stores what it made; weights stay in the bundle's own files, which the optimized
-graphs point into. Row counts stay symbolic, so one session serves plain decoding, verification and prefill.
+graphs point into. On the CPU row counts stay symbolic, so one session serves plain decoding, verification and prefill.
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import onnxruntime as ort
 
 from ..bundle import Bundle
+from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
 
-NAME = "cpu"
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
-def key(bundle: Bundle) -> dict[str, str]:
-    """What an engine depends on; a different value of any part makes it another engine."""
-    graphs = {f"graph {name}": bundle.manifest.files[graph.file][1] for name, graph in bundle.manifest.graphs.items()}
-    return {"backend": NAME, "onnxruntime": ort.__version__, "machine": platform.machine(), **graphs}
+class Cpu:
+    """ONNX Runtime's CPU provider. It has one device."""
+
+    NAME: ClassVar[str] = "cpu"
+
+    def __init__(self, device: str, threads: int) -> None:
+        if device:
+            raise GumihoError(f"there is no device '{device}' of backend cpu: leave it out")
+        self.threads = threads
+
+    def versions(self) -> dict[str, str]:
+        return {"onnxruntime": ort.__version__, "machine": platform.machine()}
+
+    def memory(self, bundle: Bundle) -> tuple[int, int]:
+        # Packed weights: those of the target, and of the drafter with an lm_head of its own.
+        return bundle.weights() + bundle.caches(self.NAME), 0
+
+    def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+        for name, graph in bundle.manifest.form(self.NAME).graphs.items():
+            progress(f"optimizing {name}")
+            session = _options(bundle, threads=1)
+            session.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+            session.optimized_model_filepath = str(folder / f"{name}.onnx")
+            # Packing is for the session that runs; here it would only cost time and memory.
+            session.add_session_config_entry("session.disable_prepacking", "1")
+            _session(bundle.path / graph.file, session, _CPU, {})
+
+    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+        engines = {}
+        for name in bundle.manifest.form(self.NAME).graphs:
+            options = _options(bundle, self.threads)
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # The cut-off drafter runs on whole chunks only, where packing pays little: its weights stay in the mapped file
+            # instead of being held a second time.
+            if name == "extend":
+                options.add_session_config_entry("session.disable_prepacking", "1")
+            engines[name] = Engine(_session(folder / f"{name}.onnx", options, _CPU, {}))
+        return engines, Host()
 
 
-def compile(bundle: Bundle, folder: Path) -> None:
-    """Optimizes every graph of the bundle into ``folder``."""
-    for name, graph in bundle.manifest.graphs.items():
+class Cuda:
+    """ONNX Runtime's CUDA provider. Devices: the index of an NVIDIA GPU."""
+
+    NAME: ClassVar[str] = "cuda"
+
+    def __init__(self, device: str, threads: int) -> None:
+        """threads: means nothing here."""
+        if device and not device.isdigit():
+            raise GumihoError(f"there is no device '{device}' of backend cuda: give the index of a GPU")
+        if _CUDA not in ort.get_available_providers():
+            raise GumihoError(
+                f"backend cuda needs the package onnxruntime-gpu, and here is onnxruntime {ort.__version__} without it: "
+                "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
+            )
+        from ..devices.cuda import Cuda as Gpu
+
+        ort.preload_dlls()
+        self._index, self._device = int(device or 0), Gpu(int(device or 0))
+
+    def versions(self) -> dict[str, str]:
+        return {"onnxruntime": ort.__version__, "device": self._device.name}
+
+    def memory(self, bundle: Bundle) -> tuple[int, int]:
+        # Weights go through the host's memory; on the device each session holds its own.
+        graphs = bundle.manifest.form(self.NAME).graphs.values()
+        return bundle.weights(), sum(graph.weights for graph in graphs) + bundle.caches(self.NAME)
+
+    def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+        for name, graph in bundle.manifest.form(self.NAME).graphs.items():
+            progress(f"optimizing {name} for {self._device.name}")
+            options = self._options(bundle)
+            options.optimized_model_filepath = str(folder / f"{name}.onnx")
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+            session = _session(bundle.path / graph.file, options, _CUDA, self._settings(graphs=False))
+            elsewhere = sorted(
+                f"{node.op_type} on {part.ep_name}"
+                for part in session.get_provider_graph_assignment_info()
+                for node in part.get_nodes()
+                if part.ep_name != _CUDA
+            )
+            if elsewhere:
+                raise GumihoError(
+                    f"ONNX Runtime {ort.__version__} does not run all of {graph.file} on CUDA: {', '.join(elsewhere)}"
+                )
+
+    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "CudaEngine"], Device]:
+        engines = {}
+        for name in bundle.manifest.form(self.NAME).graphs:
+            options = self._options(bundle)
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            engines[name] = CudaEngine(
+                _session(folder / f"{name}.onnx", options, _CUDA, self._settings(graphs=True)), self._device
+            )
+        return engines, self._device
+
+    @staticmethod
+    def _options(bundle: Bundle) -> ort.SessionOptions:
         options = _options(bundle, threads=1)
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        options.optimized_model_filepath = str(folder / f"{name}.onnx")
-        # Packing is for the session that runs; here it would only cost time and memory.
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        _session(bundle.path / graph.file, options)
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        return options
 
-
-def open_engines(bundle: Bundle, folder: Path, threads: int) -> dict[str, "Engine"]:
-    """Loads the engines compiled into ``folder``. threads: 0 for one per physical core."""
-    engines = {}
-    for name in bundle.manifest.graphs:
-        options = _options(bundle, threads)
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # The cut-off drafter runs on whole chunks only, where packing pays little: its weights stay in the mapped file
-        # instead of being held a second time.
-        if name == "extend":
-            options.add_session_config_entry("session.disable_prepacking", "1")
-        engines[name] = Engine(_session(folder / f"{name}.onnx", options))
-    return engines
+    def _settings(self, graphs: bool) -> dict[str, str]:
+        """graphs: whether runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
+        return {
+            "device_id": str(self._index),
+            "user_compute_stream": str(self._device.stream),
+            "enable_cuda_graph": str(int(graphs)),
+            "use_tf32": "0",
+            "arena_extend_strategy": "kSameAsRequested",
+        }
 
 
 def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
@@ -58,13 +141,17 @@ def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
     return options
 
 
-def _session(file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+def _session(file: Path, options: ort.SessionOptions, provider: str, settings: Mapping[str, str]) -> ort.InferenceSession:
+    """A session on one provider. Raises GumihoError where another one was taken, which ONNX Runtime does in silence."""
     try:
-        session = ort.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(file.read_bytes(), options, providers=[(provider, dict(settings))])
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         raise GumihoError(f"ONNX Runtime {ort.__version__} cannot load {file}: {str(error).strip().splitlines()[0]}") from None
-    if session.get_providers() != ["CPUExecutionProvider"]:
-        raise GumihoError(f"ONNX Runtime placed {file} on {session.get_providers()}, expected the CPU")
+    if session.get_providers()[0] != provider:
+        raise GumihoError(
+            f"ONNX Runtime {ort.__version__} placed {file} on {session.get_providers()[0]} instead of {provider}: "
+            "see what its log says of the driver and of CUDA's libraries"
+        )
     return session
 
 
@@ -73,7 +160,7 @@ class Call:
 
     __slots__ = ("_binding", "_buffers", "_run")
 
-    def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, buffers: tuple[np.ndarray, ...]) -> None:
+    def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, buffers: tuple[Array, ...]) -> None:
         self._run, self._binding, self._buffers = session.run_with_iobinding, binding, buffers
 
     def __call__(self) -> None:
@@ -92,11 +179,7 @@ class Engine:
         self._outputs = {value.name for value in session.get_outputs()}
 
     def bind(self, buffers: Mapping[str, np.ndarray]) -> Call:
-        """Ties inputs and outputs to buffers and returns the call that runs over them.
-
-        Inputs are read from, and outputs written to, the buffers' own memory. An output named
-        like no buffer is computed and dropped; raises GumihoError where an input has none.
-        """
+        """See ``backends.Engine``."""
         if self._session is None:
             raise GumihoError("the model is closed: load the bundle again")
         missing = self._inputs - buffers.keys()
@@ -111,6 +194,42 @@ class Engine:
             elif name in self._outputs:
                 binding.bind_output(name, *place)
         return Call(self._session, binding, tuple(buffers.values()))
+
+    def close(self) -> None:
+        self._session = None
+
+
+class CudaEngine:
+    """A session on CUDA. Every bound call is recorded as a CUDA graph of its own when it first runs."""
+
+    def __init__(self, session: ort.InferenceSession, device: Accelerator) -> None:
+        self._session: ort.InferenceSession | None = session
+        self._device = device
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._outputs = {value.name for value in session.get_outputs()}
+        self._calls = 0
+
+    def bind(self, buffers: Mapping[str, Array]) -> Staging:
+        """See ``backends.Engine``."""
+        if self._session is None:
+            raise GumihoError("the model is closed: load the bundle again")
+        session, binding, options = self._session, self._session.io_binding(), ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(self._calls))
+        # What comes behind the run is on the same stream, and waits there.
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._calls += 1
+        index = self._device.index
+
+        def launch(places: Mapping[str, DeviceArray]) -> None:
+            session.run_with_iobinding(binding, options)
+
+        call = Staging(self._device, buffers, self._inputs, self._outputs, launch, capturable=False)
+        for name, place in call.buffers.items():
+            bind = binding.bind_input if name in self._inputs else binding.bind_output
+            bind(name, "cuda", index, place.dtype, place.shape, place.address)
+        for name in self._outputs - call.buffers.keys():
+            binding.bind_output(name, "cuda", index)
+        return call
 
     def close(self) -> None:
         self._session = None

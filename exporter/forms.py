@@ -1,0 +1,78 @@
+"""What each backend wants of the graphs: their dialect, and which sizes are fixed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graphs.ops import Basic, Contrib, Decomposed, Plain, Standard
+from graphs.tree import TreeConfig
+
+from .pair import Pair
+
+_CHUNK = 128
+_STEP = 8  # positions: fused attention wants its keys in multiples
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
+    computes in, the default first. spare: a dialect to fall back on where the device cannot do with the first.
+    """
+
+    dialect: type[Plain]
+    rows: int
+    static: bool
+    dtypes: tuple[torch.dtype, ...]
+    spare: type[Plain] | None = None
+
+
+_GPU = (torch.float16, torch.float32)
+BACKENDS: Mapping[str, Needs] = {
+    # On a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4.
+    "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,)),
+    # CUDA graphs need every shape to be known.
+    "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU),
+    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU),
+    "tensorrt": Needs(Standard, rows=64, static=True, dtypes=_GPU, spare=Decomposed),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend's graphs are traced.
+
+    slots: positions of the caches. chunk: rows of a prefill pass. static: of every pass. pinned: by graph, sizes of its axes that
+    are static.
+    """
+
+    dialect: type[Plain]
+    slots: int
+    chunk: int
+    static: bool
+    pinned: Mapping[str, Mapping[str, int]]
+
+
+def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int) -> Layout:
+    """The layout of a backend's graphs for a pair, its tree, and the positions a text may take."""
+    needs = BACKENDS[backend]
+    dialect = needs.dialect
+    # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
+    if dialect is Contrib and any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim)):
+        dialect = Standard
+    if not needs.static:
+        return Layout(dialect, capacity, min(_CHUNK, capacity), False, {"target": {}, "draft": {}, "extend": {}})
+    rows, accepted = tree.rows, tree.depth + 1
+    # Rows of a padded pass that do not count are written behind those that do, so the last pass of a text needs room for them.
+    slots = capacity if dialect.appends else -(-(capacity + rows) // _STEP) * _STEP
+    pinned = {
+        "target": {"rows": rows},
+        "draft": {"accepted": accepted, "rows": rows},
+        "extend": {"accepted": rows, "rows": rows},
+    }
+    return Layout(dialect, slots, rows, True, pinned)
+
+
+def tables(layouts: Mapping[str, Layout], tree: TreeConfig, capacity: int) -> int:
+    """Rows of the rotary tables: the drafter looks a few positions past the text's end, padding as far as a chunk."""
+    return capacity + max(tree.serial_steps, *(layout.chunk if layout.static else 0 for layout in layouts.values()))

@@ -1,0 +1,105 @@
+"""CUDA's runtime through NVIDIA's own bindings (``cuda-bindings``), whose calls return an error code and then their results."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import GumihoError
+from .accelerator import Accelerator
+
+try:
+    from cuda.bindings import runtime as rt
+except ImportError as error:
+    raise GumihoError(f"an NVIDIA GPU needs the package 'cuda-bindings' ({error}): pip install 'cuda-bindings>=13'") from None
+
+_DEFAULT = rt.cudaMemcpyKind.cudaMemcpyDefault  # the runtime tells host and device addresses apart
+
+
+def _check(what: str, result: tuple[Any, ...]) -> Any:
+    """The results of a call behind its error code: none, one, or a tuple."""
+    error, *values = result
+    if int(error):
+        reason = rt.cudaGetErrorString(error)[1].decode(errors="replace")
+        raise GumihoError(f"{what} failed ({reason}): look at driver and free memory with nvidia-smi")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class Cuda(Accelerator):
+    """An NVIDIA GPU."""
+
+    def __init__(self, index: int) -> None:
+        """Raises GumihoError where the driver or the device is missing."""
+        self.index = index
+        self._allocated: list[int] = []
+        self._pinned: list[int] = []
+        self._recorded: list[Any] = []
+        count = _check("cudaGetDeviceCount", rt.cudaGetDeviceCount())
+        if index >= count:
+            raise GumihoError(f"there is no NVIDIA GPU {index}: {count} can be seen")
+        _check("cudaSetDevice", rt.cudaSetDevice(index))
+        properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
+        model = properties.name.split(b"\0")[0].decode(errors="replace")
+        self.capability = (int(properties.major), int(properties.minor))
+        self.name = f"{model} (sm_{properties.major}{properties.minor})"
+        driver = _check("cudaDriverGetVersion", rt.cudaDriverGetVersion())
+        self.driver = f"{driver // 1000}.{driver % 1000 // 10}"
+        self._stream = _check("cudaStreamCreateWithFlags", rt.cudaStreamCreateWithFlags(rt.cudaStreamNonBlocking))
+        self.stream = int(self._stream)
+
+    def free_memory(self) -> int:
+        return int(_check("cudaMemGetInfo", rt.cudaMemGetInfo())[0])
+
+    def allocate(self, nbytes: int) -> int:
+        place = int(_check(f"cudaMalloc of {nbytes} bytes", rt.cudaMalloc(nbytes)))
+        self._allocated.append(place)
+        return place
+
+    def allocate_pinned(self, nbytes: int) -> np.ndarray:
+        place = int(_check(f"cudaMallocHost of {nbytes} bytes", rt.cudaMallocHost(nbytes)))
+        self._pinned.append(place)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place))
+
+    def fill(self, address: int, nbytes: int) -> None:
+        _check("cudaMemsetAsync", rt.cudaMemsetAsync(address, 0, nbytes, self._stream))
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        _check("cudaMemcpyAsync", rt.cudaMemcpyAsync(destination, source, nbytes, _DEFAULT, self._stream))
+
+    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+        result = rt.cudaMemcpy2DAsync(destination, pitch, source, source_pitch, width, height, _DEFAULT, self._stream)
+        _check("cudaMemcpy2DAsync", result)
+
+    def synchronize(self) -> None:
+        _check("cudaStreamSynchronize", rt.cudaStreamSynchronize(self._stream))
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        mode = rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        _check("cudaStreamBeginCapture", rt.cudaStreamBeginCapture(self._stream, mode))
+        try:
+            enqueue()
+        finally:
+            ended = rt.cudaStreamEndCapture(self._stream)
+        graph = _check("cudaStreamEndCapture", ended)
+        executable = _check("cudaGraphInstantiate", rt.cudaGraphInstantiate(graph, 0))
+        _check("cudaGraphDestroy", rt.cudaGraphDestroy(graph))
+        self._recorded.append(executable)
+
+        def replay() -> None:
+            _check("cudaGraphLaunch", rt.cudaGraphLaunch(executable, self._stream))
+
+        return replay
+
+    def close(self) -> None:
+        if not self.stream:
+            return
+        self.synchronize()
+        for executable in self._recorded:
+            rt.cudaGraphExecDestroy(executable)
+        for place in self._allocated:
+            rt.cudaFree(place)
+        for place in self._pinned:
+            rt.cudaFreeHost(place)
+        rt.cudaStreamDestroy(self._stream)
+        self._allocated, self._pinned, self._recorded, self.stream = [], [], [], 0

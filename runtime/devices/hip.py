@@ -1,0 +1,134 @@
+"""HIP's runtime through ctypes: its Python packages are tied to one ROCm release each, these calls are the same in all.
+
+Signatures: hip/hip_runtime_api.h of HIP 6.3.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from glob import glob
+
+import numpy as np
+
+from ..errors import GumihoError
+from .accelerator import Accelerator
+
+_DEFAULT = 4  # hipMemcpyDefault: the runtime tells host and device addresses apart
+_NON_BLOCKING = 1
+# hipGetDevicePropertiesR0600 fills a struct of 1472 bytes; the symbol without the suffix is an older layout.
+_PROPERTIES, _ARCHITECTURE = 4096, 1160
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "hipGetDeviceCount": (POINTER(c_int),),
+    "hipSetDevice": (c_int,),
+    "hipGetDevicePropertiesR0600": (c_void_p, c_int),
+    "hipRuntimeGetVersion": (POINTER(c_int),),
+    "hipMemGetInfo": (POINTER(c_size_t), POINTER(c_size_t)),
+    "hipMalloc": (POINTER(c_void_p), c_size_t),
+    "hipFree": (c_void_p,),
+    "hipHostMalloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "hipHostFree": (c_void_p,),
+    "hipMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
+    "hipMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
+    "hipMemcpy2DAsync": (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, c_void_p),
+    "hipStreamCreateWithFlags": (POINTER(c_void_p), c_uint),
+    "hipStreamSynchronize": (c_void_p,),
+    "hipStreamDestroy": (c_void_p,),
+}
+
+
+def _library() -> ctypes.CDLL:
+    root = os.environ.get("ROCM_PATH", "/opt/rocm")
+    names = [f"{root}/lib/libamdhip64.so", *sorted(glob("/opt/rocm-*/lib/libamdhip64.so"), reverse=True)]
+    for name in [*filter(os.path.exists, names), "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"]:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        for function, arguments in _SIGNATURES.items():
+            getattr(library, function).argtypes = arguments
+            getattr(library, function).restype = c_int
+        library.hipGetErrorString.argtypes, library.hipGetErrorString.restype = (c_int,), c_char_p
+        return library
+    raise GumihoError("an AMD GPU needs ROCm's libamdhip64.so: install ROCm, or set ROCM_PATH to where it lies")
+
+
+class Hip(Accelerator):
+    """An AMD GPU."""
+
+    def __init__(self, index: int) -> None:
+        """Raises GumihoError where the library, the driver or the device is missing."""
+        self._hip = _library()
+        self.index = index
+        self._allocated: list[int] = []
+        self._pinned: list[int] = []
+        count = c_int()
+        self._check("hipGetDeviceCount", byref(count))
+        if index >= count.value:
+            raise GumihoError(f"there is no AMD GPU {index}: {count.value} can be seen")
+        self._check("hipSetDevice", index)
+        properties = ctypes.create_string_buffer(_PROPERTIES)
+        self._check("hipGetDevicePropertiesR0600", properties, index)
+        model = properties.raw[:256].split(b"\0")[0].decode(errors="replace")
+        self.architecture = (
+            properties.raw[_ARCHITECTURE : _ARCHITECTURE + 256].split(b"\0")[0].split(b":")[0].decode(errors="replace")
+        )
+        self.name = f"{model} ({self.architecture})"
+        version = c_int()
+        self._check("hipRuntimeGetVersion", byref(version))
+        self.runtime = f"{version.value // 10**7}.{version.value // 10**5 % 100}.{version.value % 10**5}"
+        stream = c_void_p()
+        self._check("hipStreamCreateWithFlags", byref(stream), _NON_BLOCKING)
+        assert stream.value
+        self.stream = stream.value
+
+    def _check(self, function: str, *arguments: object) -> None:
+        if error := getattr(self._hip, function)(*arguments):
+            text = self._hip.hipGetErrorString(error).decode(errors="replace")
+            raise GumihoError(f"{function} failed ({text}): look at the driver with rocminfo, and at free memory with rocm-smi")
+
+    def free_memory(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self._check("hipMemGetInfo", byref(free), byref(total))
+        return free.value
+
+    def allocate(self, nbytes: int) -> int:
+        place = c_void_p()
+        self._check("hipMalloc", byref(place), nbytes)
+        assert place.value
+        self._allocated.append(place.value)
+        return place.value
+
+    def allocate_pinned(self, nbytes: int) -> np.ndarray:
+        place = c_void_p()
+        self._check("hipHostMalloc", byref(place), nbytes, 0)
+        assert place.value
+        self._pinned.append(place.value)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place.value))
+
+    def fill(self, address: int, nbytes: int) -> None:
+        self._check("hipMemsetAsync", address, 0, nbytes, self.stream)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self._check("hipMemcpyAsync", destination, source, nbytes, _DEFAULT, self.stream)
+
+    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+        self._check("hipMemcpy2DAsync", destination, pitch, source, source_pitch, width, height, _DEFAULT, self.stream)
+
+    def synchronize(self) -> None:
+        self._check("hipStreamSynchronize", self.stream)
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        raise NotImplementedError("MIGraphX does not promise that its calls can be recorded")
+
+    def close(self) -> None:
+        if not self.stream:
+            return
+        self.synchronize()
+        for place in self._allocated:
+            self._hip.hipFree(place)
+        for place in self._pinned:
+            self._hip.hipHostFree(place)
+        self._hip.hipStreamDestroy(self.stream)
+        self._allocated, self._pinned, self.stream = [], [], 0

@@ -1,0 +1,97 @@
+"""The graphs made for accelerators give the CPU's tokens, through the decode loop that drives them there.
+
+ONNX Runtime's CPU provider runs them in place of the accelerator: on the host, and behind the fake accelerator, whose memory is
+apart and whose stream is late. What is left for the hardware to prove is its own compiler.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from runtime import GumihoError, Model, load
+from runtime.backends.onnxruntime import Cpu
+from runtime.bundle import Bundle
+from runtime.devices import Device, Host
+from runtime.engines import compile_engines
+from tests.accelerator import Lazy, LazyEngine
+from tests.conftest import DEMO, MakeBundle
+from tests.pairs import RandomPair
+
+BACKENDS = ("cpu", "migraphx", "tensorrt", "cuda")
+OPTIONS = ("--backend", *BACKENDS, "--dtype", "fp32", "--capacity", "200")
+
+
+def stand_in(form: str, lazy: bool) -> type[Cpu]:
+    """The CPU provider in a backend's place."""
+
+    class StandIn(Cpu):
+        NAME = form
+
+        def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
+            engines, device = super().open(bundle, folder)
+            if not lazy:
+                return engines, device
+            accelerator = Lazy()
+            # Only TensorRT's calls are recorded.
+            sessions: dict[str, ort.InferenceSession] = {name: engine._session for name, engine in engines.items()}  # type: ignore[misc]
+            return {n: LazyEngine(s, accelerator, form == "tensorrt") for n, s in sessions.items()}, accelerator
+
+    return StandIn
+
+
+def opened(bundle: Path, form: str, lazy: bool) -> Model:
+    read, made = Bundle(bundle), stand_in(form, lazy)("", 1)
+    folder, errors = compile_engines(read, made)
+    assert max(errors.values()) < 1e-4
+    engines, device = made.open(read, folder)
+    assert isinstance(device, Lazy if lazy else Host)
+    return Model(read, read.manifest.form(form), engines, device)  # type: ignore[arg-type]
+
+
+def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) -> tuple[list[int], list[tuple[int, ...]]]:
+    generation = model.generate(prompt, count, speculate)
+    paths = [cycle.path for cycle in generation.cycles()]
+    return generation.ids, paths
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["host", "accelerator"])
+@pytest.mark.parametrize("form", BACKENDS[1:])
+@pytest.mark.parametrize("pair", [DEMO, RandomPair({"head_dim": 24}, layers=3, heads=3, seed=11)], ids=["demo", "odd"])
+def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, form: str, lazy: bool) -> None:
+    """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last position."""
+    bundle = make_bundle(pair, *OPTIONS)
+    with load(bundle, "cpu", threads=1) as cpu, opened(bundle, form, lazy) as model:
+        draw = np.random.default_rng(0)
+        for length, count in ((1, 60), (7, 60), (8, 60), (9, 30), (65, 30), (127, 20), (129, 20), (190, 50), (200, 5)):
+            prompt = draw.integers(2, cpu.bundle.manifest.vocabulary, length).tolist()
+            expected = tokens(cpu, prompt, count)
+            assert tokens(model, prompt, count) == expected
+            assert tokens(model, prompt, count, speculate=False)[0] == expected[0]
+
+
+def test_a_cycle_is_put_on_the_stream_in_one_piece(make_bundle: MakeBundle) -> None:
+    """Where calls may be recorded, draft and verification are one launch."""
+    with opened(make_bundle(DEMO, *OPTIONS), "tensorrt", lazy=True) as model:
+        generation = model.generate([5, 6, 7], 60)
+        list(generation.cycles())
+        device = model.decoder.device
+        assert isinstance(device, Lazy)
+        assert device.launches == generation.stats.cycles - 1  # the first one is run, and then recorded
+
+
+def test_sizes_are_pinned(make_bundle: MakeBundle) -> None:
+    manifest = Bundle(make_bundle(DEMO, *OPTIONS)).manifest
+    assert list(manifest.forms) == list(BACKENDS)
+    for name in ("migraphx", "tensorrt"):
+        ports = [p for g in manifest.forms[name].graphs.values() for p in (*g.inputs, *g.outputs)]
+        assert all(isinstance(size, int) for port in ports for size in port.shape)
+    assert manifest.forms["migraphx"].graphs["target"].appends
+    assert not manifest.forms["tensorrt"].graphs["target"].appends
+
+
+def test_a_form_that_is_not_there(demo_bundle: Path) -> None:
+    with pytest.raises(GumihoError, match=r"has graphs for cpu and none for tensorrt: .*--backend cpu tensorrt"):
+        load(demo_bundle, "tensorrt")
