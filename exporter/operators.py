@@ -139,6 +139,12 @@ def _lone_scalar(use: Use) -> str:
     return "makes one entry of a scalar, which stays a scalar" if not use.shape(0) and use.outputs[0].shape == (1,) else ""
 
 
+def _mig_cast(use: Use) -> str:
+    """Fractions become false: on their way to a truth value they are cut off to whole numbers."""
+    fractions = use.type(0) in _dtypes(_FLOATS) and use.outputs[0].dtype == ir.DataType.BOOL
+    return "makes truth values of floats" if fractions else ""
+
+
 def _mig_dequantize(use: Use) -> str:
     """op/builder/quantize_dequantize_linear.hpp: one scale, one per entry of the axis, or one per block along it."""
     x, scale, axis = use.shape(0), use.shape(1), use.axis(1)
@@ -198,8 +204,8 @@ _MIGRAPHX: dict[str, Rule | str] = {
     "Clip": Rule(_MIG_NUMBERS),
     "Mod": Rule(_FLOATS + "l", "fmod", refuse=_float_mod),  # int32 is wrong on a GPU (its issue 2268)
     "Pow": Rule("fhil"),  # parse_pow.cpp has no bfloat16
-    "Cast": Rule(_MIG_ANY, "to saturate"),
-    "CastLike": Rule(_MIG_ANY, "saturate"),
+    "Cast": Rule(_MIG_ANY, "to saturate", refuse=_mig_cast),
+    "CastLike": Rule(_MIG_ANY, "saturate", refuse=_mig_cast),
     # A GPU computes these in fp32 when they are int64 (eliminate_data_type_for_gpu.cpp): whole numbers from 2^24 on are lost.
     "MatMul": Rule(_FLOATS, most=(2, 1)),
     "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
@@ -231,8 +237,8 @@ _MIGRAPHX: dict[str, Rule | str] = {
     "Size": Rule(_MIG_ANY),
     "DequantizeLinear": Rule(f"BcNn {_FLOATS} BcNn", "axis block_size", refuse=_mig_dequantize),
     "MatMulNBits": Rule(f"{_FLOATS} B {_FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits),
-    # Rounds the mean of squares to the input's type: in fp16 it is infinite from a root mean square of 256 on.
-    "SimplifiedLayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(2, 1), refuse=_mig_simplified_norm),
+    # Rounds the mean of squares to the input's type: fp16 overflows from a root mean square of 256 on.
+    "SimplifiedLayerNormalization": Rule("fg", "axis epsilon stash_type", most=(2, 1), refuse=_mig_simplified_norm),
     "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
     # Known by name, and something else.
     "Attention": "is taken for com.microsoft's operator of that name",

@@ -144,6 +144,7 @@ def trace(
     dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
     past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
     dynamic["caches"] = [dynamic.pop(name) for name in past]
+    module.to(dtype).rotary.float()
     # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")

@@ -46,6 +46,7 @@ class Decoder:
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
         self.manifest, self.form, self.graphs = manifest, form, form.graphs
         self.engines, self.device = engines, device
+        device.enter()
         self.target = Slab(device, self.graphs["target"])
         self.drafter = Slab(device, self.graphs["draft"], self.graphs["extend"])
         rows, most = manifest.rows, manifest.depth + 1
@@ -121,6 +122,7 @@ class Decoder:
             stats.finish_reason = "length"
             return
         started = perf_counter_ns()
+        self.device.enter()
         tokens, rows = [self.prefill(prompt, speculate)], 0
         path: list[int] = []
         stats.prefill_ns = perf_counter_ns() - started
@@ -137,6 +139,7 @@ class Decoder:
             yield Cycle(tuple(tokens), rows, tuple(path), stats.finish_reason)
             if stats.finish_reason:
                 return
+            self.device.enter()
             rows = min(self.manifest.rows if speculate else 1, self.manifest.capacity - int(self.target.length[0]))
             path = self.cycle(rows, stats) if speculate else self.step(stats)
             tokens = self.after[: len(path)].tolist()
@@ -173,11 +176,16 @@ class Decoder:
         return [0]
 
     def close(self) -> None:
-        """Lets go of engines, bindings and buffers."""
-        for engine in self.engines.values():
-            engine.close()
-        self.device.close()
-        self.__dict__.clear()
+        """Lets go of bindings, engines and buffers, in this order: bound calls hold the engine, and both use the device's stream."""
+        engines, device = self.engines, self.device
+        device.enter()
+        try:
+            device.synchronize()
+        finally:
+            self.__dict__.clear()
+            for engine in engines.values():
+                engine.close()
+            device.close()
 
     def check(self, prompt: Sequence[int]) -> None:
         """Raises GumihoError for a prompt that is empty, too long or outside the vocabulary."""

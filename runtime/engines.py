@@ -15,7 +15,7 @@ from .errors import GumihoError
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
     """What engines depend on besides the options they were compiled with: another value of any part makes them other ones."""
     form = bundle.manifest.form(backend.NAME)
-    files = [graph.file for graph in form.graphs.values()]
+    files = [graph.file for graph in (*form.graphs.values(), *form.spare.values())]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     return {"backend": backend.NAME, **backend.versions(), **{name: bundle.manifest.files[name][1] for name in files}}
 
@@ -60,6 +60,11 @@ def compile_engines(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder, errors
+
+
+def size(nbytes: int) -> str:
+    """Bytes for a reader."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def find_engines(bundle: Bundle, backend: Backend) -> Path:

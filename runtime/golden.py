@@ -25,6 +25,7 @@ def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: 
     scores, in nats). Raises GumihoError where one exceeds the tolerance of the bundle's dtype.
     """
     run, manifest, form = bundle.golden(), bundle.manifest, bundle.manifest.form(backend)
+    device.enter()
     target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
     errors = {"target": 0.0, "draft": 0.0}
 

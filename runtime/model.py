@@ -130,4 +130,9 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     name = backend_name or opened.manifest.default
     require(name)
     form, made = opened.manifest.form(name), backend(name, device, threads)
-    return Model(opened, form, *made.open(opened, find_engines(opened, made)))
+    engines, memory = made.open(opened, find_engines(opened, made))
+    try:
+        return Model(opened, form, engines, memory)
+    except GumihoError:
+        memory.close()
+        raise

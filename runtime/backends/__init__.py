@@ -39,6 +39,9 @@ class Backend(Protocol):
     def versions(self) -> dict[str, str]:
         """Libraries, driver and device: the part of an engine's key that is not the bundle's."""
 
+    def details(self) -> dict[str, str]:
+        """What else there is to know of driver and device, for a reader."""
+
     def memory(self, bundle: Bundle) -> tuple[int, int]:
         """Bytes that compiling and the golden run need at most, about: of the processor's memory, and of the device's."""
 

@@ -44,6 +44,9 @@ class MIGraphX:
     def versions(self) -> dict[str, str]:
         return {"migraphx": migraphx.__version__, "device": self._device.name if self._device else "ref"}
 
+    def details(self) -> dict[str, str]:
+        return self._device.details() if self._device else {}
+
     def memory(self, bundle: Bundle) -> tuple[int, int]:
         # A program holds its weights while it is compiled, constants folded from them beside.
         weights = 2 * bundle.weights()

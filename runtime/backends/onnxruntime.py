@@ -4,6 +4,7 @@ Compiling runs the graph optimizer once and stores what it made; weights stay in
 graphs point into. On the CPU row counts stay symbolic, so one session serves plain decoding, verification and prefill.
 """
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,9 @@ class Cpu:
 
     def versions(self) -> dict[str, str]:
         return {"onnxruntime": ort.__version__, "machine": platform.machine()}
+
+    def details(self) -> dict[str, str]:
+        return {"cores": str(os.cpu_count())}
 
     def memory(self, bundle: Bundle) -> tuple[int, int]:
         # Packed weights: those of the target, and of the drafter with an lm_head of its own.
@@ -80,6 +84,9 @@ class Cuda:
 
     def versions(self) -> dict[str, str]:
         return {"onnxruntime": ort.__version__, "device": self._device.name}
+
+    def details(self) -> dict[str, str]:
+        return self._device.details()
 
     def memory(self, bundle: Bundle) -> tuple[int, int]:
         # Weights go through the host's memory; on the device each session holds its own.

@@ -82,6 +82,9 @@ class TensorRT:
     def versions(self) -> dict[str, str]:
         return {"tensorrt": trt.__version__, "device": self._device.name}
 
+    def details(self) -> dict[str, str]:
+        return self._device.details()
+
     def memory(self, bundle: Bundle) -> tuple[int, int]:
         # Weights stay mapped on the host; on the device each plan holds its own, and tactics are tried beside them.
         graphs = bundle.manifest.form(self.NAME).graphs.values()

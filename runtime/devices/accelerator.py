@@ -59,6 +59,14 @@ class Accelerator(ABC):
     stream: int
 
     @abstractmethod
+    def details(self) -> dict[str, str]:
+        """Versions of driver and runtime, free memory: for a reader."""
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Makes the device the calling thread's current one: a stream takes work from no thread that is on another device."""
+
+    @abstractmethod
     def allocate(self, nbytes: int) -> int:
         """Device memory."""
 

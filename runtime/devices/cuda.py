@@ -38,7 +38,7 @@ class Cuda(Accelerator):
         count = _check("cudaGetDeviceCount", rt.cudaGetDeviceCount())
         if index >= count:
             raise GumihoError(f"there is no NVIDIA GPU {index}: {count} can be seen")
-        _check("cudaSetDevice", rt.cudaSetDevice(index))
+        self.enter()
         properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
         model = properties.name.split(b"\0")[0].decode(errors="replace")
         self.capability = (int(properties.major), int(properties.minor))
@@ -48,8 +48,13 @@ class Cuda(Accelerator):
         self._stream = _check("cudaStreamCreateWithFlags", rt.cudaStreamCreateWithFlags(rt.cudaStreamNonBlocking))
         self.stream = int(self._stream)
 
-    def free_memory(self) -> int:
-        return int(_check("cudaMemGetInfo", rt.cudaMemGetInfo())[0])
+    def enter(self) -> None:
+        _check("cudaSetDevice", rt.cudaSetDevice(self.index))
+
+    def details(self) -> dict[str, str]:
+        self.enter()
+        free, total = _check("cudaMemGetInfo", rt.cudaMemGetInfo())
+        return {"driver": f"CUDA {self.driver}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
         place = int(_check(f"cudaMalloc of {nbytes} bytes", rt.cudaMalloc(nbytes)))
@@ -94,7 +99,8 @@ class Cuda(Accelerator):
     def close(self) -> None:
         if not self.stream:
             return
-        self.synchronize()
+        self.enter()
+        rt.cudaStreamSynchronize(self._stream)  # unchecked: whatever failed has been told, and memory goes back all the same
         for executable in self._recorded:
             rt.cudaGraphExecDestroy(executable)
         for place in self._allocated:

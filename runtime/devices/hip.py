@@ -67,7 +67,7 @@ class Hip(Accelerator):
         self._check("hipGetDeviceCount", byref(count))
         if index >= count.value:
             raise GumihoError(f"there is no AMD GPU {index}: {count.value} can be seen")
-        self._check("hipSetDevice", index)
+        self.enter()
         properties = ctypes.create_string_buffer(_PROPERTIES)
         self._check("hipGetDevicePropertiesR0600", properties, index)
         model = properties.raw[:256].split(b"\0")[0].decode(errors="replace")
@@ -88,10 +88,14 @@ class Hip(Accelerator):
             text = self._hip.hipGetErrorString(error).decode(errors="replace")
             raise GumihoError(f"{function} failed ({text}): look at the driver with rocminfo, and at free memory with rocm-smi")
 
-    def free_memory(self) -> int:
+    def enter(self) -> None:
+        self._check("hipSetDevice", self.index)
+
+    def details(self) -> dict[str, str]:
+        self.enter()
         free, total = c_size_t(), c_size_t()
         self._check("hipMemGetInfo", byref(free), byref(total))
-        return free.value
+        return {"runtime": f"HIP {self.runtime}", "memory": f"{free.value / 1e9:.1f} of {total.value / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
         place = c_void_p()
@@ -125,7 +129,8 @@ class Hip(Accelerator):
     def close(self) -> None:
         if not self.stream:
             return
-        self.synchronize()
+        self.enter()
+        self._hip.hipStreamSynchronize(self.stream)  # unchecked: whatever failed has been told, and memory goes back all the same
         for place in self._allocated:
             self._hip.hipFree(place)
         for place in self._pinned:

@@ -30,6 +30,9 @@ class Device(Protocol):
         """Two calls in place of two bound ones that follow each other, with nothing the host writes in between: so a device
         may put both on its way in the first and wait in the second."""
 
+    def enter(self) -> None:
+        """Readies the calling thread, which may be another one than last time, for calls and copies."""
+
     def synchronize(self) -> None:
         """Waits for every call and copy made so far."""
 
@@ -51,6 +54,9 @@ class Host:
 
     def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
         return first, second
+
+    def enter(self) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -1,0 +1,272 @@
+"""What every backend promises of its engines, on every one that can run where the tests are; the others are skipped by name."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from runtime import GumihoError, Model, load
+from runtime.backends import NAMES, Backend, backend
+from runtime.backends import onnxruntime as ort_backend
+from runtime.bundle import Bundle
+from runtime.cache import Slab
+from runtime.devices import Device
+from runtime.engines import compile_engines, find_engines, key
+from tests.conftest import DEMO, MakeBundle
+from tests.pairs import RandomPair
+
+ROWS, CAPACITY = 8, 160
+RUNNING = [("cpu", ""), ("migraphx", "ref"), ("migraphx", "gpu"), ("cuda", ""), ("tensorrt", "")]
+OPTIONS = ("--backend", *NAMES, "--dtype", "fp32", "--rows", str(ROWS), "--capacity", str(CAPACITY))
+# Largest difference of two logits, relative to the largest one, that rounding to fp16 may turn around: twice the largest error
+# of fp16 logits over thousands of positions (docs/benchmarks.md).
+HALF = 2 * 6e-3
+
+
+def made(name: str, device: str) -> Backend:
+    try:
+        return backend(name, device)
+    except GumihoError as error:
+        pytest.skip(f"{name} {device}: {error}")
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle: MakeBundle) -> Path:
+    return make_bundle(DEMO, *OPTIONS)
+
+
+@pytest.fixture(params=RUNNING, ids=lambda p: " ".join(p).strip(), scope="module")
+def running(request: pytest.FixtureRequest, bundle: Path) -> tuple[str, str]:
+    """Name and device of a backend, its engines compiled."""
+    name, device = request.param
+    compile_engines(Bundle(bundle), made(name, device))
+    return name, device
+
+
+class Bench:
+    """The target's engine with buffers of its own, a causal pass at a time."""
+
+    def __init__(self, bundle: Path, name: str, device: str) -> None:
+        read, self.backend = Bundle(bundle), made(name, device)
+        engines, self.device = self.backend.open(read, find_engines(read, self.backend))
+        self.manifest, self.graph, self.engine = read.manifest, read.manifest.form(name).graphs["target"], engines["target"]
+        self.all, self.slab = engines, Slab(self.device, self.graph)
+
+    def inputs(self, seed: int) -> dict[str, np.ndarray]:
+        tokens = np.random.default_rng(seed).integers(2, self.manifest.vocabulary, ROWS)
+        return {"tokens": tokens, "depth": np.arange(ROWS), "mask": np.tri(ROWS, dtype=np.bool_)}
+
+    def close(self) -> None:
+        for engine in self.all.values():
+            engine.close()
+        self.device.close()
+
+
+@pytest.fixture
+def bench(running: tuple[str, str], bundle: Path) -> Iterator[Bench]:
+    made = Bench(bundle, *running)
+    yield made
+    made.close()
+
+
+def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
+    """Two calls of one engine, bound to different buffers, interleaved, give what each gives alone."""
+    ports = bench.slab.ports(bench.graph)
+    given, chosen, logits = [bench.inputs(seed) for seed in (0, 1)], [], []
+    for _ in given:
+        chosen.append(np.zeros(ROWS, np.int64))
+        logits.append(bench.device.zeros((ROWS, bench.manifest.vocabulary), bench.manifest.dtype))
+    calls = [
+        bench.engine.bind({**inputs, **ports, "choice": choice, "logits": out})
+        for inputs, choice, out in zip(given, chosen, logits, strict=True)
+    ]
+    alone = []
+    for call, choice in zip(calls, chosen, strict=True):
+        call()
+        alone.append(choice.copy())
+    assert alone[0].tolist() != alone[1].tolist()
+    for i in (1, 0, 0, 1):
+        chosen[i][:] = -1
+        calls[i]()
+        assert chosen[i].tolist() == alone[i].tolist()
+        assert bench.device.read(logits[i]).argmax(1).tolist() == alone[i].tolist()
+    given[0]["tokens"][:] = given[1]["tokens"]  # the same buffers, with other tokens in them
+    calls[0]()
+    assert chosen[0].tolist() == alone[1].tolist()
+
+
+def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
+    ports, inputs, choice, both = (
+        bench.slab.ports(bench.graph),
+        bench.inputs(3),
+        np.zeros(ROWS, np.int64),
+        np.zeros(ROWS, np.int64),
+    )
+    hidden = bench.device.zeros((ROWS, bench.manifest.hidden), bench.manifest.dtype)
+    bench.engine.bind({**inputs, **ports, "choice": both, "hidden": hidden, "a name of no port": np.zeros(3)})()
+    past = {name: port for name, port in ports.items() if not name.startswith("new_")}
+    bench.engine.bind({**inputs, **past, "choice": choice})()
+    assert choice.tolist() == both.tolist()
+    assert np.isfinite(bench.device.read(hidden)).all()
+
+
+def test_an_input_without_a_buffer_is_refused(bench: Bench) -> None:
+    with pytest.raises(GumihoError, match="input 'mask' has no buffer"):
+        bench.engine.bind({**bench.slab.ports(bench.graph), "tokens": np.zeros(ROWS, np.int64), "depth": np.arange(ROWS)})
+
+
+def test_a_closed_engine_is_refused(running: tuple[str, str], bundle: Path) -> None:
+    bench = Bench(bundle, *running)
+    bench.close()
+    with pytest.raises(GumihoError, match="is closed"):
+        bench.engine.bind({**bench.inputs(0), "choice": np.zeros(ROWS, np.int64)})
+
+
+def ids(model: Model, prompt: list[int], count: int, speculate: bool = True) -> list[int]:
+    generation = model.generate(prompt, count, speculate)
+    list(generation.cycles())
+    return generation.ids
+
+
+def prompts(model: Model, lengths: tuple[int, ...]) -> list[list[int]]:
+    text = model.encode('def main(argv=None):\n    """Run the program."""\n    parser = argparse.ArgumentParser()\n' * 8)
+    return [text[i : i + length] for i, length in enumerate(lengths)]
+
+
+def test_tokens_equal_the_cpus(running: tuple[str, str], bundle: Path) -> None:
+    """The trained pair, from prompts around the edge of a pass, and to the last position."""
+    with load(bundle, "cpu") as cpu, load(bundle, *running) as model:
+        for prompt in prompts(cpu, (1, 7, 8, 9, 40)):
+            expected = ids(cpu, prompt, 24)
+            assert ids(model, prompt, 24) == expected
+        full = prompts(cpu, (CAPACITY - 12,))[0]
+        assert ids(model, full, 99) == ids(model, full, 99, speculate=False) == ids(cpu, full, 99)
+
+
+def test_an_odd_pairs_tokens_equal_the_cpus(running: tuple[str, str], make_bundle: MakeBundle) -> None:
+    path = make_bundle(RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=12), *OPTIONS)
+    compile_engines(Bundle(path), made(*running))
+    with load(path, "cpu") as cpu, load(path, *running) as model:
+        for length in (3, 17):
+            prompt = [(7 * i * i + length) % 900 + 2 for i in range(length)]
+            assert ids(model, prompt, 24) == ids(cpu, prompt, 24)
+
+
+def test_half_precision_differs_at_near_ties_only(running: tuple[str, str], bundle: Path, make_bundle: MakeBundle) -> None:
+    name, device = running
+    if name == "cpu":
+        pytest.skip("cpu computes in fp32")
+    path = make_bundle(DEMO, "--backend", name, "--rows", str(ROWS), "--capacity", str(CAPACITY))
+    assert Bundle(path).manifest.dtype == "float16"
+    compile_engines(Bundle(path), made(name, device))
+    with load(bundle, "cpu") as cpu, load(path, name, device) as model:
+        for prompt in prompts(cpu, (5, 30, 60)):
+            found, expected = ids(model, prompt, 40), ids(cpu, prompt, 40)
+            at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+            if at is None:
+                continue
+            cpu.decoder.prefill([*prompt, *expected[:at]], speculate=False)
+            row = cpu.decoder.device.read(cpu.decoder.logits)[int(cpu.decoder.path[0])]
+            assert (row.max() - row[found[at]]) / np.abs(row).max() < HALF
+
+
+def test_the_key_names_all_that_engines_depend_on(running: tuple[str, str], bundle: Path) -> None:
+    read, here = Bundle(bundle), made(*running)
+    parts = key(read, here)
+    assert parts["backend"] == running[0]
+    assert parts.keys() >= here.versions().keys() | {"weights/target.bin", "weights/draft.bin"}
+    assert {graph.file for graph in read.manifest.form(running[0]).graphs.values()} <= parts.keys()
+    written = json.loads((find_engines(read, here) / "key.json").read_text())
+    assert written == {**parts, "tune": "False"}
+
+
+def test_damaged_engines_say_what_to_do(running: tuple[str, str], bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy, symlinks=True)
+    here = made(*running)
+    for file in find_engines(Bundle(copy), here).iterdir():
+        if file.stem == "draft":
+            file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(GumihoError, match="draft"):
+        load(copy, *running)
+
+
+def test_a_failed_compilation_leaves_nothing(running: tuple[str, str], bundle: Path, tmp_path: Path) -> None:
+    """A graph the backend cannot read: its hash is made to fit, so that the backend itself has to refuse it."""
+    from runtime.bundle import file_hash
+
+    name, device = running
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
+    broken = Bundle(copy).manifest.form(name).graphs["draft"].file
+    (copy / broken).write_bytes(b"this is no graph at all")
+    manifest = json.loads((copy / "gumiho.json").read_text())
+    manifest["files"][broken] = [(copy / broken).stat().st_size, file_hash(copy / broken)]
+    (copy / "gumiho.json").write_text(json.dumps(manifest))
+    with pytest.raises(GumihoError, match="draft"):
+        compile_engines(Bundle(copy), made(name, device))
+    assert not [path for path in (copy / "engines").glob("*") if path.is_dir()]
+
+
+def test_an_interrupted_compilation_leaves_nothing(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
+
+    def interrupt(what: str) -> None:
+        if what == "optimizing draft":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_engines(Bundle(copy), backend("cpu"), progress=interrupt)
+    assert list((copy / "engines").iterdir()) == []
+
+
+def test_compile_reports_what_it_needs_and_does(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
+    done = subprocess.run([sys.executable, "-m", "runtime.compile", str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("needs about ")
+    assert {"checking the bundle's files ...", "optimizing target ...", "replaying the golden run ..."} <= set(lines)
+
+
+@pytest.mark.parametrize(("name", "device", "message"), [
+    ("cpu", "0", "there is no device '0' of backend cpu"),
+    ("cuda", "", "onnxruntime-gpu"),
+    ("tensorrt", "", "needs the Python module 'tensorrt'"),
+    ("migraphx", "", "'migraphx'|libamdhip64"),
+    ("abacus", "", "there is no backend 'abacus': expected one of cpu, cuda, migraphx, tensorrt"),
+])  # fmt: skip
+def test_what_cannot_run_says_what_is_missing(name: str, device: str, message: str) -> None:
+    try:
+        backend(name, device)
+    except GumihoError as refused:
+        reason = str(refused)
+    else:
+        pytest.skip(f"{name} runs here")
+    assert re.search(message, reason), reason
+
+
+def test_a_provider_that_falls_back_is_refused(demo_bundle: Path) -> None:
+    """ONNX Runtime takes the CPU for a provider that it cannot load, with no more than a warning."""
+    if ort_backend._CUDA in ort.get_available_providers():
+        pytest.skip("CUDA's provider is here")
+    options = ort_backend._options(Bundle(demo_bundle), 1)
+    with pytest.raises(GumihoError, match="placed .* on CPUExecutionProvider instead of CUDAExecutionProvider"):
+        ort_backend._session(demo_bundle / "graphs/cpu/extend.onnx", options, ort_backend._CUDA, {})
+
+
+def test_devices_are_closed_once(running: tuple[str, str], bundle: Path) -> None:
+    model = load(bundle, *running)
+    device: Device = model.decoder.device
+    model.close()
+    model.close()
+    device.close()

@@ -1,0 +1,57 @@
+"""``python -m runtime.doctor`` as people type it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runtime import doctor
+from runtime.backends import NAMES
+from tests.conftest import DEMO, MakeBundle
+
+
+def test_says_of_every_backend_whether_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert all(package in first for package in ("Python", "onnxruntime", "numpy"))
+    assert [line.partition(":")[0] for line in lines] == list(NAMES)
+    assert all(line.partition(": ")[2].startswith(("runs: ", "cannot run: ")) for line in lines)
+    assert "cpu: runs: onnxruntime" in lines[0]
+
+
+def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_bundle(DEMO, "--backend", "cpu", "migraphx", "--dtype", "fp32")
+    assert doctor.main([str(made)]) == 0
+    out = capsys.readouterr().out
+    assert "made for cpu, migraphx" in out
+    assert "engines/cpu-" in out
+    assert "is current" in out
+    assert out.count("speculation gains tau / ") == 2
+
+    copy = tmp_path / "bundle"
+    shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))
+    assert doctor.main([str(copy), "--backend", "cpu"]) == 1
+    assert f"python -m runtime.compile {copy} --backend cpu" in capsys.readouterr().out
+
+
+def test_traffic_counts_what_a_pass_reads(make_bundle: MakeBundle) -> None:
+    """By hand, from the shapes: every matrix once, lm_head three times in a cycle's draft, embeddings not at all."""
+    from runtime.bundle import Bundle
+
+    graphs = Bundle(make_bundle(DEMO)).manifest.form("cpu").graphs
+    h, ffn, layers, vocabulary, kv = 192, 512, 6, 2048, 64
+    layer = h * (2 * h + 2 * kv) + 3 * h * ffn
+    assert graphs["target"].reads == pytest.approx(4 * (layers * layer + h * vocabulary), rel=0.01)
+    draft = 2 * 2 * layer + 3 * h * vocabulary  # both serial steps, and the heads' rows
+    heads = 5 * (2 * h * h + 5 * h * h)
+    fused = 4 * 2 * h * h  # fc: the extension, step 2, and both tokens of the heads' pairs
+    assert graphs["draft"].reads == pytest.approx(4 * (draft + heads + fused), rel=0.01)
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["nowhere"], "is no bundle"),
+    (["--device", "ref"], "--device belongs to a backend"),
+])  # fmt: skip
+def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(argv) == 1
+    assert message in capsys.readouterr().err
