@@ -1,6 +1,7 @@
 """``python -m runtime.compile BUNDLE``: compiles a bundle's engines on the machine that is to run them."""
 
 import argparse
+import signal
 import sys
 
 from .backends import DEVICES, NAMES, backend
@@ -16,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--tune", action="store_true", help="look longer for faster kernels (migraphx, tensorrt)")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
     try:
         bundle = Bundle(args.bundle)
         made = backend(args.backend or bundle.manifest.default, args.device)

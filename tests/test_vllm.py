@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from exporter import vllm
+from exporter import cli, vllm
 from exporter.bundle import staged
 from exporter.checkpoint import Checkpoint, rotary_tables
 from exporter.pair import Pair
@@ -625,3 +625,42 @@ def test_released_drafters_are_no_exports(small: tuple[Pair, State], tmp_path: P
     assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
     for other in (folder, small[0].drafter.folder, tmp_path / "nowhere"):
         assert not vllm.is_export(other)
+
+
+# --- gumiho-export --backend vllm -----------------------------------------------------------------------------------------
+
+
+def command(folder: Path, out: Path, *options: str) -> int:
+    argv = ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(out), "--backend", "vllm"]
+    return cli.main([*argv, *options])
+
+
+def test_the_command_writes_and_replaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RandomPair(heads=2).write(tmp_path / "pair")
+    assert command(tmp_path / "pair", tmp_path / "out", "--dry-run") == 0
+    assert not (tmp_path / "out").exists()
+    assert command(tmp_path / "pair", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "LLM(model=" in out
+    assert "vllm serve" in out
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert command(tmp_path / "pair", tmp_path / "out") == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert command(tmp_path / "pair", tmp_path / "out", "--overwrite") == 0
+    (tmp_path / "out/README.md").write_text("somebody's")
+    assert command(tmp_path / "pair", tmp_path / "out", "--overwrite") == 1
+    assert "not what this command wrote" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--rows", "8"), ("--capacity", "64"), ("--validate",), ("--device", "ref"), ("--heads", "1")]
+)
+def test_options_of_bundles_are_refused(tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path, tmp_path / "out", *options) == 1
+    assert f"{options[0]} means nothing to --backend vllm" in capsys.readouterr().err
+
+
+def test_vllm_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path, tmp_path / "out", "--backend", "vllm", "cpu") == 1
+    assert "in a run of their own" in capsys.readouterr().err

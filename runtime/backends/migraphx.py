@@ -7,12 +7,14 @@ ordered on one stream; the reference target, which runs on any processor, return
 import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..bundle import Bundle
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
+from ..devices.hip import Hip
 from ..errors import GumihoError
 
 try:
@@ -35,11 +37,10 @@ class MIGraphX:
         if kind not in ("gpu", "ref") or (index and not (kind == "gpu" and index.isdigit())):
             raise GumihoError(f"there is no device '{device}' of backend migraphx: give gpu, gpu:N or ref")
         self.target, self.index = kind, int(index or 0)
-        self._device: Accelerator | None = None
+        self._device: Hip | None = None
         if kind == "gpu":
-            from ..devices.hip import Hip
-
             self._device = Hip(self.index)
+            self._device.close()  # to ask about: engines get one of their own
 
     def versions(self) -> dict[str, str]:
         return {"migraphx": migraphx.__version__, "device": self._device.name if self._device else "ref"}
@@ -55,6 +56,13 @@ class MIGraphX:
         )
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+        needed = sum(graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values())  # a program holds its own
+        if (free := disk_usage(folder).free) < needed:
+            raise GumihoError(
+                f"the programs take {needed / 1e9:.2f} GB and the disk of {folder} has {free / 1e9:.2f} GB free: free some space"
+            )
+        if self._device:
+            self._device.enter()
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             progress(f"compiling {name} for {self.target}")
             file = bundle.path / graph.file
@@ -69,7 +77,7 @@ class MIGraphX:
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         engines = {}
-        device: Device = self._device or Host()
+        accelerator = Hip(self.index) if self._device else None
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             try:
                 program = migraphx.load(str(folder / f"{name}.mxr"))
@@ -78,8 +86,8 @@ class MIGraphX:
                     f"MIGraphX {migraphx.__version__} cannot load {folder / name}.mxr ({_first_line(error)}): "
                     f"run `python -m runtime.compile {bundle.path} --backend migraphx` again"
                 ) from None
-            engines[name] = Engine(program, [port.name for port in graph.outputs], self._device)
-        return engines, device
+            engines[name] = Engine(program, [port.name for port in graph.outputs], accelerator)
+        return engines, accelerator or Host()
 
 
 def _first_line(error: Exception) -> str:
@@ -125,22 +133,28 @@ class Engine:
         return call
 
     def _on_device(self, buffers: Mapping[str, Array], device: Accelerator) -> Call:
-        """A call of a GPU's program, whose outputs are parameters."""
-        spare = {name: self._shapes[parameter] for parameter, name in self._bound.items() if name not in buffers}
-        dropped = {name: device.zeros((shape.bytes(),), np.uint8) for name, shape in spare.items()}
+        """A call of a GPU's program, whose outputs are parameters. Those that are a constant, an input or another output have none,
+        and are copied from where the program says they are."""
         run, stream = self._program.run_async, device.stream
-        arguments: dict[str, Any] = {}
+        loose = [(i, name) for i, name in enumerate(self._outputs) if name in buffers and name not in self._bound.values()]
 
         def launch(places: Mapping[str, DeviceArray]) -> None:
-            if not arguments:
-                places = {**places, **dropped}
-                names = {name: name for name in self._inputs} | self._bound
-                arguments.update(
-                    {p: migraphx.argument_from_pointer(self._shapes[p], places[name].address) for p, name in names.items()}
-                )
-            run(arguments, stream, "ihipStream_t")
+            results = run(arguments, stream, "ihipStream_t")
+            for i, name in loose:
+                found, place = results[i].get_shape(), places[name]
+                if (found.bytes(), found.standard()) != (place.nbytes, True):
+                    raise GumihoError(f"MIGraphX {migraphx.__version__} lays out '{name}' in another way: try another version")
+                device.copy(place.address, results[i].data_ptr(), place.nbytes)
 
-        return Staging(device, buffers, set(self._inputs), set(self._bound.values()), launch, capturable=False)
+        call = Staging(device, buffers, set(self._inputs), set(self._outputs), launch, capturable=False)
+        arguments = {}
+        for parameter, name in ({name: name for name in self._inputs} | self._bound).items():
+            shape = self._shapes[parameter]
+            place = call.buffers[name] if name in call.buffers else device.zeros((shape.bytes(),), np.uint8)
+            if (shape.bytes(), shape.standard()) != (place.nbytes, True):
+                raise GumihoError(f"MIGraphX {migraphx.__version__} lays out '{name}' in another way: try another version")
+            arguments[parameter] = migraphx.argument_from_pointer(shape, place.address)
+        return call
 
     def close(self) -> None:
         self._program = None

@@ -1,0 +1,105 @@
+"""Cross-check for people with ROCm: the modules that are exported, compiled by torch-migraphx instead of from ONNX.
+
+    python tools/cross_check.py --ckpt DRAFTER --target TARGET [--rows 8] [--compiler migraphx] [--torch-device cuda]
+
+Runs target and drafter over random tokens, eagerly and through ``torch.compile``, and prints the largest differences. Where
+they are small and a bundle's engines still fail the golden run, the fault lies between ONNX and MIGraphX's parser. Needs
+torch-migraphx and a PyTorch for ROCm (https://github.com/ROCm/torch_migraphx); ``--compiler eager --torch-device cpu`` runs
+anywhere, and checks the tool itself.
+"""
+
+import argparse
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from exporter.checkpoint import Checkpoint, target_of
+from exporter.pair import Pair
+from exporter.trace import signature
+from exporter.weights import Source
+from graphs.ops import Basic
+from graphs.tree import TreeConfig, default_beam
+from runtime.errors import GumihoError
+
+CAPACITY = 256
+
+
+def load(module: nn.Module, sources: dict[str, Source], device: str, dtype: torch.dtype) -> nn.Module:
+    """The module with the checkpoint's tensors, on a device."""
+    names = dict(module.named_parameters())
+    state = {
+        name: torch.cat([s.to(source.dtype(dtype)).reshape(-1) for s in source.slices()]).reshape(source.shape)
+        for name, source in sources.items()
+        if name in names
+    }
+    module.load_state_dict(state, assign=True)
+    return module.to(device)
+
+
+def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabulary: int, device: str) -> list[object]:
+    """Random values for a graph's inputs: a past of half the capacity, rows one behind the other."""
+    draw = torch.Generator().manual_seed(0)
+    made: dict[str, Tensor] = {}
+    for name, example, _ in signature(module, dtype, sizes)[0]:  # type: ignore[arg-type]
+        if name == "tokens":
+            made[name] = torch.randint(0, vocabulary, example.shape, generator=draw)
+        elif name in ("depth", "path"):
+            made[name] = torch.arange(len(example))
+        elif name == "mask":
+            made[name] = torch.ones_like(example).tril()
+        elif name == "past_length":
+            made[name] = torch.tensor([CAPACITY // 2])
+        elif name == "count":
+            made[name] = torch.tensor([sizes["accepted"]])
+        else:
+            made[name] = torch.randn(example.shape, generator=draw).to(dtype)
+    caches = [value.to(device) for name, value in made.items() if name.startswith(("past_key", "past_value"))]
+    return [*(v.to(device) for n, v in made.items() if not n.startswith(("past_key", "past_value"))), caches]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", required=True)
+    parser.add_argument("--target")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp16")
+    parser.add_argument("--compiler", default="migraphx", help="backend of torch.compile (migraphx)")
+    parser.add_argument("--torch-device", default="cuda", help="PyTorch's name of the device; ROCm's is cuda, too (cuda)")
+    args = parser.parse_args(argv)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[args.dtype]
+    try:
+        if args.compiler == "migraphx":
+            try:
+                import torch_migraphx  # noqa: F401  # registers the compiler
+            except ImportError as error:
+                raise GumihoError(f"torch_migraphx cannot be imported ({error}): install it, and PyTorch for ROCm") from None
+        if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
+            raise GumihoError(f"PyTorch {torch.__version__} sees no GPU: install the one for ROCm, or give --torch-device cpu")
+        pair = Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+        vocabulary = pair.target_shape.vocabulary
+        tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
+        positions = CAPACITY + args.rows
+        modules = pair.modules(tree, CAPACITY, positions, Basic)
+        sources = {"target": pair.target_sources(positions), "draft": pair.draft_sources(tree.depth - 2, positions)}
+        for name in ("target", "draft"):
+            module = load(modules[name], sources[name], args.torch_device, dtype)
+            values = inputs(module, dtype, {"rows": tree.rows, "accepted": tree.depth + 1}, vocabulary, args.torch_device)
+            with torch.inference_mode():
+                expected = module(*values)
+                found = torch.compile(module, backend=args.compiler)(*values)
+            names = signature(module, dtype)[1]  # type: ignore[arg-type]
+            for output, a, b in zip(names, found, expected, strict=True):
+                if a.dtype.is_floating_point:
+                    error = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+                    print(f"{name} {output}: largest difference {error:.1e} of the largest value")
+                else:
+                    print(f"{name} {output}: {int((a != b).sum())} of {a.numel()} differ")
+    except GumihoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
