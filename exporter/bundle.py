@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from tqdm import tqdm
 
-from graphs.ops import Plain
+from graphs.ops import Int4, Plain
 from graphs.tree import TreeConfig
 from runtime.bundle import MANIFEST, Form, Graph, Manifest, Port, file_hash
 from runtime.errors import GumihoError
@@ -24,10 +24,11 @@ from . import golden, operators
 from .forms import BACKENDS, Layout, layout, tables
 from .pair import Pair
 from .trace import trace
-from .weights import ALIGNMENT, Location, Packer, Source
+from .weights import ALIGNMENT, Location, Packer, Source, quantized, recoded
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
+_RECODED = "weights/{}-signed.bin"
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 
 
@@ -35,15 +36,24 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _is_matrix(name: str, source: Source) -> bool:
+    """Whether a parameter is multiplied with, and may be quantized."""
+    return len(source.shape) > 1 and "weight" in name and name != "embed_tokens.weight"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends."""
+    """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends.
+
+    quantized: whose weights are, of ``target`` and ``draft``.
+    """
 
     pair: Pair
     tree: TreeConfig
     capacity: int
     dtype: torch.dtype = torch.float32
     backends: tuple[str, ...] = ("cpu",)
+    quantized: tuple[str, ...] = ()
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -54,25 +64,74 @@ class Plan:
         """Rows of the rotary tables."""
         return tables(self.layouts, self.tree, self.capacity)
 
+    @property
+    def codes(self) -> tuple[torch.dtype, ...]:
+        """How the backends want codes kept: one way, or both."""
+        return tuple(c for c in (torch.uint8, torch.int8) if any(BACKENDS[name].codes == c for name in self.backends))
+
+    @property
+    def block(self) -> int:
+        """Numbers that share a scale, the same for all backends, so that they compute the same."""
+        return max(BACKENDS[name].block for name in self.backends)
+
+    def int4(self, codes: torch.dtype) -> dict[str, Int4]:
+        return {name: Int4(self.block, codes) for name in self.quantized}
+
+    def _numbers(self) -> dict[str, dict[str, Source]]:
+        """What the models are made of, before any of it is quantized."""
+        heads, int4 = max(0, self.tree.depth - self.tree.serial_steps), self.int4(self.codes[0])
+        draft = self.pair.draft_sources(heads, self.positions, int4.get("draft"))
+        return {"target": self.pair.target_sources(self.positions), "draft": draft}
+
     def sources(self) -> dict[str, dict[str, Source]]:
-        heads = max(0, self.tree.depth - self.tree.serial_steps)
-        return {
-            "weights/target.bin": self.pair.target_sources(self.positions),
-            "weights/draft.bin": self.pair.draft_sources(heads, self.positions),
-        }
+        """What is packed, by file, but for codes that are kept a second way."""
+        int4, made = self.int4(self.codes[0]), dict[str, dict[str, Source]]()
+        for model, numbers in self._numbers().items():
+            how, own = int4.get(model), made.setdefault(f"weights/{model}.bin", {})
+            for name, source in numbers.items():
+                whole = how is not None and _is_matrix(name, source) and how.fits(source.shape[-1])
+                own |= quantized(source, name, how, self.dtype) if how and whole else {name: source}
+        return made
+
+    def kept(self) -> list[str]:
+        """Names of the matrices that are not quantized though the others of their model are: their rows are no whole blocks."""
+        int4, numbers = self.int4(self.codes[0]), self._numbers()
+        return [
+            f"{model} {name}"
+            for model, how in int4.items()
+            for name, source in numbers[model].items()
+            if _is_matrix(name, source) and not how.fits(source.shape[-1])
+        ]
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each weight file before equal tensors are found: what the disk must hold at the worst."""
-        return {file: sum(_aligned(s.nbytes(self.dtype)) for s in sources.values()) for file, sources in self.sources().items()}
+        sources, sizes = self.sources(), dict[str, int]()
+        for file, own in sources.items():
+            sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in own.values())
+        for name in self.quantized if len(self.codes) > 1 else ():
+            codes = (s for s in sources[f"weights/{name}.bin"].values() if s.fixed == self.codes[0])
+            sizes[_RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
+        return sizes
 
     def disk(self) -> int:
         """Bytes the disk must hold at the worst: weights, and graphs, golden run and engines beside them."""
         return sum(self.sizes().values()) + _BESIDE
 
     def shared(self) -> int:
-        """Bytes of the drafter's file that lie in the target's already (embedding and lm_head, tied ones once)."""
-        one = self.sources()["weights/target.bin"]["embed_tokens.weight"].nbytes(self.dtype)
-        return _aligned(one) * (1 + self.pair.embedding_shared + self.pair.target_config.tie_word_embeddings)
+        """Bytes that are the same in another place, and stored once: of embeddings, and of lm_head however it is kept."""
+        tied, met, again = self.pair.target_config.tie_word_embeddings, set[str](), 0
+        for file, sources in self.sources().items():
+            for name in {"embed_tokens.weight", "lm_head.weight", "lm_head.scale"} & sources.keys():
+                size, content = _aligned(sources[name].nbytes(self.dtype)), name
+                if name == "lm_head.weight" and "lm_head.scale" in sources:
+                    size, content = size * len(self.codes), "codes"
+                elif name == "lm_head.weight" and tied:
+                    content = "embed_tokens.weight"
+                elif name == "embed_tokens.weight" and file == "weights/draft.bin" and not self.pair.embedding_shared:
+                    content = file
+                again += size * (content in met)
+                met.add(content)
+        return again
 
     def memory(self) -> int:
         """Bytes the export holds at its peak, weights being streamed: torch and one slice, then the golden run's mapped
@@ -175,18 +234,24 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
     return held, passed
 
 
+def _precision(model: ir.Model, dtype: torch.dtype) -> str:
+    """What a graph's products are computed in: the bundle's dtype, or int8 where their rows are rounded to it."""
+    rounds = any(node.attributes.get_int("accuracy_level", 0) == 4 for node in model.graph)
+    return "int8" if rounds else _DTYPE_NAMES[dtype]
+
+
 def _graphs(
     plan: Plan, backend: str, dialect: type[Plain], kind: str, locations: Mapping[str, dict[str, Location]], folder: Path
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
-    made, graphs = plan.layouts[backend], {}
+    made, graphs, int4 = plan.layouts[backend], {}, plan.int4(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
-    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect)
+    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect, int4)
     for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
         model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
         operators.check(model, backend)
         ports = _ports(model.graph.inputs), _ports(model.graph.outputs)
-        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), *ports)
+        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype), *ports)
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
     return graphs
 
@@ -198,18 +263,31 @@ def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]]
     return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, others)
 
 
+def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
+    """Writes the weight files. Returns where each graph's parameters lie, by the way that codes are kept."""
+    first, *others = plan.codes
+    sources = plan.sources()
+    places = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in ("target", "draft")}
+    found = {first: places}
+    for codes in others:
+        found[codes] = dict(places)
+        for name in plan.quantized:
+            again = {n: recoded(place, packer.bundle) for n, place in places[name].items() if place.dtype == first}
+            found[codes][name] = places[name] | packer.pack(_RECODED.format(name), again)
+    return {codes: {**models, "extend": models["draft"]} for codes, models in found.items()}
+
+
 def write(plan: Plan, folder: Path) -> Manifest:
     """Writes every file of a bundle into an empty folder."""
     pair, sizes = plan.pair, plan.sizes()
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="weights", disable=None) as bar:
         packer = Packer(folder, plan.dtype, bar.update)
-        places = {file: packer.pack(file, sources) for file, sources in plan.sources().items()}
-    locations = {"target": places["weights/target.bin"], "draft": places["weights/draft.bin"]}
-    locations["extend"] = locations["draft"]
-    forms = {name: _form(plan, name, locations, folder) for name in plan.backends}
+        locations = _pack(plan, packer)
+    forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
 
-    fresh = pair.modules(plan.tree, plan.capacity, plan.positions)
-    target, draft = (golden.eager(fresh[name], locations[name], folder, plan.dtype) for name in ("target", "draft"))
+    codes = plan.codes[0]
+    fresh = pair.modules(plan.tree, plan.capacity, plan.positions, int4=plan.int4(codes))
+    target, draft = (golden.eager(fresh[name], locations[codes][name], folder, plan.dtype) for name in ("target", "draft"))
     np.savez(folder / "golden.npz", **golden.record(*target, *draft))  # type: ignore[arg-type]
 
     for name in _TOKENIZER_FILES:
@@ -228,6 +306,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
         dtype=_DTYPE_NAMES[plan.dtype],
+        weights=dict.fromkeys(plan.quantized, f"int4, blocks of {plan.block}"),
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
         tree=asdict(plan.tree),

@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--dtype", choices=("fp32", "fp16"), help="of weights and caches (fp32 on the CPU, fp16 elsewhere)")
+    parser.add_argument("--weights", choices=("int4",), help="quantize the target's matrices, embedding excepted (--dtype)")
+    parser.add_argument("--draft-weights", choices=("int4",), help="quantize the drafter's, its lm_head included (--dtype)")
     parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
     )
@@ -104,7 +106,8 @@ def plan(args: argparse.Namespace) -> "Plan":
         raise GumihoError(
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
-    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)))
+    quantized = (("target",) if args.weights else ()) + (("draft",) if args.draft_weights else ())
+    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)), quantized)
 
 
 def dtype(args: argparse.Namespace) -> "torch.dtype":
@@ -134,12 +137,25 @@ def describe(plan: "Plan", out: Path) -> str:
         f"tree      {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
         + (", the reference's quirks" if tree.reference else ""),
         f"capacity  {plan.capacity} positions",
+        *quantization(plan),
         *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
         f"disk      {plan.disk() / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
         f"memory    {plan.memory() / 1e9:.2f} GB at the peak, mapped weights included",
     ]
     return "\n".join(lines)
+
+
+def quantization(plan: "Plan") -> list[str]:
+    """What is quantized and how, and what stays as it is."""
+    if not plan.quantized:
+        return []
+    lines, kept = [f"int4      {' and '.join(plan.quantized)}, in blocks of {plan.block}"], plan.kept()
+    if kept:
+        lines.append(
+            f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are no multiple of {plan.block}, are not quantized"
+        )
+    return lines
 
 
 def export(args: argparse.Namespace) -> None:
@@ -159,7 +175,7 @@ def export(args: argparse.Namespace) -> None:
     bundle.require_space(wanted.disk(), out)
     if args.dry_run:
         return
-    lines: list[str] = []
+    lines = quantization(wanted)
     with bundle.staged(out, args.overwrite) as folder:
         manifest = bundle.write(wanted, folder)
         for name in wanted.backends:
@@ -196,6 +212,10 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
             raise GumihoError(
                 f"--{option.replace('_', '-')} means nothing to --backend vllm, which grows no tree: leave it out"
             )
+    if args.weights or args.draft_weights:
+        raise GumihoError(
+            "--weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
+        )
     if len(args.backend) > 1:
         raise GumihoError("--backend vllm writes no bundle: export for the other backends in a run of their own")
     pair = open_pair(args)

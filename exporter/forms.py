@@ -11,13 +11,14 @@ from graphs.tree import TreeConfig
 from .pair import Pair
 
 _CHUNK = 128
-_STEP = 8  # positions: fused attention wants its keys in multiples
+_STEP = 64  # positions of caches in place: TensorRT wants every address it is given aligned to 256 bytes
 
 
 @dataclass(frozen=True)
 class Needs:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
-    computes in, the default first. spare: a dialect to fall back on where the device cannot do with the first.
+    computes in, the default first. spare: a dialect to fall back on where the device cannot do with the first. codes, block: of
+    quantized weights, see ``Int4``.
     """
 
     dialect: type[Plain]
@@ -25,6 +26,8 @@ class Needs:
     static: bool
     dtypes: tuple[torch.dtype, ...]
     spare: type[Plain] | None = None
+    codes: torch.dtype = torch.uint8
+    block: int = 32
 
 
 _GPU = (torch.float16, torch.float32)
@@ -34,7 +37,8 @@ BACKENDS: Mapping[str, Needs] = {
     # CUDA graphs need every shape to be known.
     "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU),
     "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU),
-    "tensorrt": Needs(Standard, rows=64, static=True, dtypes=_GPU, spare=Decomposed),
+    # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
+    "tensorrt": Needs(Standard, rows=64, static=True, dtypes=_GPU, spare=Decomposed, codes=torch.int8, block=64),
 }
 
 

@@ -32,7 +32,7 @@ def eager(
 def record(target: Target, target_caches: list[Tensor], drafter: Drafter, draft_caches: list[Tensor]) -> dict[str, np.ndarray]:
     """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches."""
     run: dict[str, Tensor] = {}
-    vocabulary = target.lm_head.out_features
+    vocabulary = target.embed_tokens.num_embeddings
     assert drafter.tree
     # No longer than the tree: a pass of that many rows fits every backend.
     prompt = torch.randint(

@@ -291,11 +291,19 @@ def _trt_trilu(use: Use) -> str:
 
 
 def _trt_dequantize(use: Use) -> str:
-    """QuantDequantLinearHelper: one scale, one per entry of the axis, or one per block along one axis."""
+    """QuantDequantLinearHelper: one scale, one per entry of the axis, or one per block along one axis. The sizes of int4 blocks
+    are those of the documentation of quantized types."""
     x, scale = use.shape(0), use.shape(1)
     if len(scale) > 1 and (len(scale) != len(x) or sum(a != b for a, b in zip(x, scale, strict=True)) != 1):
         return "has a scale that is not its input's shape cut into blocks along one axis"
-    return "has 4-bit rows of odd length" if _odd_nibbles(use) else ""
+    if _odd_nibbles(use):
+        return "has 4-bit rows of odd length"
+    block = use.whole("block_size", 0)
+    return (
+        f"has 4-bit blocks of {block}, documented are 64 and 128"
+        if use.type(0) in _dtypes("n") and block not in (64, 128)
+        else ""
+    )
 
 
 # TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, narrowed by what its onnxOpImporters.cpp and

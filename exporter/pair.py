@@ -1,7 +1,7 @@
 """A target and its drafter: do they fit, and which checkpoint tensors make up which graph parameter."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
-from graphs.ops import Plain
+from graphs.ops import Int4, Plain
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
 from .weights import Source
 
 _SLICE_ELEMENTS = 16 << 20
+_NUMBERS: Mapping[str, Int4] = {}
 
 
 class Pair:
@@ -120,14 +121,20 @@ class Pair:
             reason = str(error).strip().splitlines()[0]
             raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
 
-    def modules(self, tree: TreeConfig, capacity: int, positions: int, ops: type[Plain] = Plain) -> dict[str, Target | Drafter]:
-        """The graphs of a bundle, without weights (on the meta device)."""
+    def modules(
+        self, tree: TreeConfig, capacity: int, positions: int, ops: type[Plain] = Plain, int4: Mapping[str, Int4] = _NUMBERS
+    ) -> dict[str, Target | Drafter]:
+        """The graphs of a bundle, without weights (on the meta device).
+
+        int4: how the weights of ``target`` and ``draft`` are quantized, where they are.
+        """
         with torch.device("meta"):
             grown, cut = (
-                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops) for t in (tree, None)
+                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops.drafting(), int4.get("draft"))
+                for t in (tree, None)
             )
             return {
-                "target": Target(self.target_shape, capacity, positions, ops).eval(),
+                "target": Target(self.target_shape, capacity, positions, ops, int4.get("target")).eval(),
                 "draft": grown.eval(),
                 "extend": cut.eval(),
             }
@@ -139,21 +146,24 @@ class Pair:
             sources["lm_head.weight"] = sources["embed_tokens.weight"]
         return sources | self._rotary(self.target_config, positions)
 
-    def draft_sources(self, heads: int, positions: int) -> dict[str, Source]:
-        """The drafter's parameters; what it shares with the target is read from there."""
+    def draft_sources(self, heads: int, positions: int, int4: Int4 | None = None) -> dict[str, Source]:
+        """The drafter's parameters; what it shares with the target is read from there. int4: how they will be quantized."""
         names = [name for name in self._expected_drafter() if not name.startswith("mlp.")]
         sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
         sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
         sources["lm_head.weight"] = target["lm_head.weight"]
         h = self.draft_shape.hidden
+        input_major = int4 is None or not int4.fits(h)
         if heads:
             for block in range(self.blocks + 1):
                 weights = [f"mlp.{head}.{block}.linear.weight" for head in range(heads)]
                 biases = [f"mlp.{head}.{block}.linear.bias" for head in range(heads)]
                 stacked = Source((heads, 1, h), partial(self._stack, biases, transposed=False))
                 if block:
-                    sources[f"heads.weight.{block - 1}"] = Source((heads, h, h), partial(self._stack, weights, transposed=True))
+                    sources[f"heads.weight.{block - 1}"] = Source(
+                        (heads, h, h), partial(self._stack, weights, transposed=input_major)
+                    )
                     sources[f"heads.bias.{block - 1}"] = stacked
                 else:
                     sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
@@ -180,6 +190,6 @@ class Pair:
     def _rotary(config: Any, positions: int) -> dict[str, Source]:
         cos, sin = rotary_tables(config, positions)
         return {
-            "rotary.cos": Source(tuple(cos.shape), lambda: iter((cos,)), exact=True),
-            "rotary.sin": Source(tuple(sin.shape), lambda: iter((sin,)), exact=True),
+            "rotary.cos": Source(tuple(cos.shape), lambda: iter((cos,)), torch.float32),
+            "rotary.sin": Source(tuple(sin.shape), lambda: iter((sin,)), torch.float32),
         }

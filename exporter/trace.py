@@ -24,7 +24,10 @@ from .weights import Location
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose outputs grow with past_length: what the tracer was told of their shape does not hold.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention")
-_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
+_DTYPES = {
+    torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT4,  # two codes to a byte
+}  # fmt: skip
 
 
 def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -100,6 +103,9 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
 
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
     dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
+    if dtype == ir.DataType.INT4:  # of one axis for the blocks, whose last byte's halves are numbers of their own
+        *rows, blocks, half = place.shape
+        shape = ir.Shape([*rows, 2 * blocks * half])
     return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
 
 
@@ -164,7 +170,8 @@ def trace(
     _name_axes(model, inputs)
     for name, value in model.graph.initializers.items():
         if name in locations:
-            value.const_value = _external(name, locations[name], bundle)
+            tensor = _external(name, locations[name], bundle)
+            value.const_value, value.shape, value.type = tensor, tensor.shape, ir.TensorType(tensor.dtype)
     _split_parts(model, locations, bundle)
     _simplify(model)
     for name, value in list(model.graph.initializers.items()):

@@ -1,7 +1,7 @@
 """``--validate``: the bundle's engines against eager PyTorch reading the checkpoints themselves.
 
 The target is compared with transformers' own Llama, the drafter with the traced module fed from the checkpoint's tensors, so
-that an error in packing, tracing or compiling shows. Both are held in memory whole, in fp32.
+that an error in packing, tracing or compiling shows. Both are held in memory whole, in fp32, and quantized where the bundle is.
 """
 
 from pathlib import Path
@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from graphs.drafter import Drafter
+from graphs.ops import dequantize
 from runtime.model import load
 
 from .bundle import Plan
 from .trace import signature
+from .weights import Source, scale_of
 
 _POSITIONS = 256
 
@@ -31,9 +33,13 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # loose shards, which transformers' own loader does not take, are read as well
     llama = LlamaForCausalLM(plan.pair.target_config).float().eval()
-    state = {n if n == "lm_head.weight" else f"model.{n}": checkpoint.read(n).float() for n in checkpoint.names()}
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    llama.load_state_dict(state, assign=True)
+    numbers = {n: checkpoint.read(n).float() for n in checkpoint.names()}
+    numbers.setdefault("lm_head.weight", numbers["embed_tokens.weight"])
+    sources = plan.sources()["weights/target.bin"]
+    for name, scale in ((n, scale_of(n)) for n in numbers):
+        if name != scale and scale in sources:
+            numbers[name] = dequantize(_read(sources[name]), _read(sources[scale])).float()
+    llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in numbers.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
 
@@ -65,20 +71,19 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
     """The tree behind ``ids``, its drafter reading the target's hidden rows from transformers."""
-    module = plan.pair.modules(plan.tree, plan.capacity, plan.positions)["draft"]
+    module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, int4=plan.int4(plan.codes[0]))["draft"]
     assert isinstance(module, Drafter)
-    heads = max(0, plan.tree.depth - plan.tree.serial_steps)
-    sources = plan.pair.draft_sources(heads, plan.positions)
-    state = {
-        name: torch.cat([s.float().reshape(-1) for s in source.slices()]).reshape(source.shape)
-        for name, source in sources.items()
-    }
-    module.load_state_dict(state, assign=True)
+    state = {name: _read(source) for name, source in plan.sources()["weights/draft.bin"].items()}
+    module.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, assign=True)
     caches = [
         example for name, example, _ in signature(module, torch.float32)[0] if name.startswith(("past_key", "past_value"))
     ]
     tokens, path = torch.cat((ids[1:], torch.tensor([pending]))), torch.arange(len(ids))
     return module(tokens, hidden, path, torch.tensor([len(ids)]), torch.tensor([0]), caches)[4]
+
+
+def _read(source: Source) -> Tensor:
+    return torch.cat([s.reshape(-1) for s in source.slices()]).reshape(source.shape)
 
 
 def _relative(found: np.ndarray, expected: Tensor) -> float:

@@ -1,6 +1,7 @@
-"""Named tensors -> aligned weight files, streamed a slice at a time; equal tensors are stored once."""
+"""Named tensors -> aligned weight files, quantized on the way, streamed a slice at a time; equal tensors are stored once."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -10,19 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphs.ops import Int4
+
 ALIGNMENT = 4096
+_SLICE_ELEMENTS = 1 << 20
+_STEPS = 7.0, 7.5, 8.0, 8.5  # that a block's largest number may be long; codes reach from -8 to 7
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter's values come from. ``slices()`` yields them in storage order, whatever their stored dtype."""
+    """Where a parameter's values come from. ``slices()`` yields them in storage order, whatever their stored dtype.
+
+    fixed: what they are kept in, whatever the bundle's dtype: fp32 for the rotary tables, bytes for codes.
+    """
 
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
-    exact: bool = False  # keeps fp32 whatever the bundle's dtype: the rotary tables
+    fixed: torch.dtype | None = None
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.exact else dtype
+        return self.fixed or dtype
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return prod(self.shape) * self.dtype(dtype).itemsize
@@ -42,6 +50,66 @@ class Location:
         """The values, mapped from the file (copy on write), not read."""
         array = np.memmap(bundle / self.file, np.uint8, "c", self.offset, (self.length,))
         return torch.from_numpy(array).view(self.dtype).reshape(self.shape)
+
+
+def scale_of(weight: str) -> str:
+    """The name of the scales that belong to a matrix' codes."""
+    return weight.replace("weight", "scale")
+
+
+def quantize(values: Tensor, int4: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales of dtype, as ``Int4`` has them, for matrices [..., N, K].
+
+    A block's scale is the one of ``_STEPS`` with the smallest squared error: over a matrix a fifth less than with 7 steps
+    alone, for trained weights as for Gaussian ones. It is positive, as TensorRT wants it.
+    """
+    blocks = values.float().unflatten(-1, (-1, int4.block))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    for steps in _STEPS:
+        tried = (largest / steps).to(dtype).float()
+        tried = torch.where(tried > 0, tried, 1.0)
+        error = (_codes(blocks, tried) * tried - blocks).square().sum(-1, keepdim=True)
+        scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
+    codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
+    packed = codes[..., 0::2] & 15 | codes[..., 1::2] << 4
+    return (packed if int4.codes == torch.int8 else packed ^ 0x88).view(int4.codes), scale[..., 0].to(dtype)
+
+
+def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
+    return (blocks / scale).round_().clamp_(-8, 7)
+
+
+def quantized(source: Source, name: str, int4: Int4, dtype: torch.dtype) -> dict[str, Source]:
+    """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'."""
+    blocks = (*source.shape[:-1], source.shape[-1] // int4.block)
+    rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), deque[Tensor]()
+
+    def codes() -> Iterator[Tensor]:
+        made.clear()
+        for values in source.slices():
+            for part in values.split(rows):
+                codes, scale = quantize(part, int4, dtype)
+                made.append(scale)
+                yield codes
+
+    def scales() -> Iterator[Tensor]:
+        while made:
+            yield made.popleft()
+
+    return {name: Source((*blocks, int4.block // 2), codes, int4.codes), scale_of(name): Source(blocks, scales, dtype)}
+
+
+def recoded(place: Location, bundle: Path) -> Source:
+    """Packed codes as the other type has them: the top bit of each is turned."""
+    other = torch.int8 if place.dtype == torch.uint8 else torch.uint8
+    rows = max(1, _SLICE_ELEMENTS // prod(place.shape[1:]))
+
+    def slices() -> Iterator[Tensor]:
+        for part in place.mapped(bundle).view(torch.uint8).split(rows):
+            yield (part ^ 0x88).view(other)
+
+    return Source(place.shape, slices, other)
 
 
 class Packer:

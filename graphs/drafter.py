@@ -6,51 +6,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layer import Layer, LlamaShape, Rotary
-from .ops import Cache, Past, Plain
+from .layer import Layer, Linear, LlamaShape, Rotary, matrix
+from .ops import Cache, Int4, Past, Plain
 from .tree import TreeConfig, grow
 
 
 class Heads(nn.Module):
     """All heads at once: one GEMM for their first block, a batched one for each block after it.
 
-    first: [n * H, 2H], the heads' first weights stacked; blocks: [n, H, H] each, stored input-major.
+    first: [n * H, 2H], the heads' first weights stacked; blocks: [n, H, H] each, stored input-major, or output-major where they
+    are quantized.
     """
 
-    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain]) -> None:
+    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], int4: Int4 | None) -> None:
         super().__init__()
         self.count, self.ops = heads, ops
-        self.first = nn.Linear(2 * hidden, heads * hidden)
-        self.weight = nn.ParameterList([torch.empty(heads, hidden, hidden) for _ in range(blocks)])
+        self.first = Linear(2 * hidden, heads * hidden, True, ops, int4)
+        made = [matrix((heads, hidden, hidden), int4) for _ in range(blocks)]
+        self.weight = nn.ParameterList([weight for weight, _ in made])
+        self.scale = nn.ParameterList([scale for _, scale in made if scale is not None])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
 
     def forward(self, pairs: Tensor) -> Tensor:
         """pairs: [P, 2H] -> [heads, P, H]."""
         x = F.silu(self.first(pairs)).reshape(pairs.shape[0], self.count, -1).transpose(0, 1)
-        return self.ops.residual(x, list(self.weight), list(self.bias))
+        return self.ops.residual(x, list(self.weight), list(self.scale), list(self.bias))
 
 
 class Drafter(nn.Module):
     """The drafter of a pair; without a tree it is cut off before it, and only extends its caches.
 
-    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first.
+    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first. int4: how its
+    matrices are quantized, all but the embedding.
     """
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Plain] = Plain,
+        ops: type[Plain] = Plain, int4: Int4 | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=fc_bias)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
+        self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, int4)
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, int4, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
         if tree:
-            self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+            self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, int4)
             used = tree.depth - tree.serial_steps
             if used > 0:
-                self.heads = Heads(used, shape.hidden, blocks, ops)
+                self.heads = Heads(used, shape.hidden, blocks, ops, int4)
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops import Plain, Rows
+from .ops import Int4, Plain, Rows
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,29 @@ class LlamaShape:
     eps: float
     attention_bias: bool = False
     mlp_bias: bool = False
+
+
+def matrix(shape: tuple[int, ...], int4: Int4 | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Parameters of matrices of a shape [..., N, K]: numbers, or ``Int4`` codes and their scales where rows are whole blocks."""
+    if int4 is None or not int4.fits(shape[-1]):
+        return nn.Parameter(torch.empty(shape)), None
+    blocks = (*shape[:-1], shape[-1] // int4.block)
+    codes = torch.empty(*blocks, int4.block // 2, dtype=int4.codes)
+    return nn.Parameter(codes, requires_grad=False), nn.Parameter(torch.empty(blocks))
+
+
+class Linear(nn.Module):
+    """weight: see ``matrix``; its scale bears its name with ``scale`` in place of ``weight``."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], int4: Int4 | None) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight, self.scale = matrix((outputs, inputs), int4)
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, inputs] -> [n, outputs]."""
+        return self.ops.linear(x, self.weight, self.scale, self.bias)
 
 
 class Norm(nn.Module):
@@ -47,14 +70,14 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Only the projections: which rows and caches attend to each other is the caller's business."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        bias = shape.attention_bias
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
+        how = shape.attention_bias, ops, int4
+        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *how)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, *how)
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
         """x: [n, H], position: int64 [n]."""
@@ -63,11 +86,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=shape.mlp_bias)
+        how = shape.mlp_bias, ops, int4
+        self.gate_proj = Linear(shape.hidden, shape.intermediate, *how)
+        self.up_proj = Linear(shape.hidden, shape.intermediate, *how)
+        self.down_proj = Linear(shape.intermediate, shape.hidden, *how)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -76,12 +100,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A decoder layer in two halves, with the attention itself between them. Parameter names are the checkpoints'."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], input_norm: bool = True) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape, ops) if input_norm else nn.Identity()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, ops, int4)
         self.post_attention_layernorm = Norm(shape, ops)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(shape, ops, int4)
 
     def project(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
         """x: [n, H], position: int64 [n]."""

@@ -13,6 +13,30 @@ from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
 Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim]
+_SLICE_ELEMENTS = 16 << 20
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Matrices [..., N, K] as 4-bit codes [..., N, K / block, block / 2] and scales [..., N, K / block]: w = scale * code.
+
+    block: numbers of a row that share a scale. codes: two to a byte, the first in the low bits; torch.int8 says that they are
+    two's complement, as ONNX has them, torch.uint8 that each is 8 more than it means, as MatMulNBits wants them.
+    """
+
+    block: int
+    codes: torch.dtype
+
+    def fits(self, inputs: int) -> bool:
+        """Whether rows of so many numbers are whole blocks. Matrices of others are not quantized."""
+        return inputs % self.block == 0
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """The numbers that ``Int4`` codes and scales stand for, [..., N, K] of the scales' dtype."""
+    moved = codes.view(torch.uint8) ^ 0x88 if codes.dtype == torch.int8 else codes
+    pairs = torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
+    return ((pairs.to(scale.dtype) - 8) * scale[..., None]).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -61,6 +85,46 @@ class Plain:
 
     opset = 24
     appends = False  # a pass returns its rows' keys and values alone
+    accuracy_level = 0  # of MatMulNBits: 4 lets it round what it multiplies to int8, 0 says nothing
+
+    @classmethod
+    def drafting(cls) -> type["Plain"]:
+        """The drafter's spelling, which may be less exact: what it drafts changes no token."""
+        return cls
+
+    @classmethod
+    def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Int4`` codes where there is a scale; bias: [N] -> [n, N].
+
+        When traced, codes are spelled as they are kept: two's complement by DequantizeLinear, else by MatMulNBits.
+        """
+        if scale is None:
+            return F.linear(x, weight, bias)
+        (outputs, inputs), block = (weight.shape[0], x.shape[1]), 2 * weight.shape[2]
+        if not is_in_onnx_export():
+            rows = max(1, _SLICE_ELEMENTS // inputs)
+            slices = zip(weight.split(rows), scale.split(rows), strict=True)
+            out = torch.cat([x @ dequantize(*part).T for part in slices], dim=-1)
+        elif weight.dtype == torch.int8:
+            numbers = ops.symbolic(
+                "DequantizeLinear",
+                (weight, scale),
+                {"axis": 1, "block_size": block},
+                dtype=scale.dtype,
+                shape=[outputs, inputs],
+                version=21,
+            )
+            out = F.linear(x, numbers)
+        else:
+            out = ops.symbolic(
+                "com.microsoft::MatMulNBits",
+                (x, weight, scale),
+                {"K": inputs, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": cls.accuracy_level},
+                dtype=x.dtype,
+                shape=[x.shape[0], outputs],
+                version=1,
+            )
+        return out if bias is None else out + bias
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,15 +195,42 @@ class Plain:
         out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ values[0]
         return _join(out.reshape(1, heads, n, d)), own
 
-    @staticmethod
-    def residual(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    @classmethod
+    def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """Residual blocks of several heads side by side: x + SiLU(x @ weight + bias), block after block.
 
-        x: [heads, P, H]; weights: [heads, H, H] each, input-major; biases: [heads, 1, H] each. Returns [heads, P, H].
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or ``Int4`` codes where there are scales, which are
+        output-major and have a product per head; biases: [heads, 1, H] each. Returns [heads, P, H].
         """
+        if scales:
+            return cls._by_head(x, weights, scales, biases)
         for weight, bias in zip(weights, biases, strict=True):
             x = x + F.silu(x @ weight + bias)
         return x
+
+    @classmethod
+    def _by_head(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """``residual``, a product per head and block; of numbers only when traced."""
+
+        def part(stacked: Tensor, i: int) -> Tensor:
+            """``stacked[i]``, which ``exporter.trace`` turns into a parameter of its own over the same bytes."""
+            if not is_in_onnx_export():
+                return stacked[i]
+            shape = stacked.shape[1:]
+            return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=stacked.dtype, shape=shape, version=1)
+
+        done = []
+        for i in range(x.shape[0]):
+            head = x[i]
+            for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                if scales:
+                    out = cls.linear(head, part(weight, i), part(scales[j], i), part(bias, i))
+                else:
+                    inputs = (head, part(weight, i), part(bias, i))
+                    out = ops.symbolic("Gemm", inputs, {}, dtype=x.dtype, shape=head.shape, version=13)
+                head = head + F.silu(out)
+            done.append(head)
+        return torch.stack(done)
 
     @staticmethod
     def gather(x: Tensor, index: Tensor) -> Tensor:
@@ -248,6 +339,10 @@ class Contrib(Standard):
 
     opset = 23  # the last one that the ONNX Runtime of Python 3.10 knows
 
+    @classmethod
+    def drafting(cls) -> type[Plain]:
+        return Rounding
+
     @staticmethod
     def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
         """When traced: the rows' part of the mask as a bias, behind zeros for the past; None for causal rows."""
@@ -281,24 +376,12 @@ class Contrib(Standard):
         )
         return out[0], keys, values
 
-    @staticmethod
-    def residual(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    @classmethod
+    def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """When traced: a Gemm per head and block, since ONNX Runtime packs no weights of three dimensions."""
         if not is_in_onnx_export():
-            return Plain.residual(x, weights, biases)
-
-        def part(stacked: Tensor, i: int) -> Tensor:
-            """``stacked[i]``, which ``exporter.trace`` turns into a parameter of its own over the same bytes."""
-            return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=x.dtype, shape=stacked.shape[1:], version=1)
-
-        done = []
-        for i in range(x.shape[0]):
-            head = x[i]
-            for weight, bias in zip(weights, biases, strict=True):
-                inputs = (head, part(weight, i), part(bias, i))
-                head = head + F.silu(ops.symbolic("Gemm", inputs, {}, dtype=x.dtype, shape=head.shape, version=13))
-            done.append(head)
-        return torch.stack(done)
+            return super().residual(x, weights, scales, biases)
+        return cls._by_head(x, weights, scales, biases)
 
     @classmethod
     def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,6 +409,14 @@ class Contrib(Standard):
         past = length + sum(pair[0].shape[2] for pair in beside)
         bias = cls._bias(seen, length, k.dtype)
         return cls._grouped(rows, q, k, rows.v, (before[0], before[1]), past, bias, rotary=False)[0], own
+
+
+class Rounding(Contrib):
+    """``Contrib`` whose int4 products round their rows to int8. A rounding turns over on differences as small as another order
+    of summation makes: a target spelled so would choose otherwise over a tree than over one row.
+    """
+
+    accuracy_level = 4
 
 
 class Basic(Plain):

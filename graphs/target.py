@@ -5,21 +5,26 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layer import Layer, LlamaShape, Norm, Rotary
-from .ops import Plain
+from .layer import Layer, Linear, LlamaShape, Norm, Rotary
+from .ops import Int4, Plain
 
 
 class Target(nn.Module):
-    """The target of a pair. Parameter names are those of Llama checkpoints, without their leading ``model.``."""
+    """The target of a pair. Parameter names are those of Llama checkpoints, without their leading ``model.``.
 
-    def __init__(self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain) -> None:
+    int4: how its matrices are quantized, all but the embedding.
+    """
+
+    def __init__(
+        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, int4: Int4 | None = None
+    ) -> None:
         super().__init__()
         self.capacity, self.ops = capacity, ops
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops) for _ in range(shape.layers)])  # type: ignore[assignment]
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, int4) for _ in range(shape.layers)])  # type: ignore[assignment]
         self.norm = Norm(shape, ops)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, int4)
 
     def forward(
         self, tokens: Tensor, depth: Tensor, mask: Tensor, past_length: Tensor, caches: list[Tensor]

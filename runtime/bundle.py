@@ -32,12 +32,14 @@ class Graph:
     """A graph of the bundle.
 
     file: relative to the bundle, as are the weights it names. weights: bytes of those. reads: bytes of weights that a pass reads,
-    a matrix that is multiplied twice counted twice and an embedding not at all.
+    a matrix that is multiplied twice counted twice and an embedding not at all. precision: of its products, the bundle's dtype, or
+    int8 where the rows of a pass are rounded to meet int4 weights.
     """
 
     file: str
     weights: int
     reads: int
+    precision: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
@@ -83,8 +85,8 @@ class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
     capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and
-    sha256.
+    it is grown, for the reader. weights: how those of ``target`` and ``draft`` are quantized, for the reader; others are kept in
+    dtype. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and sha256.
     """
 
     capacity: int
@@ -93,6 +95,7 @@ class Manifest:
     vocabulary: int
     hidden: int
     dtype: str
+    weights: Mapping[str, str]
     eos_token_ids: tuple[int, ...]
     forms: Mapping[str, Form]
     tree: Mapping[str, Any]
@@ -140,7 +143,7 @@ def _form(raw: Any) -> Form:
 
 
 def _graph(raw: Any) -> Graph:
-    return Graph(raw["file"], int(raw["weights"]), int(raw["reads"]), *(tuple(Port(p["name"], p["dtype"], tuple(p["shape"])) for p in raw[k]) for k in ("inputs", "outputs")))  # fmt: skip
+    return Graph(raw["file"], int(raw["weights"]), int(raw["reads"]), raw["precision"], *(tuple(Port(p["name"], p["dtype"], tuple(p["shape"])) for p in raw[k]) for k in ("inputs", "outputs")))  # fmt: skip
 
 
 class Bundle:

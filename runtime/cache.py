@@ -1,6 +1,6 @@
 """The KV slab, and what it means to keep a path."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +51,22 @@ class Slab:
         """
         start, fresh = int(self.length[0]), self._fresh[graph.file]
         first = 0 if graph.appends else start
-        for i, row in enumerate(path):
-            if graph.appends or row != i:
-                self._device.move(self.data, start + i, fresh, first + row)
+        for at, row, count in _runs(path, graph.appends):
+            if graph.appends or row != at:
+                self._device.move(self.data, start + at, fresh, first + row, count)
         self.length[0] = start + len(path)
+
+
+def _runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:
+    """A path in pieces that one copy can move: place, first row, and how many rows follow one another.
+
+    apart: whether rows are copied to other memory; within the same, a piece must end before the rows it would overwrite.
+    """
+    at = 0
+    while at < len(path):
+        row, count = path[at], 1
+        longest = len(path) - at if apart or row == at else min(len(path) - at, row - at)
+        while count < longest and path[at + count] == row + count:
+            count += 1
+        yield at, row, count
+        at += count

@@ -134,5 +134,7 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     try:
         return Model(opened, form, engines, memory)
     except GumihoError:
+        for engine in engines.values():
+            engine.close()
         memory.close()
         raise

@@ -6,6 +6,7 @@ its own, and a buffer that the host changes before the device has read it, since
 
 import ctypes
 from collections.abc import Callable, Mapping
+from threading import get_ident
 
 import numpy as np
 import onnxruntime as ort
@@ -16,11 +17,19 @@ from runtime.devices import Accelerator, DeviceArray, Staging
 class Lazy(Accelerator):
     def __init__(self) -> None:
         self.stream = 0
+        self.enter()
         self.queue: list[Callable[[], None]] = []
         self.blocks: list[np.ndarray] = []
         self.launches = 0
 
+    def details(self) -> dict[str, str]:
+        return {}
+
+    def enter(self) -> None:
+        self.thread = get_ident()
+
     def allocate(self, nbytes: int) -> int:
+        assert self.thread == get_ident(), "the thread has not entered the device"
         return self.allocate_pinned(nbytes).ctypes.data
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
@@ -28,9 +37,11 @@ class Lazy(Accelerator):
         return self.blocks[-1]
 
     def fill(self, address: int, nbytes: int) -> None:
+        assert self.thread == get_ident(), "the thread has not entered the device"
         self.queue.append(lambda: ctypes.memset(address, 0, nbytes))
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
+        assert self.thread == get_ident(), "the thread has not entered the device"
         self.queue.append(lambda: ctypes.memmove(destination, source, nbytes))
 
     def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:

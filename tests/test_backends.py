@@ -205,10 +205,10 @@ def test_a_failed_compilation_leaves_nothing(running: tuple[str, str], bundle: P
     name, device = running
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
-    broken = Bundle(copy).manifest.form(name).graphs["draft"].file
-    (copy / broken).write_bytes(b"this is no graph at all")
-    manifest = json.loads((copy / "gumiho.json").read_text())
-    manifest["files"][broken] = [(copy / broken).stat().st_size, file_hash(copy / broken)]
+    form, manifest = Bundle(copy).manifest.form(name), json.loads((copy / "gumiho.json").read_text())
+    for broken in (graphs["draft"].file for graphs in (form.graphs, form.spare) if graphs):
+        (copy / broken).write_bytes(b"this is no graph at all")
+        manifest["files"][broken] = [(copy / broken).stat().st_size, file_hash(copy / broken)]
     (copy / "gumiho.json").write_text(json.dumps(manifest))
     with pytest.raises(GumihoError, match="draft"):
         compile_engines(Bundle(copy), made(name, device))

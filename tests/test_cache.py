@@ -22,7 +22,7 @@ def graph(name: str, layers: int, kv_heads: int, capacity: int, head_dim: int, r
         return [Port(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")]
 
     written = ports("new", rows) if rows else ports("present", capacity)
-    return Graph(name, 0, 0, (Port("tokens", "int64", ("rows",)), *ports("past", capacity)), tuple(written))
+    return Graph(name, 0, 0, "float32", (Port("tokens", "int64", ("rows",)), *ports("past", capacity)), tuple(written))
 
 
 def write(device: Device, array: object, values: np.ndarray) -> None:

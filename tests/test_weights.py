@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 def source(tensor: Tensor, pieces: int = 1, exact: bool = False) -> Source:
-    return Source(tuple(tensor.shape), lambda: iter(tensor.chunk(pieces)), exact)
+    return Source(tuple(tensor.shape), lambda: iter(tensor.chunk(pieces)), torch.float32 if exact else None)
 
 
 def packer(folder: Path, dtype: torch.dtype = torch.float32) -> Packer:

@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> int:
             names = signature(module, dtype)[1]  # type: ignore[arg-type]
             for output, a, b in zip(names, found, expected, strict=True):
                 if a.dtype.is_floating_point:
-                    error = float((a.float() - b.float()).abs().max() / b.float().abs().max())
-                    print(f"{name} {output}: largest difference {error:.1e} of the largest value")
+                    off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+                    print(f"{name} {output}: largest difference {off:.1e} of the largest value")
                 else:
                     print(f"{name} {output}: {int((a != b).sum())} of {a.numel()} differ")
     except GumihoError as error:

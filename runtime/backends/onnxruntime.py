@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import onnxruntime as ort
 
-from ..bundle import Bundle
+from ..bundle import Bundle, Port
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
 
@@ -80,7 +80,8 @@ class Cuda:
         from ..devices.cuda import Cuda as Gpu
 
         ort.preload_dlls()
-        self._index, self._device = int(device or 0), Gpu(int(device or 0))
+        self._device = Gpu(int(device or 0))
+        self._device.close()  # to ask about: engines get one of their own
 
     def versions(self) -> dict[str, str]:
         return {"onnxruntime": ort.__version__, "device": self._device.name}
@@ -99,7 +100,7 @@ class Cuda:
             options = self._options(bundle)
             options.optimized_model_filepath = str(folder / f"{name}.onnx")
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-            session = _session(bundle.path / graph.file, options, _CUDA, self._settings(graphs=False))
+            session = _session(bundle.path / graph.file, options, _CUDA, self._settings(None))
             elsewhere = sorted(
                 f"{node.op_type} on {part.ep_name}"
                 for part in session.get_provider_graph_assignment_info()
@@ -112,14 +113,13 @@ class Cuda:
                 )
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "CudaEngine"], Device]:
-        engines = {}
-        for name in bundle.manifest.form(self.NAME).graphs:
+        engines, device = {}, type(self._device)(self._device.index)
+        for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             options = self._options(bundle)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            engines[name] = CudaEngine(
-                _session(folder / f"{name}.onnx", options, _CUDA, self._settings(graphs=True)), self._device
-            )
-        return engines, self._device
+            session = _session(folder / f"{name}.onnx", options, _CUDA, self._settings(device.stream))
+            engines[name] = CudaEngine(session, graph.outputs, device)
+        return engines, device
 
     @staticmethod
     def _options(bundle: Bundle) -> ort.SessionOptions:
@@ -127,15 +127,10 @@ class Cuda:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options
 
-    def _settings(self, graphs: bool) -> dict[str, str]:
-        """graphs: whether runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
-        return {
-            "device_id": str(self._index),
-            "user_compute_stream": str(self._device.stream),
-            "enable_cuda_graph": str(int(graphs)),
-            "use_tf32": "0",
-            "arena_extend_strategy": "kSameAsRequested",
-        }
+    def _settings(self, stream: int | None) -> dict[str, str]:
+        """stream: on which runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
+        settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+        return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
 
 
 def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
@@ -151,7 +146,8 @@ def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
 def _session(file: Path, options: ort.SessionOptions, provider: str, settings: Mapping[str, str]) -> ort.InferenceSession:
     """A session on one provider. Raises GumihoError where another one was taken, which ONNX Runtime does in silence."""
     try:
-        session = ort.InferenceSession(file.read_bytes(), options, providers=[(provider, dict(settings))])
+        # Without fallback: a provider that fails is tried again on another one otherwise, and what it said is lost.
+        session = ort.InferenceSession(file.read_bytes(), options, providers=[(provider, dict(settings))], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         raise GumihoError(f"ONNX Runtime {ort.__version__} cannot load {file}: {str(error).strip().splitlines()[0]}") from None
     if session.get_providers()[0] != provider:
@@ -207,11 +203,12 @@ class Engine:
 
 
 class CudaEngine:
-    """A session on CUDA. Every bound call is recorded as a CUDA graph of its own when it first runs."""
+    """A session on CUDA. Every bound call is recorded as a CUDA graph of its own when a thread first makes it; ONNX Runtime then
+    runs it three times over, which writes the same rows to the same places."""
 
-    def __init__(self, session: ort.InferenceSession, device: Accelerator) -> None:
+    def __init__(self, session: ort.InferenceSession, outputs: tuple[Port, ...], device: Accelerator) -> None:
         self._session: ort.InferenceSession | None = session
-        self._device = device
+        self._device, self._ports = device, outputs
         self._inputs = {value.name for value in session.get_inputs()}
         self._outputs = {value.name for value in session.get_outputs()}
         self._calls = 0
@@ -228,14 +225,17 @@ class CudaEngine:
         index = self._device.index
 
         def launch(places: Mapping[str, DeviceArray]) -> None:
-            session.run_with_iobinding(binding, options)
+            try:
+                session.run_with_iobinding(binding, options)
+            except Exception as error:  # ONNX Runtime's exceptions share no public base class
+                raise GumihoError(f"ONNX Runtime {ort.__version__} failed while running an engine: {error}") from None
 
-        call = Staging(self._device, buffers, self._inputs, self._outputs, launch, capturable=False)
+        # What is dropped needs a place all the same: a recorded run may not allocate, and writes where it was recorded to.
+        dropped = {p.name: self._device.zeros(tuple(map(int, p.shape)), p.dtype) for p in self._ports if p.name not in buffers}
+        call = Staging(self._device, {**buffers, **dropped}, self._inputs, self._outputs, launch, capturable=False)
         for name, place in call.buffers.items():
             bind = binding.bind_input if name in self._inputs else binding.bind_output
             bind(name, "cuda", index, place.dtype, place.shape, place.address)
-        for name in self._outputs - call.buffers.keys():
-            binding.bind_output(name, "cuda", index)
         return call
 
     def close(self) -> None:

@@ -6,7 +6,10 @@ fused attention for these shapes, or a wrong one, the graphs that spell attentio
 """
 
 import json
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +29,7 @@ except ImportError as error:
 
 _OLDEST = (10, 15)
 _CHOICE = "attention.json"
+_ALIGNMENT = 256  # of every address that a context is given
 _STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # 11 knows nothing else and still takes the flag
 
 
@@ -41,8 +45,11 @@ class _Log(trt.ILogger):
             self.error = msg.strip()
 
 
+_LOG = _Log()  # one for good: what TensorRT makes may keep to the first logger of a process, which must outlive it
+
+
 class _Progress(trt.IProgressMonitor):
-    """Tells of the phases of a build, and cancels it at an interrupt."""
+    """Tells of the phases of a build, and cancels it where it is asked to. TensorRT swallows what its methods raise."""
 
     def __init__(self, name: str, tell: Callable[[str], object]) -> None:
         super().__init__()
@@ -53,14 +60,32 @@ class _Progress(trt.IProgressMonitor):
             self.tell(f"{self.name}: {phase_name}, {num_steps} steps")
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        try:
-            return not self.interrupted
-        except KeyboardInterrupt:
-            self.interrupted = True
-            return False
+        return not self.interrupted
 
     def phase_finish(self, phase_name: str) -> None:
         pass
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within it a signal that would raise KeyboardInterrupt cancels the build instead, and raises it behind it."""
+        raising = [
+            number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.default_int_handler
+        ]
+        if threading.current_thread() is not threading.main_thread():
+            raising = []  # signals are the main thread's
+
+        def interrupt(*_: object) -> None:
+            self.interrupted = True
+
+        for number in raising:
+            signal.signal(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in raising:
+                signal.signal(number, signal.default_int_handler)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
 
 class TensorRT:
@@ -77,7 +102,7 @@ class TensorRT:
         from ..devices.cuda import Cuda
 
         self._device = Cuda(int(device or 0))
-        self._log = _Log()
+        self._device.close()  # to ask about: engines get one of their own
 
     def versions(self) -> dict[str, str]:
         return {"tensorrt": trt.__version__, "device": self._device.name}
@@ -96,15 +121,20 @@ class TensorRT:
         form = bundle.manifest.form(self.NAME)
         reason = ""
         for attention, graphs in (("fused", form.graphs), ("decomposed", form.spare)):
+            if not graphs:
+                continue
             try:
                 for name, graph in graphs.items():
                     self._build(bundle, graph, folder / f"{name}.plan", tune, progress)
                 (folder / _CHOICE).write_text(json.dumps({"attention": attention, "reason": reason}), "utf-8")
                 progress(f"replaying the golden run with {attention} attention")
-                engines, _ = self.open(bundle, folder)
-                golden.replay(bundle, self.NAME, engines, self._device)
-                for engine in engines.values():
-                    engine.close()
+                engines, device = self.open(bundle, folder)
+                try:
+                    golden.replay(bundle, self.NAME, engines, device)
+                finally:
+                    for engine in engines.values():
+                        engine.close()
+                    device.close()
                 return
             except GumihoError as error:
                 reason = str(error)
@@ -113,12 +143,13 @@ class TensorRT:
 
     def _build(self, bundle: Bundle, graph: Graph, file: Path, tune: bool, progress: Callable[[str], object]) -> None:
         source = bundle.path / graph.file
-        builder = trt.Builder(self._log)
+        self._device.enter()
+        builder = trt.Builder(_LOG)
         network = builder.create_network(_STRONGLY_TYPED)
-        parser = trt.OnnxParser(network, self._log)
+        parser = trt.OnnxParser(network, _LOG)
         # The path stands for the folder that weights are named relative to; the parser maps them and copies nothing.
         if not parser.parse(source.read_bytes(), str(bundle.path / source.name)):
-            said = parser.get_error(0).desc() if parser.num_errors else self._log.error
+            said = parser.get_error(0).desc() if parser.num_errors else _LOG.error
             raise GumihoError(f"TensorRT {trt.__version__} cannot read {source}: {said}")
         config = builder.create_builder_config()
         config.clear_flag(trt.BuilderFlag.TF32)
@@ -126,16 +157,16 @@ class TensorRT:
         config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
         config.builder_optimization_level = 5 if tune else 3
         config.progress_monitor = monitor = _Progress(file.stem, progress)
-        # Timings of kernels outlive the engines they were taken for.
+        # Timings of kernels outlive the engines they were taken for. Those of another device or version are refused.
         timings = bundle.path / "engines" / "tensorrt-timings.bin"
-        cache = config.create_timing_cache(timings.read_bytes() if timings.is_file() else b"")
-        if cache is not None:
-            config.set_timing_cache(cache, ignore_mismatch=False)
-        plan = builder.build_serialized_network(network, config)
-        if monitor.interrupted:
-            raise KeyboardInterrupt
+        for known in (timings.read_bytes() if timings.is_file() else b"", b""):
+            cache = config.create_timing_cache(known)
+            if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+                break
+        with monitor.interruptible():
+            plan = builder.build_serialized_network(network, config)
         if plan is None:
-            raise GumihoError(f"TensorRT {trt.__version__} cannot build {source}: {self._log.error}")
+            raise GumihoError(f"TensorRT {trt.__version__} cannot build {source}: {_LOG.error}")
         file.write_bytes(plan)
         if (kept := config.get_timing_cache()) is not None:
             timings.write_bytes(kept.serialize())
@@ -146,12 +177,14 @@ class TensorRT:
             decomposed = json.loads((folder / _CHOICE).read_text("utf-8"))["attention"] == "decomposed"
         except (OSError, ValueError, KeyError) as error:
             raise self._stale(bundle, folder / _CHOICE, str(error)) from None
-        runtime = trt.Runtime(self._log)
+        self._device.enter()
+        runtime = trt.Runtime(_LOG)
         loaded = {name: self._load(runtime, bundle, graph, folder / f"{name}.plan")
                   for name, graph in (form.spare if decomposed else form.graphs).items()}  # fmt: skip
+        device = type(self._device)(self._device.index)
         # Engines run one after another, so they share what they compute with.
-        scratch = self._device.zeros((max(1, *(engine.device_memory_size_v2 for engine in loaded.values())),), np.uint8)
-        return {name: Engine(engine, self._device, scratch, self._log) for name, engine in loaded.items()}, self._device
+        scratch = device.zeros((max(1, *(engine.device_memory_size_v2 for engine in loaded.values())),), np.uint8)
+        return {name: Engine(engine, device, scratch) for name, engine in loaded.items()}, device
 
     def _load(self, runtime: trt.Runtime, bundle: Bundle, graph: Graph, file: Path) -> trt.ICudaEngine:
         try:
@@ -159,12 +192,22 @@ class TensorRT:
         except OSError as error:
             raise self._stale(bundle, file, str(error)) from None
         if engine is None:
-            raise self._stale(bundle, file, self._log.error)
+            raise self._stale(bundle, file, _LOG.error)
         source = bundle.path / graph.file
-        refitter = trt.Refitter(engine, self._log)
-        parser = trt.OnnxParserRefitter(refitter, self._log)
+        refitter = trt.Refitter(engine, _LOG)
+        parser = trt.OnnxParserRefitter(refitter, _LOG)
         if not (parser.refit_from_bytes(source.read_bytes(), str(bundle.path / source.name)) and refitter.refit_cuda_engine()):
-            raise self._stale(bundle, file, f"its weights do not fit: {self._log.error}")
+            raise self._stale(bundle, file, f"its weights do not fit: {_LOG.error}")
+        for port in (*graph.inputs, *graph.outputs):
+            if engine.get_tensor_mode(port.name) == trt.TensorIOMode.NONE:
+                continue  # an input that nothing reads
+            wanted = np.dtype(port.dtype), port.shape, trt.TensorLocation.DEVICE
+            found = (np.dtype(trt.nptype(engine.get_tensor_dtype(port.name))), tuple(engine.get_tensor_shape(port.name)),
+                     engine.get_tensor_location(port.name))  # fmt: skip
+            if found != wanted:
+                raise GumihoError(
+                    f"TensorRT {trt.__version__} takes '{port.name}' as {found}, and {source} has {wanted}: try another version"
+                )
         for port in graph.caches:
             written = port.name.replace("past", "present")
             if engine.get_aliased_input_tensor(written) != port.name:
@@ -183,15 +226,16 @@ class TensorRT:
 class Engine:
     """A plan with its weights; see ``backends.Engine``."""
 
-    def __init__(self, engine: trt.ICudaEngine, device: Any, scratch: DeviceArray, log: _Log) -> None:
+    def __init__(self, engine: trt.ICudaEngine, device: Any, scratch: DeviceArray) -> None:
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self._inputs = {name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT}
         self._outputs = set(names) - self._inputs
         self._sizes = {name: trt.volume(engine.get_tensor_shape(name)) for name in self._outputs}
-        self._device, self._log = device, log
+        self._aliases = {name: engine.get_aliased_input_tensor(name) for name in self._outputs}
+        self._device = device
         context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
-            raise GumihoError(f"TensorRT cannot run an engine ({log.error}): free memory on the device")
+            raise GumihoError(f"TensorRT cannot run an engine ({_LOG.error}): free memory on the device")
         context.set_device_memory(scratch.address, scratch.nbytes)
         self._context: trt.IExecutionContext | None = context
         self._current: object = None  # whose addresses the context holds
@@ -199,19 +243,28 @@ class Engine:
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         if self._context is None:
             raise GumihoError("the model is closed: load the bundle again")
-        dropped = {name: self._device.zeros((self._sizes[name],), np.int64) for name in self._outputs - buffers.keys()}
         context, me = self._context, object()
 
         def launch(places: Mapping[str, DeviceArray]) -> None:
             if self._current is not me:
                 for name, place in {**places, **dropped}.items():
                     if not context.set_tensor_address(name, place.address):
-                        raise GumihoError(f"TensorRT takes no address for '{name}': {self._log.error}")
+                        raise GumihoError(f"TensorRT takes no address for '{name}': {_LOG.error}")
                 self._current = me
             if not context.execute_async_v3(self._device.stream):
-                raise GumihoError(f"TensorRT failed while running an engine: {self._log.error}")
+                raise GumihoError(f"TensorRT failed while running an engine: {_LOG.error}")
 
-        return Staging(self._device, buffers, self._inputs, self._outputs, launch, capturable=True)
+        call = Staging(self._device, buffers, self._inputs, self._outputs, launch, capturable=True)
+        dropped = {}
+        for name in self._outputs - call.buffers.keys():
+            alias = self._aliases[name]
+            dropped[name] = call.buffers[alias] if alias else self._device.zeros((self._sizes[name],), np.int64)
+        if odd := next((name for name, place in call.buffers.items() if place.address % _ALIGNMENT), None):
+            raise GumihoError(
+                f"TensorRT wants buffers at multiples of {_ALIGNMENT} bytes, and '{odd}' is at none: export the bundle again with "
+                "another --capacity"
+            )
+        return call
 
     def close(self) -> None:
         self._context = None

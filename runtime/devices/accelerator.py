@@ -121,12 +121,12 @@ class Accelerator(ABC):
         self.synchronize()
         return out
 
-    def move(self, destination: DeviceArray, at: int, source: DeviceArray, row: int) -> None:
+    def move(self, destination: DeviceArray, at: int, source: DeviceArray, row: int, count: int) -> None:
         height, _, width = destination.shape
         width *= destination.dtype.itemsize
         self.copy_strided(
             destination.address + at * width, destination.shape[1] * width,
-            source.address + row * width, source.shape[1] * width, width, height,
+            source.address + row * width, source.shape[1] * width, count * width, height,
         )  # fmt: skip
 
     def fuse(self, first: Callable[[], None], second: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:

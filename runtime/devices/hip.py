@@ -130,7 +130,7 @@ class Hip(Accelerator):
         if not self.stream:
             return
         self.enter()
-        self._hip.hipStreamSynchronize(self.stream)  # unchecked: whatever failed has been told, and memory goes back all the same
+        self._hip.hipStreamSynchronize(self.stream)  # unchecked: what failed has been told, and memory goes back all the same
         for place in self._allocated:
             self._hip.hipFree(place)
         for place in self._pinned:

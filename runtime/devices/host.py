@@ -23,8 +23,9 @@ class Device(Protocol):
     def read(self, array: Array) -> np.ndarray:
         """What an array holds; of a mirrored one, as of the last call that returned something to the host."""
 
-    def move(self, destination: Array, at: int, source: Array, row: int) -> None:
-        """Copies ``source[:, row]`` to ``destination[:, at]``, both [n, rows, d] of one n and d."""
+    def move(self, destination: Array, at: int, source: Array, row: int, count: int) -> None:
+        """Copies ``count`` rows from ``source[:, row]`` on to ``destination[:, at]``, both [n, rows, d] of one n and d; rows that are
+        read and rows that are written do not overlap."""
 
     def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
         """Two calls in place of two bound ones that follow each other, with nothing the host writes in between: so a device
@@ -49,8 +50,8 @@ class Host:
     def read(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def move(self, destination: np.ndarray, at: int, source: np.ndarray, row: int) -> None:
-        destination[:, at] = source[:, row]
+    def move(self, destination: np.ndarray, at: int, source: np.ndarray, row: int, count: int) -> None:
+        destination[:, at : at + count] = source[:, row : row + count]
 
     def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
         return first, second

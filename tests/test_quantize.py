@@ -1,0 +1,379 @@
+"""int4 weights: packed as loops unpack them, multiplied alike by every spelling, and sized as they are written."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import exporter.bundle
+from exporter import cli
+from exporter.bundle import Plan
+from exporter.operators import refusals
+from exporter.trace import _external, _quiet, _split_parts
+from exporter.weights import Location, Packer, Source, quantize, quantized, recoded, scale_of
+from graphs.drafter import Heads
+from graphs.layer import Linear
+from graphs.ops import Basic, Decomposed, Int4, Plain, Rounding, Standard, dequantize
+
+from .pairs import RandomPair
+
+CODES = [torch.uint8, torch.int8]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def source(tensor: Tensor, pieces: int = 1) -> Source:
+    return Source(tuple(tensor.shape), lambda: iter(tensor.reshape(-1, tensor.shape[-1]).chunk(pieces)))
+
+
+# --- rounding and packing ------------------------------------------------------------------------------------------------
+
+
+def unpacked(codes: np.ndarray, twos_complement: bool) -> list[int]:
+    """One row's codes [blocks, block / 2], byte by byte, the low half first."""
+    found = []
+    for byte in codes.reshape(-1).view(np.uint8).tolist():
+        for half in (byte % 16, byte // 16):
+            found.append((half - 16 if half > 7 else half) if twos_complement else half - 8)
+    return found
+
+
+def squared_error(block: np.ndarray, scale: float) -> float:
+    return sum((float(w) - scale * min(7, max(-8, round(float(w) / scale)))) ** 2 for w in block)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.sampled_from([32, 64]), st.sampled_from(CODES),
+    st.sampled_from([torch.float32, torch.float16]), st.sampled_from(["normal", "positive", "small", "zero", "spike"]), st.integers(0, 99),
+)  # fmt: skip
+def test_codes_and_scales_against_loops(
+    rows: int, blocks: int, block: int, codes: torch.dtype, dtype: torch.dtype, kind: str, seed: int
+) -> None:
+    values = numbers(rows, blocks * block, seed=seed)
+    values = {
+        "normal": values, "positive": values.abs(), "small": values * 1e-9, "zero": values * 0, "spike": torch.where(values > 2, 50, values),
+    }[kind]  # fmt: skip
+    packed, scales = quantize(values, Int4(block, codes), dtype)
+    assert (packed.shape, packed.dtype) == ((rows, blocks, block // 2), codes)
+    assert (scales.shape, scales.dtype) == ((rows, blocks), dtype)
+    assert bool((scales > 0).all())
+    made = dequantize(packed, scales)
+    assert (made.shape, made.dtype) == (values.shape, dtype)
+    for row, stored, scale, found in zip(values.numpy(), packed.numpy(), scales.numpy(), made.numpy(), strict=True):
+        by_hand = np.array(unpacked(stored, codes == torch.int8))
+        for i in range(blocks):
+            own = slice(i * block, (i + 1) * block)
+            step, largest = float(scale[i]), float(np.abs(row[own]).max())
+            np.testing.assert_array_equal(found[own], by_hand[own].astype(scale.dtype) * scale[i])
+            off = by_hand[own] * step - row[own].astype(np.float64)
+            if dtype == torch.float16 and kind == "small":
+                assert not by_hand[own].any()  # fp16 has no such scales
+            elif largest:
+                error = float((off**2).sum())
+                for steps in (7, 8):
+                    assert error <= squared_error(row[own], float(scale.dtype.type(largest / steps))) * (1 + 1e-4)
+                assert error <= block * (largest / 14) ** 2 * 1.01  # half a step of 7 each
+                assert np.abs(off).max() <= 1.51 * step  # what lies beyond the last code is cut off
+            else:
+                assert not off.any()
+
+
+def test_several_scales_are_a_fifth_better_than_one() -> None:
+    values = numbers(64, 1024)
+    found = ((dequantize(*quantize(values, Int4(32, torch.uint8), torch.float32)) - values) ** 2).sum()
+    scale = values.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 7
+    one = ((values.unflatten(-1, (-1, 32)) / scale).round() * scale).flatten(-2)
+    assert found < 0.83 * ((one - values) ** 2).sum()
+
+
+@pytest.mark.parametrize("first", CODES)
+def test_the_other_way_of_keeping_codes(tmp_path: Path, first: torch.dtype) -> None:
+    """Made from the packed file, as if it had been packed so from the start; equal ones are found again."""
+    other = next(c for c in CODES if c != first)
+    values = numbers(3, 70, 64)
+    p = Packer(tmp_path, torch.float16, lambda _: None)
+    one = p.pack("a.bin", quantized(source(values), "heads.weight.0", Int4(32, first), torch.float16))
+    two = p.pack("b.bin", {"heads.weight.0": recoded(one["heads.weight.0"], tmp_path)})
+    three = p.pack("c.bin", quantized(source(values), "x.weight", Int4(32, other), torch.float16))
+    assert list(one) == ["heads.weight.0", "heads.scale.0"]
+    assert three["x.weight"] == two["heads.weight.0"]
+    assert three["x.scale"] == one["heads.scale.0"]
+    scale = one["heads.scale.0"].mapped(tmp_path)
+    found = [dequantize(place.mapped(tmp_path), scale) for place in (one["heads.weight.0"], two["heads.weight.0"])]
+    assert torch.equal(*found)
+    assert found[0].shape == values.shape
+
+
+def test_slices_are_quantized_one_at_a_time() -> None:
+    read: list[int] = []
+
+    def slices() -> Iterator[Tensor]:
+        for i in range(4):
+            read.append(i)
+            yield numbers(10, 64, seed=i)
+
+    made = quantized(Source((40, 64), slices), "w.weight", Int4(32, torch.uint8), torch.float32)
+    for i, codes in enumerate(made["w.weight"].slices()):
+        assert read == list(range(i + 1))
+        assert codes.shape == (10, 2, 16)
+    assert sum(scale.shape[0] for scale in made["w.scale"].slices()) == 40
+    assert [made[n].nbytes(torch.float16) for n in ("w.weight", "w.scale")] == [40 * 32, 40 * 2 * 4]
+
+
+# --- products --------------------------------------------------------------------------------------------------------------
+
+
+class Products(nn.Module):
+    """A matrix with and one without a bias, and the residual blocks of heads."""
+
+    def __init__(self, ops: type[Plain], int4: Int4 | None) -> None:
+        super().__init__()
+        self.ops = ops
+        self.first, self.second = Linear(128, 64, True, ops, int4), Linear(64, 37, False, ops, int4)
+        self.heads = Heads(3, 64, 2, ops, int4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.second(self.first(x)), self.heads(x)
+
+
+def drawn() -> dict[str, Tensor]:
+    """The numbers behind the parameters, output-major."""
+    shapes = {n: tuple(p.shape) for n, p in Products(Plain, None).named_parameters()}
+    return {
+        n: numbers(*shape, seed=i) * (0.1 if "bias" in n else shape[-1] ** -0.5) for i, (n, shape) in enumerate(shapes.items())
+    }
+
+
+def expected(x: Tensor, int4: Int4) -> tuple[Tensor, Tensor]:
+    """In double precision, from the numbers that codes and scales stand for."""
+    w = {
+        n: (t if "bias" in n else dequantize(*quantize(t, int4, torch.float32))).double() for n, t in drawn().items()
+    }  # fmt: skip
+    out = (x.double() @ w["first.weight"].T + w["first.bias"]) @ w["second.weight"].T
+    heads = (
+        torch.nn.functional.silu(x.double() @ w["heads.first.weight"].T + w["heads.first.bias"])
+        .unflatten(1, (3, 64))
+        .transpose(0, 1)
+    )
+    for i in range(2):
+        heads = heads + torch.nn.functional.silu(heads @ w[f"heads.weight.{i}"].transpose(1, 2) + w[f"heads.bias.{i}"])
+    return out, heads
+
+
+def packed(folder: Path, int4: Int4) -> dict[str, Location]:
+    sources: dict[str, Source] = {}
+    for name, tensor in drawn().items():
+        sources |= {name: source(tensor)} if "bias" in name else quantized(source(tensor), name, int4, torch.float32)
+    return Packer(folder, torch.float32, lambda _: None).pack("w.bin", sources)
+
+
+def traced(folder: Path, ops: type[Plain], int4: Int4, rows: int | None = None) -> ir.Model:
+    """The products as a bundle spells them, for so many rows or any number."""
+    module, places = Products(ops, int4), packed(folder, int4)
+    axes = ({0: torch.export.Dim("rows")} if rows is None else None,)
+    with _quiet():
+        program = torch.onnx.export(
+            module, (torch.zeros(rows or 3, 128),), dynamo=True, opset_version=ops.opset, optimize=False, dynamic_shapes=axes
+        )
+    assert program is not None
+    graph = program.model.graph
+    for name, value in graph.initializers.items():
+        if name in places:
+            tensor = _external(name, places[name], folder)
+            value.const_value, value.shape, value.type = tensor, tensor.shape, ir.TensorType(tensor.dtype)
+    _split_parts(program.model, places, folder)
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+    return program.model
+
+
+def runs(folder: Path, model: ir.Model) -> Callable[[Tensor], list[Tensor]]:
+    """In ONNX Runtime."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    made = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return lambda x: [torch.from_numpy(out) for out in made.run(None, {made.get_inputs()[0].name: x.numpy()})]
+
+
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize("codes", CODES)
+@torch.inference_mode()
+def test_eager_products(tmp_path: Path, codes: torch.dtype, block: int) -> None:
+    int4 = Int4(block, codes)
+    module = Products(Plain, int4)
+    module.load_state_dict({n: place.mapped(tmp_path) for n, place in packed(tmp_path, int4).items()}, assign=True)
+    x = numbers(5, 128)
+    for found, wanted in zip(module(x), expected(x, int4), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphs.ops._SLICE_ELEMENTS", 128 * 7)
+    weight, x = numbers(37, 128), numbers(5, 128, seed=1)
+    made = quantize(weight, Int4(32, torch.uint8), torch.float32)
+    torch.testing.assert_close(Plain.linear(x, *made, None), x @ dequantize(*made).T)
+
+
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize(("ops", "codes", "operator"), [
+    (Standard, torch.uint8, "MatMulNBits"), (Basic, torch.uint8, "MatMulNBits"),
+    (Standard, torch.int8, "DequantizeLinear"), (Decomposed, torch.int8, "DequantizeLinear"),
+])  # fmt: skip
+def test_both_spellings_in_onnxruntime(tmp_path: Path, ops: type[Plain], codes: torch.dtype, operator: str, block: int) -> None:
+    model = traced(tmp_path, ops, Int4(block, codes))
+    run = runs(tmp_path, model)
+    assert [node.op_type for node in model.graph].count(operator) == 3 + 3 * 2  # a product per head and block
+    for rows in (1, 4, 17):
+        x = numbers(rows, 128, seed=rows)
+        for found, wanted in zip(run(x), expected(x, Int4(block, codes)), strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_drafters_rows_are_rounded_to_int8(tmp_path: Path) -> None:
+    """A block of a row to 127 steps of its largest number: no product is further off than its weights times half a step."""
+    int4 = Int4(32, torch.uint8)
+    model = traced(tmp_path, Rounding, int4)
+    run = runs(tmp_path, model)
+    assert all(n.attributes.get_int("accuracy_level") == 4 for n in model.graph if n.op_type == "MatMulNBits")
+    weight = dequantize(*quantize(drawn()["first.weight"], int4, torch.float32)).double()
+    for rows in (1, 4, 17):
+        x = numbers(rows, 128, seed=rows).double()
+        step = x.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1) / 127
+        after = dequantize(*quantize(drawn()["second.weight"], int4, torch.float32)).double()
+        middle = x @ weight.T + drawn()["first.bias"].double()
+        off = step @ weight.abs().T / 2
+        width = (middle.abs() + off).unflatten(1, (-1, 32)).amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1) / 127
+        found = run(x.float())[0].double()
+        assert bool(((found - middle @ after.T).abs() <= (off + width / 2) @ after.abs().T + 1e-4).all())
+        assert not torch.allclose(found, middle @ after.T, rtol=1e-5, atol=1e-6)  # else the tolerance of int8 is for nothing
+
+
+@pytest.mark.parametrize(("backend", "block"), [("migraphx", 32), ("migraphx", 64), ("tensorrt", 64)])
+def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, block: int) -> None:
+    ops, codes = {"migraphx": (Basic, torch.uint8), "tensorrt": (Standard, torch.int8)}[backend]
+    assert refusals(traced(tmp_path, ops, Int4(block, codes), rows=3), backend) == []
+
+
+def test_migraphx_itself_multiplies_alike(tmp_path: Path) -> None:
+    """On its reference target, where its Python module is."""
+    migraphx = pytest.importorskip("migraphx")
+    for block in (32, 64):
+        int4 = Int4(block, torch.uint8)
+        model = traced(tmp_path, Basic, int4, rows=4)
+        for value in model.graph.initializers.values():
+            value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
+        program = migraphx.parse_onnx_buffer(ir.to_proto(model).SerializeToString())
+        program.compile(migraphx.get_target("ref"))
+        x = numbers(4, 128)
+        for found, wanted in zip(
+            program.run({model.graph.inputs[0].name: migraphx.argument(x.numpy())}), expected(x, int4), strict=True
+        ):
+            np.testing.assert_allclose(np.array(found), wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------------
+
+WIDE = {"vocab_size": 701, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+TREE = ("--rows", "9", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64")
+BOTH = ("--weights", "int4", "--draft-weights", "int4")
+ALL = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", "--dtype", "fp32")
+
+
+def argv(folder: Path, *more: str) -> list[str]:
+    return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(folder / "out"), *TREE, *more]
+
+
+def wanted(folder: Path, *more: str) -> Plan:
+    return cli.plan(cli.parser().parse_args(argv(folder, *more)))
+
+
+def pack(plan: Plan, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
+    return exporter.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("backends", [("cpu",), ("cpu", "tensorrt")], ids=" ".join)
+@pytest.mark.parametrize("which", [(), BOTH[:2], BOTH[2:], BOTH], ids=["none", "target", "drafter", "both"])
+def test_sizes_are_what_gets_written(tmp_path: Path, which: tuple[str, ...], backends: tuple[str, ...], tied: bool) -> None:
+    RandomPair(WIDE | {"tie_word_embeddings": tied}, heads=1).write(tmp_path)
+    plan = wanted(tmp_path, *which, "--backend", *backends, "--dtype", "fp32")
+    pack(plan, tmp_path)
+    written = {str(p.relative_to(tmp_path / "out")): p.stat().st_size for p in (tmp_path / "out").rglob("*.bin")}
+    sizes = plan.sizes()
+    assert written.keys() == sizes.keys()
+    assert all(written[file] <= size for file, size in sizes.items())
+    # Both rotary tables are the same, too, which nobody promised.
+    tables = 2 * 4096 * -(-plan.positions * 8 * 4 // 4096)
+    assert sum(written.values()) == sum(sizes.values()) - plan.shared() - tables
+
+
+def test_both_lm_heads_are_one_and_no_embedding(tmp_path: Path) -> None:
+    RandomPair(WIDE | {"tie_word_embeddings": True}, heads=1).write(tmp_path)
+    places = pack(wanted(tmp_path, *ALL, *BOTH), tmp_path)
+    assert list(places) == CODES
+    for codes, models in places.items():
+        for name in ("lm_head.weight", "lm_head.scale", "embed_tokens.weight"):
+            assert models["target"][name] == models["draft"][name]
+        assert models["target"]["lm_head.weight"].dtype == codes
+        assert models["target"]["embed_tokens.weight"].dtype == torch.float32
+        assert models["extend"] is models["draft"]
+    one, two = (models["target"] for models in places.values())
+    assert {name for name in one if one[name] != two[name]} == {n for n in one if scale_of(n) in one and scale_of(n) != n}
+
+
+def test_one_of_the_two_alone(tmp_path: Path) -> None:
+    RandomPair(WIDE, heads=1).write(tmp_path)
+    for which, quantized_one, other in ((BOTH[:2], "target", "draft"), (BOTH[2:], "draft", "target")):
+        places = pack(wanted(tmp_path, *which), tmp_path)[torch.uint8]
+        assert places[quantized_one]["lm_head.weight"].dtype == torch.uint8
+        assert {place.dtype for place in places[other].values()} == {torch.float32}
+
+
+def test_biases_norms_and_tables_keep_their_dtype(tmp_path: Path) -> None:
+    RandomPair(WIDE | {"attention_bias": True, "mlp_bias": True}, heads=2).write(tmp_path)
+    plan = wanted(tmp_path, *BOTH, "--backend", "migraphx")
+    for places in pack(plan, tmp_path)[torch.uint8].values():
+        for name, place in places.items():
+            if name.startswith("rotary."):
+                assert place.dtype == torch.float32
+            elif scale_of(name) in places and scale_of(name) != name:
+                assert place.dtype == torch.uint8
+                assert name.endswith("weight") or name.startswith("heads.weight.")
+            else:
+                assert place.dtype == torch.float16
+
+
+def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 wide, and 80 between: only what reads two states side by side has whole blocks."""
+    RandomPair({"vocab_size": 61}, heads=1).write(tmp_path)
+    plan = wanted(tmp_path, *BOTH)
+    places = pack(plan, tmp_path)[torch.uint8]
+    found = {name for places in places.values() for name, place in places.items() if place.dtype == torch.uint8}
+    assert found == {"fc.weight", "heads.first.weight"}
+    assert "target lm_head.weight" in plan.kept()
+    assert cli.main(argv(tmp_path, *BOTH, "--dry-run")) == 0
+    assert f"{len(plan.kept()) - 1} more, whose rows are no multiple of 32, are not quantized" in capsys.readouterr().out
+
+
+def test_blocks_are_those_of_the_pickiest_backend(tmp_path: Path) -> None:
+    RandomPair(WIDE, heads=1).write(tmp_path)
+    assert (wanted(tmp_path, *BOTH).block, wanted(tmp_path, *BOTH, *ALL).block) == (32, 64)
+
+
+def test_vllm_quantizes_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RandomPair(WIDE, heads=1).write(tmp_path)
+    folders = argv(tmp_path)[:6]
+    assert cli.main([*folders, "--backend", "vllm", "--draft-weights", "int4"]) == 1
+    assert "leave them out" in capsys.readouterr().err
