@@ -33,9 +33,7 @@ def compile_engines(
     folder = bundle.path / "engines" / f"{backend.NAME}-{digest}"
     partial = folder.with_name(f".{folder.name}.partial")
     host, accelerator = backend.memory(bundle)
-    progress(
-        f"needs about {host / 1e9:.1f} GB of memory" + (f" and {accelerator / 1e9:.1f} GB on the device" * bool(accelerator))
-    )
+    progress(f"needs about {size(host)} of memory" + (f" and {size(accelerator)} on the device" if accelerator else ""))
     progress("checking the bundle's files")
     bundle.verify()
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from .backends import Engine
 from .bundle import Bundle
 from .cache import Slab
-from .devices import Array, Device
+from .devices import Call, Device
 from .errors import GumihoError
 
 # By the precision of a graph's products. The recorded run rounds no rows to int8, and what that does grows with the layers.
@@ -30,7 +30,8 @@ def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: 
     target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
     errors = {"target": 0.0, "draft": 0.0}
 
-    def target_pass(name: str) -> None:
+    def target_pass(name: str) -> tuple[Call, Call]:
+        """The pass, and what looks at its outputs."""
         rows = len(run[f"{name}.tokens"])
         n = form.chunk if form.static else rows
         mask = np.eye(n, dtype=np.bool_)
@@ -38,34 +39,50 @@ def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: 
         inputs = {"tokens": _pad(run[f"{name}.tokens"], n), "depth": _pad(run[f"{name}.depth"], n), "mask": mask}
         logits, hidden = (device.zeros((n, width), manifest.dtype) for width in (manifest.vocabulary, manifest.hidden))
         out = {"choice": np.zeros(n, np.int64), "logits": logits, "hidden": hidden}
-        engines["target"].bind({**inputs, **out, **target.ports(form.graphs["target"])})()
-        top = np.take_along_axis(device.read(logits)[:rows], run[f"{name}.top_ids"], axis=1)
-        for found, expected in ((top, run[f"{name}.top_logits"]), (device.read(hidden)[:rows], run[f"{name}.hidden"])):
-            errors["target"] = max(errors["target"], _relative(found, expected))
 
-    def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, most: int) -> Mapping[str, Array]:
-        count = len(tokens)
+        def check() -> None:
+            top = np.take_along_axis(device.read(logits)[:rows], run[f"{name}.top_ids"], axis=1)
+            for found, expected in ((top, run[f"{name}.top_logits"]), (device.read(hidden)[:rows], run[f"{name}.hidden"])):
+                errors["target"] = max(errors["target"], _relative(found, expected))
+            target.keep(form.graphs["target"], range(rows))
+
+        return engines["target"].bind({**inputs, **out, **target.ports(form.graphs["target"])}), check
+
+    def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, name: str = "") -> tuple[Call, Call]:
+        """name: of the recorded tree, if the pass grows one."""
+        count, most = len(tokens), manifest.depth + 1 if name else form.chunk
         n, rows = most if form.static else count, max(manifest.rows, form.chunk)
         inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": np.array([count]), "hidden": _pad(hidden, rows)}
         tree = form.graphs[graph].tree_buffers(device)
-        engines[graph].bind({**inputs, **tree, **draft.ports(form.graphs[graph])})()
-        device.synchronize()
-        draft.keep(form.graphs[graph], range(count))
-        return tree
 
-    def tree_pass(name: str, hidden: np.ndarray) -> None:
-        tree = draft_pass("draft", run[f"{name}.tokens"], run[f"{name}.path"], hidden, manifest.depth + 1)
-        # Scores are sorted, so they compare row by row even where two candidates are as good as tied and changed places.
-        found = device.read(tree["tree_score"])
-        errors["draft"] = max(errors["draft"], float(np.abs(found - run[f"{name}.score"]).max()))
+        def check() -> None:
+            if name:
+                # Scores are sorted, so they compare row by row even where candidates as good as tied changed places.
+                off = np.abs(device.read(tree["tree_score"]) - run[f"{name}.score"])
+                errors["draft"] = max(errors["draft"], float(off.max()))
+            draft.keep(form.graphs[graph], range(count))
 
-    prompt = len(run["prompt.tokens"])
-    target_pass("prompt")
-    target.keep(form.graphs["target"], range(prompt))
-    draft_pass("extend", run["prompt.tokens"][1:], np.arange(prompt - 1), run["prompt.hidden"], form.chunk)
-    tree_pass("tree", run["prompt.hidden"])
-    target_pass("verify")
-    tree_pass("next", run["verify.hidden"])
+        return engines[graph].bind({**inputs, **tree, **draft.ports(form.graphs[graph])}), check
+
+    def tree_pass(name: str, hidden: np.ndarray) -> tuple[Call, Call]:
+        return draft_pass("draft", run[f"{name}.tokens"], run[f"{name}.path"], hidden, name)
+
+    def make(*passes: tuple[Call, Call]) -> None:
+        for call, check in passes:
+            call()
+            device.synchronize()
+            check()
+
+    prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
+    make(target_pass("prompt"), draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
+    (draft_tree, check_tree), (verify, check_verify) = tree_pass("tree", hidden), target_pass("verify")
+    start, finish = device.fuse(draft_tree, verify)
+    for _ in range(2):  # a device that records the two as one runs what it recorded the second time
+        start()
+        finish()
+    check_tree()
+    check_verify()
+    make(tree_pass("next", run["verify.hidden"]))
 
     for graph, error in errors.items():
         # A node's score adds up as many log-probabilities as it is deep.

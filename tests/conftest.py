@@ -16,6 +16,10 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 MakeBundle = Callable[..., Path]
 
+# The demo pair and an odd one for every backend: several tests share what these export to.
+EVERY_BACKEND = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", "--dtype", "fp32", "--rows", "8", "--capacity", "200")
+ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=11)
+
 
 @pytest.fixture(scope="session")
 def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:

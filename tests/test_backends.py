@@ -13,18 +13,16 @@ import onnxruntime as ort
 import pytest
 
 from runtime import GumihoError, Model, load
-from runtime.backends import NAMES, Backend, backend
+from runtime.backends import Backend, backend
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle import Bundle
 from runtime.cache import Slab
 from runtime.devices import Device
 from runtime.engines import compile_engines, find_engines, key
-from tests.conftest import DEMO, MakeBundle
-from tests.pairs import RandomPair
+from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
 
-ROWS, CAPACITY = 8, 160
+ROWS, CAPACITY = 8, 200
 RUNNING = [("cpu", ""), ("migraphx", "ref"), ("migraphx", "gpu"), ("cuda", ""), ("tensorrt", "")]
-OPTIONS = ("--backend", *NAMES, "--dtype", "fp32", "--rows", str(ROWS), "--capacity", str(CAPACITY))
 # Largest difference of two logits, relative to the largest one, that rounding to fp16 may turn around: twice the largest error
 # of fp16 logits over thousands of positions (docs/benchmarks.md).
 HALF = 2 * 4.7e-3
@@ -39,7 +37,7 @@ def made(name: str, device: str) -> Backend:
 
 @pytest.fixture(scope="module")
 def bundle(make_bundle: MakeBundle) -> Path:
-    return make_bundle(DEMO, *OPTIONS)
+    return make_bundle(DEMO, *EVERY_BACKEND)
 
 
 @pytest.fixture(params=RUNNING, ids=lambda p: " ".join(p).strip(), scope="module")
@@ -151,7 +149,7 @@ def test_tokens_equal_the_cpus(running: tuple[str, str], bundle: Path) -> None:
 
 
 def test_an_odd_pairs_tokens_equal_the_cpus(running: tuple[str, str], make_bundle: MakeBundle) -> None:
-    path = make_bundle(RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=12), *OPTIONS)
+    path = make_bundle(ODD, *EVERY_BACKEND)
     compile_engines(Bundle(path), made(*running))
     with load(path, "cpu") as cpu, load(path, *running) as model:
         for length in (3, 17):

@@ -7,7 +7,7 @@ import pytest
 
 from runtime import doctor
 from runtime.backends import NAMES
-from tests.conftest import DEMO, MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 
 
 def test_says_of_every_backend_whether_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,13 +20,13 @@ def test_says_of_every_backend_whether_it_runs(capsys: pytest.CaptureFixture[str
 
 
 def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = make_bundle(DEMO, "--backend", "cpu", "migraphx", "--dtype", "fp32")
+    made = make_bundle(DEMO, *EVERY_BACKEND)
     assert doctor.main([str(made)]) == 0
     out = capsys.readouterr().out
-    assert "made for cpu, migraphx" in out
+    assert "made for cpu, migraphx, tensorrt, cuda" in out
     assert "engines/cpu-" in out
     assert "is current" in out
-    assert out.count("speculation gains tau / ") == 2
+    assert out.count("speculation gains tau / ") == 4
 
     copy = tmp_path / "bundle"
     shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))

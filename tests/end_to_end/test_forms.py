@@ -17,11 +17,10 @@ from runtime.bundle import Bundle
 from runtime.devices import Device, Host
 from runtime.engines import compile_engines
 from tests.accelerator import Lazy, LazyEngine
-from tests.conftest import DEMO, MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
 from tests.pairs import RandomPair
 
 BACKENDS = ("cpu", "migraphx", "tensorrt", "cuda")
-OPTIONS = ("--backend", *BACKENDS, "--dtype", "fp32", "--capacity", "200")
 
 
 def stand_in(form: str, lazy: bool) -> type[Cpu]:
@@ -59,10 +58,10 @@ def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["host", "accelerator"])
 @pytest.mark.parametrize("form", BACKENDS[1:])
-@pytest.mark.parametrize("pair", [DEMO, RandomPair({"head_dim": 24}, layers=3, heads=3, seed=11)], ids=["demo", "odd"])
+@pytest.mark.parametrize("pair", [DEMO, ODD], ids=["demo", "odd"])
 def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, form: str, lazy: bool) -> None:
     """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last position."""
-    bundle = make_bundle(pair, *OPTIONS)
+    bundle = make_bundle(pair, *EVERY_BACKEND)
     with load(bundle, "cpu", threads=1) as cpu, opened(bundle, form, lazy) as model:
         draw = np.random.default_rng(0)
         for length, count in ((1, 60), (7, 60), (8, 60), (9, 30), (65, 30), (127, 20), (129, 20), (190, 50), (200, 5)):
@@ -74,7 +73,7 @@ def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, f
 
 def test_a_cycle_is_put_on_the_stream_in_one_piece(make_bundle: MakeBundle) -> None:
     """Where calls may be recorded, draft and verification are one launch."""
-    with opened(make_bundle(DEMO, *OPTIONS), "tensorrt", lazy=True) as model:
+    with opened(make_bundle(DEMO, *EVERY_BACKEND), "tensorrt", lazy=True) as model:
         generation = model.generate([5, 6, 7], 60)
         list(generation.cycles())
         device = model.decoder.device
@@ -83,7 +82,7 @@ def test_a_cycle_is_put_on_the_stream_in_one_piece(make_bundle: MakeBundle) -> N
 
 
 def test_sizes_are_pinned(make_bundle: MakeBundle) -> None:
-    manifest = Bundle(make_bundle(DEMO, *OPTIONS)).manifest
+    manifest = Bundle(make_bundle(DEMO, *EVERY_BACKEND)).manifest
     assert list(manifest.forms) == list(BACKENDS)
     for name in ("migraphx", "tensorrt"):
         ports = [p for g in manifest.forms[name].graphs.values() for p in (*g.inputs, *g.outputs)]
