@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -545,21 +546,21 @@ def test_a_failure_leaves_what_was_there(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.fixture
-def nearly_full() -> Iterator[Callable[[int], None]]:
-    """Makes the system refuse to let a file grow beyond some bytes."""
+@contextmanager
+def nearly_full(size: int) -> Iterator[None]:
+    """Within it the system refuses to let a file grow beyond some bytes: the tests' own log, too, if that is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [100, 2000, 30000])
-def test_a_full_disk_leaves_what_was_there(
-    small: tuple[Pair, State], out: Path, room: int, nearly_full: Callable[[int], None]
-) -> None:
+def test_a_full_disk_leaves_what_was_there(small: tuple[Pair, State], out: Path, room: int) -> None:
     before = snapshot(out.parent)
-    with pytest.raises(GumihoError, match=rf"^writing '{re.escape(str(out))}' failed"):  # noqa: PT012
-        nearly_full(room)
+    with pytest.raises(GumihoError, match=rf"^writing '{re.escape(str(out))}' failed"), nearly_full(room):
         export(small[0], out, overwrite=True)
     assert snapshot(out.parent) == before
 
