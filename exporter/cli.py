@@ -169,7 +169,9 @@ def export(args: argparse.Namespace) -> None:
     if "vllm" in args.backend:
         export_vllm(args, out)
         return
-    wanted = plan(args)
+    if args.device and len(args.backend) > 1:
+        raise GumihoError(f"--device {args.device} belongs to one backend: leave it out, or export for that one alone")
+    wanted, where = plan(args), f" --device {args.device}" if args.device else ""
     if args.dry_run:
         print(describe(wanted, out))
     bundle.require_space(wanted.disk(), out)
@@ -184,7 +186,7 @@ def export(args: argparse.Namespace) -> None:
             except GumihoError as error:
                 lines += [
                     f"{name}: not compiled here, since {error}",
-                    f"on the device: python -m runtime.compile {out} --backend {name}",
+                    f"on the device: python -m runtime.compile {out} --backend {name}{where}",
                 ]
                 continue
             engines, errors = compile_engines(Bundle(folder), made)
@@ -195,7 +197,7 @@ def export(args: argparse.Namespace) -> None:
             worst = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
             lines += [
                 f"{name}: engines/{engines.name}, largest errors: {worst}",
-                f'try: python -m runtime.generate {out} --backend {name} --prompt "..."',
+                f'try: python -m runtime.generate {out} --backend {name}{where} --prompt "..."',
             ]
     size = sum(size for size, _ in manifest.files.values())
     print("\n".join([f"{out}: {size / 1e6:.1f} MB", *lines]))

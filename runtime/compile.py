@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 
-from .backends import DEVICES, NAMES, backend
+from .backends import DEVICES, NAMES, backend, require
 from .bundle import Bundle
 from .engines import compile_engines
 from .errors import GumihoError
@@ -20,7 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
     try:
         bundle = Bundle(args.bundle)
-        made = backend(args.backend or bundle.manifest.default, args.device)
+        name = args.backend or bundle.manifest.default
+        require(name)
+        bundle.manifest.form(name)
+        made = backend(name, args.device)
         folder, errors = compile_engines(bundle, made, args.tune, lambda what: print(f"{what} ...", file=sys.stderr))
     except GumihoError as error:
         print(f"error: {error}", file=sys.stderr)

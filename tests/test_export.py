@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,9 @@ import exporter.validate
 import runtime.backends.onnxruntime
 import runtime.engines
 import runtime.golden
+from exporter import forms
 from exporter.cli import main, parser, plan
+from graphs.ops import Standard
 from runtime.bundle import Bundle
 from runtime.errors import GumihoError
 
@@ -799,3 +802,43 @@ def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     official = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--rows", "64"]
     tree = plan(parser().parse_args(official)).tree
     assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)
+
+
+# --- several backends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (("--backend", "cpu", "migraphx", "--device", "ref"), "--device ref belongs to one backend"),
+    (("--backend", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
+    (("--backend", "migraphx", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
+])  # fmt: skip
+def test_options_that_do_not_go_together(
+    tiny: Path, tmp_path: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(tiny, tmp_path / "out", *more)) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_device_an_export_says_what_to_run_there(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The graphs are written and checked all the same."""
+    assert main(options(tiny, tmp_path / "out", "--backend", "tensorrt")) == 0
+    out = capsys.readouterr().out
+    if "not compiled here" not in out:
+        pytest.skip("TensorRT runs here")
+    assert f"python -m runtime.compile {tmp_path / 'out'} --backend tensorrt" in out
+    manifest = Bundle(tmp_path / "out").manifest
+    assert (manifest.dtype, list(manifest.forms), manifest.forms["tensorrt"].static) == ("float16", ["tensorrt"], True)
+
+
+def test_an_operator_that_the_backend_does_not_take_stops_the_export(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MIGraphX asked for with a dialect that is not its own."""
+    needs = forms.BACKENDS["migraphx"]
+    monkeypatch.setitem(forms.BACKENDS, "migraphx", replace(needs, dialect=Standard))  # type: ignore[arg-type]
+    assert main(options(tiny, tmp_path / "out", "--backend", "migraphx")) == 1
+    assert "MIGraphX 2.16 takes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
