@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -155,8 +156,31 @@ def eos_token_ids(pair: Pair) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Within it SIGINT and SIGTERM raise KeyboardInterrupt, and so does what it yields, once either came: a library that was
+    interrupted may have swallowed the first one.
+    """
+    caught: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        caught.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if caught:
+            raise KeyboardInterrupt
+
+    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        ours = {}  # signals are the main thread's
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield check
+    finally:
+        for number, previous in ours.items():
+            signal.signal(number, previous)
 
 
 def is_bundle(folder: Path) -> bool:
@@ -176,30 +200,25 @@ def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle
     if out.exists() and not known(out) and (not out.is_dir() or any(out.iterdir())):
         raise GumihoError(f"'{out}' is not what this command wrote, so it is not replaced: name another folder with --out")
     partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
-    previous = signal.getsignal(signal.SIGTERM)
-    try:
-        signal.signal(signal.SIGTERM, _interrupt)
-    except ValueError:
-        previous = None  # not in the main thread: the caller's signals are its own
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if out.exists():
+    with interruptible() as check:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            check()
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                out.rename(old)
+            partial.rename(out)
+        except OSError as error:
+            raise GumihoError(
+                f"writing '{out}' failed ({error.strerror or error}): free some space, or name another folder"
+            ) from None
+        finally:
+            if old.exists() and not out.exists():
+                old.rename(out)  # stopped between the two renames, now or in a run that was killed
             shutil.rmtree(old, ignore_errors=True)
-            out.rename(old)
-        partial.rename(out)
-    except OSError as error:
-        raise GumihoError(
-            f"writing '{out}' failed ({error.strerror or error}): free some space, or name another folder"
-        ) from None
-    finally:
-        if old.exists() and not out.exists():
-            old.rename(out)  # stopped between the two renames, now or in a run that was killed
-        shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def free_space(folder: Path) -> int:

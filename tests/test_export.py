@@ -1,5 +1,6 @@
 """The export command: a bundle is whole or absent, its numbers are right, and what it says of itself is true."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -520,6 +521,18 @@ def test_a_killed_export_leaves_nothing_that_hinders_the_next(
     assert main(options(tiny, folder / "out")) == 0
     Bundle(folder / "out").verify()
     assert [p.name for p in folder.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_library_swallows_still_counts(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), exporter.bundle.staged(tmp_path / "out", overwrite=False) as folder:
+        (folder / "file").write_text("half of it")
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+    assert list(tmp_path.iterdir()) == []
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
 # --- --overwrite, --out ------------------------------------------------------------------------------------------------
