@@ -526,11 +526,16 @@ def test_a_killed_export_leaves_nothing_that_hinders_the_next(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_a_library_swallows_still_counts(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), exporter.bundle.staged(tmp_path / "out", overwrite=False) as folder:
-        (folder / "file").write_text("half of it")
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-            time.sleep(5)
+
+    def export() -> None:
+        with exporter.bundle.staged(tmp_path / "out", overwrite=False) as folder:
+            (folder / "file").write_text("half of it")
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+                time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        export()
     assert list(tmp_path.iterdir()) == []
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
