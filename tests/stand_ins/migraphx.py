@@ -1,0 +1,146 @@
+"""``migraphx`` with its gpu target over ONNX Runtime's CPU provider, and the device under it, whose stream is late.
+
+It holds its caller to MIGraphX's rules: a program is compiled before it is saved, without copies of its own and without fast
+math; a call has every parameter, the outputs' among them by the names MIGraphX gives them (``main:#output_0``, …, from ten on
+``main:#output_:00010``), each in memory of the device; its stream is alive, of the type that is named, and the calling thread has
+entered its device. Outputs in ``LOOSE`` have no parameter and stay in memory of the program's own. Ports in ``STRANGE`` are laid
+out in another way than the graph's.
+"""
+
+from pathlib import Path
+from threading import get_ident
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from tests.accelerator import Lazy
+
+__version__ = "2.16.0"
+
+LOOSE: set[str] = set()
+STRANGE: dict[str, str] = {}  # by name: "strided" or "half" as large
+DEVICES: dict[int, "Hip"] = {}  # open, by stream
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
+
+
+class Hip(Lazy):
+    """In place of ``runtime.devices.hip.Hip``."""
+
+    streams = 7
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.name = index, "Stand-in GPU (gfx0000)"
+        Hip.streams += 1
+        self.stream = Hip.streams
+        DEVICES[self.stream] = self
+
+    def close(self) -> None:
+        if self.stream:
+            self.synchronize()
+            del DEVICES[self.stream]
+            super().close()
+            self.stream = 0
+
+    def has(self, address: int, nbytes: int) -> bool:
+        return any(
+            block.ctypes.data <= address and address + nbytes <= block.ctypes.data + block.nbytes for block in self.blocks
+        )
+
+
+class shape:
+    def __init__(self, name: str, dtype: str, lengths: list[int]) -> None:
+        self.name, self.dtype, self.sizes = name, np.dtype(_TYPES[dtype]), lengths
+
+    def bytes(self) -> int:
+        return int(np.prod(self.sizes)) * self.dtype.itemsize // (2 if STRANGE.get(self.name) == "half" else 1)
+
+    def standard(self) -> bool:
+        return STRANGE.get(self.name) != "strided"
+
+
+class argument:
+    def __init__(self, shape: shape, address: int) -> None:
+        self.shape, self.address = shape, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_shape(self) -> shape:
+        return self.shape
+
+
+def argument_from_pointer(shape: shape, address: int) -> argument:
+    return argument(shape, address)
+
+
+def get_target(name: str) -> str:
+    assert name == "gpu"
+    return name
+
+
+class program:
+    def __init__(self, graph: bytes, folder: str) -> None:
+        self.graph, self.folder, self.compiled = graph, folder, False
+
+    def compile(self, target: str, offload_copy: bool = True, fast_math: bool = True, exhaustive_tune: bool = False) -> None:
+        assert target == "gpu"
+        assert not offload_copy, "every call would copy its buffers"
+        assert not fast_math
+        self.compiled = True
+
+    def ready(self) -> "program":
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
+        self.session = ort.InferenceSession(self.graph, options, providers=["CPUExecutionProvider"])
+        self.inputs = {v.name: shape(v.name, v.type, v.shape) for v in self.session.get_inputs()}
+        self.outputs = {v.name: shape(v.name, v.type, v.shape) for v in self.session.get_outputs()}
+        self.own = {name: np.zeros(s.sizes, s.dtype) for name, s in self.outputs.items() if name in LOOSE}
+        return self
+
+    def bound(self) -> dict[str, str]:
+        """Outputs by their parameter."""
+        names = [f"main:#output_{i}" if i < 10 else f"main:#output_:{i:05}" for i in range(len(self.outputs))]
+        return {parameter: name for parameter, name in zip(names, self.outputs, strict=True) if name not in self.own}
+
+    def get_parameter_shapes(self) -> dict[str, shape]:
+        return self.inputs | {parameter: self.outputs[name] for parameter, name in self.bound().items()}
+
+    def run_async(self, parameters: dict[str, argument], stream: int, kind: str) -> list[argument]:
+        assert kind == "ihipStream_t"
+        device = DEVICES.get(stream)
+        assert device is not None, "the stream is dead"
+        assert device.thread == get_ident(), "the thread has not entered the device"
+        shapes, binding = self.get_parameter_shapes(), self.session.io_binding()
+        assert parameters.keys() == shapes.keys(), "a parameter is missing, or there is none of that name"
+        for name, given in parameters.items():
+            assert device.has(given.address, shapes[name].bytes()), f"'{name}' is not where the device reaches it"
+        places = {name: given.address for name, given in parameters.items() if name in self.inputs}
+        places |= {name: parameters[parameter].address for parameter, name in self.bound().items()}
+        places |= {name: own.ctypes.data for name, own in self.own.items()}
+        for name, s in self.inputs.items():
+            binding.bind_input(name, "cpu", 0, s.dtype, s.sizes, places[name])
+        for name, s in self.outputs.items():
+            binding.bind_output(name, "cpu", 0, s.dtype, s.sizes, places[name])
+        device.queue.append(lambda: self.session.run_with_iobinding(binding))
+        return [argument(s, places[name]) for name, s in self.outputs.items()]
+
+
+def parse_onnx_buffer(graph: bytes, external_data_path: str = "") -> program:
+    try:
+        onnx.load_model_from_string(graph)
+    except Exception as error:
+        raise RuntimeError(f"no graph: {error}") from None
+    return program(graph, external_data_path)
+
+
+def save(compiled: program, path: str) -> None:
+    assert compiled.compiled
+    Path(path).write_bytes(compiled.folder.encode() + b"\0" + compiled.graph)
+
+
+def load(path: str) -> program:
+    folder, _, graph = Path(path).read_bytes().partition(b"\0")
+    return program(graph, folder.decode()).ready()

@@ -1,0 +1,336 @@
+"""``tensorrt`` over ONNX Runtime's CPU provider, on the stand-in for CUDA's runtime.
+
+It holds its caller to TensorRT's rules: subclasses of loggers and monitors call their base's ``__init__``, and there is one logger
+in a process; exceptions of a monitor are swallowed and cancel the build; plans without weights run once they are refitted with
+what they were built from; a context is made and run on the device its engine was loaded on, with scratch memory of its own; every
+tensor has an address, at a multiple of 256 bytes, in memory of the device; aliased outputs are at their inputs'; a context runs
+once with its addresses before it is recorded. Failures are None or False, and their reason is in the log.
+
+What is wrong with this TensorRT is set in ``UNBUILDABLE``, ``WRONG``, ``ON_HOST``, ``ALIASES`` and ``SIGNAL``.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from enum import Enum
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from cuda.bindings import runtime as cuda
+
+__version__ = "10.15.1.29"
+
+UNBUILDABLE: set[str] = set()  # attention, "fused" or "decomposed", that no plan is built with
+WRONG: set[str] = set()  # attention that computes something else
+ON_HOST: set[str] = set()  # tensors that have to be in the host's memory
+ALIASES = True  # whether caches are updated in place
+SIGNAL: int | None = None  # arrives in the middle of a build
+
+STEPS = 20
+TIMINGS = b"timings of " + cuda.Properties.name
+LOGGERS: list["ILogger"] = []
+BUILT: list[str] = []  # attention of every plan that was built
+CONTEXTS = 0  # alive
+LATE: list[str] = []  # what was freed behind the memory it works in
+
+
+class _Enum(Enum):
+    def __int__(self) -> int:
+        return int(self.value)
+
+
+class Severity(_Enum):
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+
+class NetworkDefinitionCreationFlag(_Enum):
+    STRONGLY_TYPED = 1
+
+
+class BuilderFlag(_Enum):
+    TF32 = 5
+    STRIP_PLAN = 18
+    REFIT_IDENTICAL = 19
+
+
+class TensorIOMode(_Enum):
+    NONE, INPUT, OUTPUT = range(3)
+
+
+class TensorLocation(_Enum):
+    DEVICE, HOST = range(2)
+
+
+class ExecutionContextAllocationStrategy(_Enum):
+    STATIC, ON_PROFILE_CHANGE, USER_MANAGED = range(3)
+
+
+class ILogger:
+    Severity = Severity
+    ERROR = Severity.ERROR
+
+    def __init__(self) -> None:
+        self.base = True
+
+    def log(self, severity: Severity, msg: str) -> None:
+        raise NotImplementedError
+
+
+class IProgressMonitor:
+    def __init__(self) -> None:
+        self.base = True
+
+
+def _use(logger: ILogger) -> ILogger:
+    assert logger.base
+    if logger not in LOGGERS:
+        LOGGERS.append(logger)
+    assert len(LOGGERS) == 1, "a second logger is never told anything"
+    return logger
+
+
+def _swallowing(method: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return method(*arguments)
+    except BaseException:
+        return False
+
+
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
+
+
+def nptype(dtype: type) -> type:
+    return dtype
+
+
+def volume(shape: list[int]) -> int:
+    return prod(shape)
+
+
+def _attention(graph: bytes) -> str:
+    """Raises what protobuf raises where it is no graph."""
+    return (
+        "fused" if any(node.op_type == "Attention" for node in onnx.load_model_from_string(graph).graph.node) else "decomposed"
+    )
+
+
+def _is_graph(graph: bytes) -> bool:
+    try:
+        _attention(graph)
+    except Exception:
+        return False
+    return True
+
+
+class INetworkDefinition:
+    graph: bytes
+
+
+class ITimingCache:
+    def __init__(self, taken: bytes) -> None:
+        self.taken = taken
+
+    def serialize(self) -> bytes:
+        return TIMINGS
+
+
+class IBuilderConfig:
+    def __init__(self) -> None:
+        self.flags = {BuilderFlag.TF32}
+        self.cache: ITimingCache | None = None
+        self.progress_monitor: Any = None
+        self.builder_optimization_level = 3
+
+    def set_flag(self, flag: BuilderFlag) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: BuilderFlag) -> None:
+        self.flags.discard(flag)
+
+    def create_timing_cache(self, taken: bytes) -> ITimingCache | None:
+        return ITimingCache(taken) if not taken or taken.startswith(b"timings of ") else None
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        if cache.taken not in (b"", TIMINGS):
+            return False
+        self.cache = cache
+        return True
+
+    def get_timing_cache(self) -> ITimingCache | None:
+        return self.cache
+
+
+class Builder:
+    def __init__(self, logger: ILogger) -> None:
+        self.logger = _use(logger)
+
+    def create_network(self, flags: int = 0) -> INetworkDefinition:
+        assert flags == 1 << int(NetworkDefinitionCreationFlag.STRONGLY_TYPED), "types would be chosen, not kept"
+        return INetworkDefinition()
+
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig()
+
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
+        assert config.flags == {BuilderFlag.STRIP_PLAN, BuilderFlag.REFIT_IDENTICAL}
+        monitor, attention = config.progress_monitor, _attention(network.graph)
+        assert monitor.base
+        _swallowing(monitor.phase_start, "Building", None, STEPS)
+        for step in range(STEPS):
+            if SIGNAL is not None and step == STEPS // 2:
+                os.kill(os.getpid(), SIGNAL)
+            if _swallowing(monitor.step_complete, "Building", step) is not True:
+                self.logger.log(Severity.ERROR, "cancelled")
+                return None
+        _swallowing(monitor.phase_finish, "Building")
+        if attention in UNBUILDABLE:
+            self.logger.log(Severity.ERROR, f"no kernel for {attention} attention\n")
+            return None
+        BUILT.append(attention)
+        return b"plan" + network.graph
+
+
+class OnnxParser:
+    num_errors = 0
+
+    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
+        self.network, self.logger = network, _use(logger)
+
+    def parse(self, graph: bytes, path: str) -> bool:
+        assert os.path.isdir(os.path.join(os.path.dirname(path), "weights")), "weights are named relative to the path's folder"
+        self.network.graph = graph
+        return _is_graph(graph)
+
+
+class Runtime:
+    def __init__(self, logger: ILogger) -> None:
+        self.logger = _use(logger)
+
+    def deserialize_cuda_engine(self, plan: bytes) -> "ICudaEngine | None":
+        if plan[:4] != b"plan" or not _is_graph(plan[4:]):
+            self.logger.log(Severity.ERROR, "the magic tag does not match")
+            return None
+        return ICudaEngine(plan[4:])
+
+
+class ICudaEngine:
+    device_memory_size_v2 = 4096
+
+    def __init__(self, graph: bytes) -> None:
+        self.graph, self.device, self.attention = graph, cuda.current(), _attention(graph)
+        self.inputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+        self.session: ort.InferenceSession | None = None
+
+    def refit(self, folder: str) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        self.session = ort.InferenceSession(self.graph, options, providers=["CPUExecutionProvider"])
+        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = {value.name: value for value in self.session.get_outputs()}
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return self.inputs | self.outputs
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        if name in self.inputs:
+            return TensorIOMode.INPUT
+        return TensorIOMode.OUTPUT if name in self.outputs else TensorIOMode.NONE
+
+    def get_tensor_dtype(self, name: str) -> type:
+        return _TYPES[self.tensors[name].type]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return self.tensors[name].shape
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        return TensorLocation.HOST if name in ON_HOST else TensorLocation.DEVICE
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return name.replace("present", "past") if ALIASES and name.startswith("present") else None
+
+    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> "IExecutionContext":
+        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        assert cuda.current() == self.device, "the engine is another device's"
+        return IExecutionContext(self)
+
+
+class Refitter:
+    def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
+        self.engine, self.logger = engine, _use(logger)
+
+    def refit_cuda_engine(self) -> bool:
+        return self.engine.session is not None
+
+
+class OnnxParserRefitter:
+    def __init__(self, refitter: Refitter, logger: ILogger) -> None:
+        self.refitter, self.logger = refitter, _use(logger)
+
+    def refit_from_bytes(self, graph: bytes, path: str) -> bool:
+        assert graph == self.refitter.engine.graph, "the plan promises to work with the weights it was built from alone"
+        self.refitter.engine.refit(os.path.dirname(path))
+        return True
+
+
+class IExecutionContext:
+    def __init__(self, engine: ICudaEngine) -> None:
+        global CONTEXTS
+        CONTEXTS += 1
+        self.engine, self.scratch = engine, 0
+        self.addresses: dict[str, int] = {}
+        self.ran = False  # with these addresses
+
+    def __del__(self) -> None:
+        global CONTEXTS
+        CONTEXTS -= 1
+        if self.scratch not in cuda.LIVE:
+            LATE.append("a context")
+
+    def set_device_memory(self, address: int, nbytes: int) -> None:
+        assert address % cuda.ALIGNMENT == 0
+        assert nbytes >= self.engine.device_memory_size_v2
+        assert cuda.allocated(address, nbytes)
+        self.scratch = address
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address % cuda.ALIGNMENT == 0, f"'{name}' is not aligned"
+        if name not in self.engine.tensors:
+            return False
+        nbytes = volume(self.engine.get_tensor_shape(name)) * np.dtype(self.engine.get_tensor_dtype(name)).itemsize
+        assert cuda.allocated(address, nbytes), f"'{name}' is not where the device reaches it"
+        self.addresses[name], self.ran = address, False
+        return True
+
+    def execute_async_v3(self, handle: int) -> bool:
+        engine, stream, session = self.engine, cuda.stream_of(handle), self.engine.session
+        assert session is not None
+        assert stream.device == engine.device, "the stream is another device's"
+        assert self.scratch in cuda.LIVE
+        assert self.addresses.keys() == engine.tensors.keys(), "a tensor has no address"
+        for name in engine.outputs:
+            if alias := engine.get_aliased_input_tensor(name):
+                assert self.addresses[name] == self.addresses[alias], f"'{name}' is apart from '{alias}'"
+        assert self.ran or stream.recording is None, "a context sets itself up in its first run, which must not be recorded"
+        binding = session.io_binding()
+        for name, address in self.addresses.items():
+            bind = binding.bind_input if name in engine.inputs else binding.bind_output
+            bind(name, "cpu", 0, np.dtype(engine.get_tensor_dtype(name)), engine.get_tensor_shape(name), address)
+        stream.put(lambda: session.run_with_iobinding(binding))
+        if engine.attention in WRONG and (logits := self.addresses.get("logits")):
+            stream.put(lambda: ctypes.memset(logits, 0, 4 * volume(engine.get_tensor_shape("logits"))))
+        self.ran = True
+        return True

@@ -1,0 +1,286 @@
+"""Backends whose hardware is not here, on stand-ins for their libraries: the project's own half of driving them.
+
+The stand-ins compute with ONNX Runtime on the processor and assert that the libraries' rules are kept; each file says which.
+"""
+
+import gc
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from runtime import GumihoError, Model, load
+from runtime.backends import backend
+from runtime.bundle import Bundle
+from runtime.engines import compile_engines, find_engines
+from tests import test_backends as promises
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+
+IMPORTERS = ("runtime.backends.tensorrt", "runtime.backends.migraphx", "runtime.devices.cuda")
+SHORT = [5, 6, 7]
+PROMPTS = ((SHORT, 12), (list(range(2, 70)), 8), (list(range(9, 199)), 50))  # less than a pass, more than a chunk, to the end
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Forgets a module, now and again behind the test."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without it nothing would be undone where there was no module
+    del sys.modules[name]
+    package, _, attribute = name.rpartition(".")
+    monkeypatch.setattr(import_module(package), attribute, None, raising=False)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, ModuleType]) -> None:
+    """Stand-ins under the names of what they stand in for; what imports them is imported anew, now and behind the test."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in IMPORTERS:
+        hide(monkeypatch, name)
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    hide(monkeypatch, f"tests.stand_ins.{name}")
+    return import_module(f"tests.stand_ins.{name}")
+
+
+@pytest.fixture
+def bundle(make_bundle: MakeBundle, tmp_path: Path) -> Path:
+    return Path(
+        shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle", ignore=shutil.ignore_patterns("engines"))
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(make_bundle: MakeBundle) -> list[list[int]]:
+    with load(make_bundle(DEMO, *EVERY_BACKEND), "cpu", threads=1) as cpu:
+        return [ids(cpu, *prompt) for prompt in PROMPTS]
+
+
+def ids(model: Model, prompt: list[int], count: int, speculate: bool = True) -> list[int]:
+    generation = model.generate(prompt, count, speculate)
+    list(generation.cycles())
+    return generation.ids
+
+
+def elsewhere(work: Callable[[], object]) -> object:
+    """On another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def compiled(bundle: Path, name: str) -> tuple[Path, list[str]]:
+    """The engines' folder, and what was told meanwhile."""
+    told: list[str] = []
+    return compile_engines(Bundle(bundle), backend(name), progress=told.append)[0], told
+
+
+def keeps_its_promises(bundle: Path, name: str) -> None:
+    """Of single engines, as ``test_backends`` asks for them where the backend runs."""
+    for promise in (
+        promises.test_a_call_reads_its_inputs_when_it_is_made,
+        promises.test_outputs_without_a_buffer_are_dropped,
+        promises.test_an_input_without_a_buffer_is_refused,
+    ):
+        bench = promises.Bench(bundle, name, "")
+        promise(bench)
+        bench.close()
+    promises.test_a_closed_engine_is_refused((name, ""), bundle)
+    promises.test_devices_are_closed_once((name, ""), bundle)
+
+
+def kept(bundle: Path) -> list[Path]:
+    return [path for path in (bundle / "engines").glob("*") if path.is_dir()]
+
+
+def free(nvidia: ModuleType) -> bool:
+    """Whether nothing is left of anything."""
+    gc.collect()
+    cuda = nvidia.cuda
+    return not (cuda.LIVE or cuda.PINNED or cuda.STREAMS or cuda.GRAPHS or nvidia.CONTEXTS)
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in for TensorRT; ``nvidia.cuda`` is that for CUDA's runtime. Every test has to free all."""
+    cuda = fresh(monkeypatch, "cuda_runtime")
+    top, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
+    top.bindings, bindings.runtime = bindings, cuda  # type: ignore[attr-defined]
+    put(monkeypatch, {"cuda": top, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
+    tensorrt = fresh(monkeypatch, "tensorrt")
+    put(monkeypatch, {"tensorrt": tensorrt})
+    yield tensorrt
+    assert free(tensorrt)
+
+
+def test_tensorrt_gives_the_cpus_tokens(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
+    folder, _ = compiled(bundle, "tensorrt")
+    assert json.loads((folder / "attention.json").read_text()) == {"attention": "fused", "reason": ""}
+    nvidia.cuda.CALLS.clear()
+    with load(bundle, "tensorrt") as model:
+        allocated, cycles = len(nvidia.cuda.LIVE), 0
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            generation = model.generate(*prompt)
+            list(generation.cycles())
+            cycles += generation.stats.cycles
+            assert generation.ids == wanted
+            assert ids(model, *prompt, speculate=False) == wanted
+        # The first cycle is run and then recorded.
+        assert (nvidia.cuda.CALLS["capture"], nvidia.cuda.CALLS["launch"]) == (1, cycles - 1)
+        assert len(nvidia.cuda.LIVE) == allocated
+    assert free(nvidia)
+    assert not nvidia.LATE, "freed behind the memory it works in"
+
+
+def test_tensorrts_engines_keep_their_promises(nvidia: ModuleType, bundle: Path) -> None:
+    compiled(bundle, "tensorrt")
+    keeps_its_promises(bundle, "tensorrt")
+    bench = promises.Bench(bundle, "tensorrt", "")
+    ports = {name: port for name, port in bench.slab.ports(bench.graph).items() if not name.startswith("present")}
+    bench.engine.bind({**bench.inputs(0), **ports})()  # caches are written where they are read, asked for or not
+    bench.close()
+
+
+@pytest.mark.parametrize("wrong", ["UNBUILDABLE", "WRONG"])
+def test_tensorrt_falls_back_to_decomposed_attention(
+    nvidia: ModuleType, bundle: Path, expected: list[list[int]], wrong: str
+) -> None:
+    getattr(nvidia, wrong).add("fused")
+    folder, told = compiled(bundle, "tensorrt")
+    chosen = json.loads((folder / "attention.json").read_text())
+    assert chosen["attention"] == "decomposed"
+    assert ("no kernel for fused attention" if wrong == "UNBUILDABLE" else "golden") in chosen["reason"]
+    assert f"fused attention will not do: {chosen['reason']}" in told
+    assert nvidia.BUILT[-3:] == ["decomposed"] * 3
+    with load(bundle, "tensorrt") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+
+
+def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> None:
+    nvidia.WRONG |= {"fused", "decomposed"}
+    with pytest.raises(GumihoError, match="golden"):
+        compiled(bundle, "tensorrt")
+    assert not kept(bundle)
+
+
+def test_tensorrt_refuses_other_ways_to_take_tensors(nvidia: ModuleType, bundle: Path) -> None:
+    nvidia.ALIASES = False
+    with pytest.raises(GumihoError, match="does not update cache 'past_key.0' in place"):
+        compiled(bundle, "tensorrt")
+    nvidia.ALIASES, nvidia.ON_HOST = True, {"count"}
+    with pytest.raises(GumihoError, match="takes 'count' as .*HOST"):
+        compiled(bundle, "tensorrt")
+    assert not kept(bundle)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cancels_tensorrts_build(nvidia: ModuleType, bundle: Path, number: signal.Signals) -> None:
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    nvidia.SIGNAL = number
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compiled(bundle, "tensorrt")
+        assert not nvidia.BUILT, "the build went on"
+        assert nvidia.LOGGERS[0].error == "cancelled"
+        assert {signal.getsignal(each) for each in before} == {signal.default_int_handler}
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not kept(bundle)
+
+
+@pytest.mark.parametrize("found", [b"timings of another GPU", b"no timings"])
+def test_timings_of_another_device_are_replaced(nvidia: ModuleType, bundle: Path, found: bytes) -> None:
+    timings = bundle / "engines/tensorrt-timings.bin"
+    timings.parent.mkdir()
+    timings.write_bytes(found)
+    compiled(bundle, "tensorrt")
+    assert timings.read_bytes() == nvidia.TIMINGS
+
+
+def test_damaged_tensorrt_engines_say_the_command(nvidia: ModuleType, bundle: Path) -> None:
+    folder, _ = compiled(bundle, "tensorrt")
+    assert folder == find_engines(Bundle(bundle), backend("tensorrt"))
+    (folder / "draft.plan").write_bytes(b"of another version")
+    command = rf"run `python -m runtime.compile {bundle} --backend tensorrt`"
+    with pytest.raises(GumihoError, match=rf"draft\.plan \(the magic tag does not match\): {command}"):
+        load(bundle, "tensorrt")
+    (folder / "attention.json").unlink()
+    with pytest.raises(GumihoError, match=rf"attention\.json .*: {command}"):
+        load(bundle, "tensorrt")
+
+
+def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
+    compiled(bundle, "tensorrt")
+    first, second = load(bundle, "tensorrt", "0"), load(bundle, "tensorrt", "1")
+    for model in (first, second, first):
+        assert ids(model, *PROMPTS[0]) == expected[0]
+    assert elsewhere(lambda: [ids(model, *PROMPTS[0]) for model in (second, first, second)]) == [expected[0]] * 3
+    assert ids(first, *PROMPTS[0]) == expected[0]
+    both = [model.generate(*PROMPTS[0]) for model in (first, second)]
+    list(zip_longest(*(generation.cycles() for generation in both)))  # a cycle of each in turn
+    assert [generation.ids for generation in both] == [expected[0]] * 2
+    elsewhere(second.close)
+    assert {device for _, device, _ in nvidia.cuda.LIVE.values()} == {0}
+    first.close()
+    assert free(nvidia)
+    assert not nvidia.LATE
+    made = backend("tensorrt", "0")
+    backend("tensorrt", "1")  # is now the thread's device
+    engines, device = made.open(Bundle(bundle), find_engines(Bundle(bundle), made))
+    for engine in engines.values():
+        engine.close()
+    device.close()
+    with pytest.raises(GumihoError, match="no NVIDIA GPU 2: 2 can be seen"):
+        load(bundle, "tensorrt", "2")
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in for MIGraphX. Every test has to close its devices."""
+    migraphx = fresh(monkeypatch, "migraphx")
+    monkeypatch.setattr("runtime.devices.hip.Hip", migraphx.Hip)
+    put(monkeypatch, {"migraphx": migraphx})
+    yield migraphx
+    assert not migraphx.DEVICES
+
+
+LOOSE = pytest.mark.parametrize("loose", [set(), {"choice", "tree_parent", "tree_mask"}], ids=["bound", "loose"])
+
+
+@LOOSE
+def test_migraphxs_engines_keep_their_promises(amd: ModuleType, bundle: Path, loose: set[str]) -> None:
+    amd.LOOSE = loose
+    compiled(bundle, "migraphx")
+    keeps_its_promises(bundle, "migraphx")
+
+
+@LOOSE
+def test_migraphx_gives_the_cpus_tokens(amd: ModuleType, bundle: Path, expected: list[list[int]], loose: set[str]) -> None:
+    amd.LOOSE = loose
+    compiled(bundle, "migraphx")
+    with load(bundle, "migraphx") as model:
+        (device,) = amd.DEVICES.values()
+        allocated = len(device.blocks)
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            assert ids(model, *prompt) == ids(model, *prompt, speculate=False) == wanted
+        assert elsewhere(lambda: ids(model, *PROMPTS[0])) == expected[0]
+        assert ids(model, *PROMPTS[0]) == expected[0]
+        assert len(device.blocks) == allocated
+    assert not device.blocks
+
+
+@pytest.mark.parametrize("how", ["strided", "half"])
+@pytest.mark.parametrize("name", ["mask", "logits", "choice"])
+def test_migraphx_refuses_another_layout(amd: ModuleType, bundle: Path, name: str, how: str) -> None:
+    """Of an input, of an output with a parameter, and of one without."""
+    amd.LOOSE, amd.STRANGE = {"choice"}, {name: how}
+    with pytest.raises(GumihoError, match=f"lays out '{name}' in another way"):
+        compiled(bundle, "migraphx")
+    assert not kept(bundle)
