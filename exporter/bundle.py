@@ -191,7 +191,8 @@ def is_bundle(folder: Path) -> bool:
 def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle) -> Iterator[Path]:
     """A folder beside ``out`` that becomes it when the block ends well, and vanishes when it does not.
 
-    known: whether a folder that is there is of the kind that may be replaced. What a killed run left behind is removed by the next one. Raises GumihoError where ``out`` exists and may not go.
+    known: whether a folder that is there is of the kind that may be replaced. What a killed run left behind is removed by the
+    next one. Raises GumihoError where ``out`` exists and may not go.
     """
     if out.name in ("", ".."):
         raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")

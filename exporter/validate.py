@@ -17,7 +17,7 @@ from runtime.model import load
 
 from .bundle import Plan
 from .trace import signature
-from .weights import Source, scale_of
+from .weights import scale_of
 
 _POSITIONS = 256
 
@@ -38,7 +38,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     sources = plan.sources()["weights/target.bin"]
     for name, scale in ((n, scale_of(n)) for n in numbers):
         if name != scale and scale in sources:
-            numbers[name] = dequantize(_read(sources[name]), _read(sources[scale])).float()
+            numbers[name] = dequantize(sources[name].whole(), sources[scale].whole()).float()
     llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in numbers.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
@@ -73,17 +73,13 @@ def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tenso
     """The tree behind ``ids``, its drafter reading the target's hidden rows from transformers."""
     module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, int4=plan.int4(plan.codes[0]))["draft"]
     assert isinstance(module, Drafter)
-    state = {name: _read(source) for name, source in plan.sources()["weights/draft.bin"].items()}
+    state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}
     module.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, assign=True)
     caches = [
         example for name, example, _ in signature(module, torch.float32)[0] if name.startswith(("past_key", "past_value"))
     ]
     tokens, path = torch.cat((ids[1:], torch.tensor([pending]))), torch.arange(len(ids))
     return module(tokens, hidden, path, torch.tensor([len(ids)]), torch.tensor([0]), caches)[4]
-
-
-def _read(source: Source) -> Tensor:
-    return torch.cat([s.reshape(-1) for s in source.slices()]).reshape(source.shape)
 
 
 def _relative(found: np.ndarray, expected: Tensor) -> float:

@@ -32,6 +32,10 @@ class Source:
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.fixed or dtype
 
+    def whole(self) -> Tensor:
+        """All values at once, in their stored dtype."""
+        return torch.cat([part.reshape(-1) for part in self.slices()]).reshape(self.shape)
+
     def nbytes(self, dtype: torch.dtype) -> int:
         return prod(self.shape) * self.dtype(dtype).itemsize
 

@@ -41,13 +41,7 @@ def compile_engines(
         partial.mkdir(parents=True)
         backend.compile(bundle, partial, tune, progress)
         progress("replaying the golden run")
-        engines, device = backend.open(bundle, partial)
-        try:
-            errors = golden.replay(bundle, backend.NAME, engines, device)
-        finally:
-            for engine in engines.values():
-                engine.close()
-            device.close()
+        errors = golden.check(bundle, backend, partial)
         (partial / "key.json").write_text(json.dumps(whole, indent=1), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

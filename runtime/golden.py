@@ -6,10 +6,11 @@ the replay is fed the recorded inputs, so that an error shows in the graph it co
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
-from .backends import Engine
+from .backends import Backend, Engine
 from .bundle import Bundle
 from .cache import Slab
 from .devices import Call, Device
@@ -93,6 +94,17 @@ def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: 
                 "try another version of the backend"
             )
     return errors
+
+
+def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
+    """``replay`` over the engines in a folder, which are closed behind it."""
+    engines, device = backend.open(bundle, folder)
+    try:
+        return replay(bundle, backend.NAME, engines, device)
+    finally:
+        for engine in engines.values():
+            engine.close()
+        device.close()
 
 
 def _pad(array: np.ndarray, rows: int) -> np.ndarray:

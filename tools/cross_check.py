@@ -14,8 +14,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from exporter.checkpoint import Checkpoint, target_of
-from exporter.pair import Pair
+from exporter.cli import open_pair
 from exporter.trace import signature
 from exporter.weights import Source
 from graphs.ops import Basic
@@ -28,11 +27,7 @@ CAPACITY = 256
 def load(module: nn.Module, sources: dict[str, Source], device: str, dtype: torch.dtype) -> nn.Module:
     """The module with the checkpoint's tensors, on a device."""
     names = dict(module.named_parameters())
-    state = {
-        name: torch.cat([s.to(source.dtype(dtype)).reshape(-1) for s in source.slices()]).reshape(source.shape)
-        for name, source in sources.items()
-        if name in names
-    }
+    state = {name: source.whole().to(source.dtype(dtype)) for name, source in sources.items() if name in names}
     module.load_state_dict(state, assign=True)
     return module.to(device)
 
@@ -76,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise GumihoError(f"torch_migraphx cannot be imported ({error}): install it, and PyTorch for ROCm") from None
         if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
             raise GumihoError(f"PyTorch {torch.__version__} sees no GPU: install the one for ROCm, or give --torch-device cpu")
-        pair = Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+        pair = open_pair(args)
         vocabulary = pair.target_shape.vocabulary
         tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
         positions = CAPACITY + args.rows

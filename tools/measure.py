@@ -69,8 +69,7 @@ print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": cach
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     sizes: dict[str, float] = json.loads(done.stdout)
-    files = Bundle(bundle).manifest.files
-    sizes["weights"] = sum(size for name, (size, _) in files.items() if name.startswith("weights/")) / 2**20
+    sizes["weights"] = Bundle(bundle).weights() / 2**20
     return sizes
 
 

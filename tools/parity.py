@@ -120,9 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each (48)")
     args = parser.parse_args(argv)
     try:
-        texts = (
-            read(args.prompts) if args.prompts else [Path(argparse.__file__).read_text("utf-8")]
-        )  # the demo pair writes Python
+        # The demo pair writes Python.
+        texts = read(args.prompts) if args.prompts else [Path(argparse.__file__).read_text("utf-8")]
         with load(args.reference, "cpu") as judge:
             if judge.bundle.manifest.dtype != "float32":
                 raise GumihoError(f"{args.reference} is {judge.bundle.manifest.dtype}: the reference must be fp32")

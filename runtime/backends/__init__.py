@@ -48,7 +48,7 @@ class Backend(Protocol):
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.compile_engines``."""
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, Engine], Device]:
+    def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines compiled into ``folder``, by graph, and the memory they work on."""
 
 

@@ -128,13 +128,7 @@ class TensorRT:
                     self._build(bundle, graph, folder / f"{name}.plan", tune, progress)
                 (folder / _CHOICE).write_text(json.dumps({"attention": attention, "reason": reason}), "utf-8")
                 progress(f"replaying the golden run with {attention} attention")
-                engines, device = self.open(bundle, folder)
-                try:
-                    golden.replay(bundle, self.NAME, engines, device)
-                finally:
-                    for engine in engines.values():
-                        engine.close()
-                    device.close()
+                golden.check(bundle, self, folder)
                 return
             except GumihoError as error:
                 reason = str(error)

@@ -41,9 +41,6 @@ class DeviceArray:
         return DeviceArray(self.address, (key.stop, *self.shape[1:]), self.dtype, mirror)
 
     def reshape(self, *shape: int) -> "DeviceArray":
-        if -1 in shape:
-            rest = prod(n for n in shape if n != -1)
-            shape = tuple(prod(self.shape) // rest if n == -1 else n for n in shape)
         assert prod(shape) == prod(self.shape), (self.shape, shape)
         return DeviceArray(self.address, shape, self.dtype, None if self.mirror is None else self.mirror.reshape(shape))
 
@@ -161,7 +158,6 @@ class Staging:
         self._into, self._up = self._block({n: b for n, b in host.items() if n in inputs})
         self._back, self._down = self._block({n: b for n, b in host.items() if n in outputs})
         self._mirrors = [b for n, b in self.buffers.items() if n in outputs and b.mirror is not None]
-        self._keep = buffers
 
     def _block(self, arrays: Mapping[str, np.ndarray]) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
         """Lays arrays out in one block on each side. Returns (array, its place in the pinned block) of each, and the block's

@@ -41,7 +41,6 @@ class Cuda(Accelerator):
         self.enter()
         properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
         model = properties.name.split(b"\0")[0].decode(errors="replace")
-        self.capability = (int(properties.major), int(properties.minor))
         self.name = f"{model} (sm_{properties.major}{properties.minor})"
         driver = _check("cudaDriverGetVersion", rt.cudaDriverGetVersion())
         self.driver = f"{driver // 1000}.{driver % 1000 // 10}"
