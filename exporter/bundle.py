@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from tqdm import tqdm
 
-from graphs.ops import Int4, Plain
+from graphs.ops import FP8, Plain, Scheme
 from graphs.tree import TreeConfig
 from runtime.bundle import MANIFEST, Form, Graph, Manifest, Port, file_hash
 from runtime.errors import GumihoError
@@ -46,7 +46,7 @@ def _is_matrix(name: str, source: Source) -> bool:
 class Plan:
     """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends.
 
-    quantized: whose weights are, of ``target`` and ``draft``.
+    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int4`` or ``fp8``.
     """
 
     pair: Pair
@@ -54,7 +54,7 @@ class Plan:
     capacity: int
     dtype: torch.dtype = torch.float32
     backends: tuple[str, ...] = ("cpu",)
-    quantized: tuple[str, ...] = ()
+    quantized: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -67,28 +67,34 @@ class Plan:
 
     @property
     def codes(self) -> tuple[torch.dtype, ...]:
-        """How the backends want codes kept: one way, or both."""
+        """How the backends want 4-bit codes kept: one way, or both."""
         return tuple(c for c in (torch.uint8, torch.int8) if any(BACKENDS[name].codes == c for name in self.backends))
 
     @property
     def block(self) -> int:
-        """Numbers that share a scale, the same for all backends, so that they compute the same."""
+        """4-bit numbers that share a scale, the same for all backends, so that they compute the same."""
         return max(BACKENDS[name].block for name in self.backends)
 
-    def int4(self, codes: torch.dtype) -> dict[str, Int4]:
-        return {name: Int4(self.block, codes) for name in self.quantized}
+    def schemes(self, codes: torch.dtype) -> dict[str, Scheme]:
+        """codes: how those of 4 bits are kept."""
+        return {name: Scheme(0, FP8) if to == "fp8" else Scheme(self.block, codes) for name, to in self.quantized.items()}
+
+    def how(self, model: str) -> str:
+        """How a model's weights are quantized, for the reader."""
+        to = self.quantized[model]
+        return f"{to}, a scale a row" if to == "fp8" else f"{to}, blocks of {self.block}"
 
     def _numbers(self) -> dict[str, dict[str, Source]]:
         """What the models are made of, before any of it is quantized."""
-        heads, int4 = max(0, self.tree.depth - self.tree.serial_steps), self.int4(self.codes[0])
-        draft = self.pair.draft_sources(heads, self.positions, int4.get("draft"))
+        heads, schemes = max(0, self.tree.depth - self.tree.serial_steps), self.schemes(self.codes[0])
+        draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft"))
         return {"target": self.pair.target_sources(self.positions), "draft": draft}
 
     def sources(self) -> dict[str, dict[str, Source]]:
         """What is packed, by file, but for codes that are kept a second way."""
-        int4, made = self.int4(self.codes[0]), dict[str, dict[str, Source]]()
+        schemes, made = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, numbers in self._numbers().items():
-            how, own = int4.get(model), made.setdefault(f"weights/{model}.bin", {})
+            how, own = schemes.get(model), made.setdefault(f"weights/{model}.bin", {})
             for name, source in numbers.items():
                 whole = how is not None and _is_matrix(name, source) and how.fits(source.shape[-1])
                 own |= quantized(source, name, how, self.dtype) if how and whole else {name: source}
@@ -96,10 +102,10 @@ class Plan:
 
     def kept(self) -> list[str]:
         """Names of the matrices that are not quantized though the others of their model are: their rows are no whole blocks."""
-        int4, numbers = self.int4(self.codes[0]), self._numbers()
+        schemes, numbers = self.schemes(self.codes[0]), self._numbers()
         return [
             f"{model} {name}"
-            for model, how in int4.items()
+            for model, how in schemes.items()
             for name, source in numbers[model].items()
             if _is_matrix(name, source) and not how.fits(source.shape[-1])
         ]
@@ -124,8 +130,9 @@ class Plan:
         for file, sources in self.sources().items():
             for name in {"embed_tokens.weight", "lm_head.weight", "lm_head.scale"} & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)), name
-                if name == "lm_head.weight" and "lm_head.scale" in sources:
-                    size, content = size * len(self.codes), "codes"
+                if name != "embed_tokens.weight" and "lm_head.scale" in sources:
+                    content = f"{name} in {sources['lm_head.weight'].fixed}"
+                    size *= len(self.codes) if name == "lm_head.weight" else 1
                 elif name == "lm_head.weight" and tied:
                     content = "embed_tokens.weight"
                 elif name == "embed_tokens.weight" and file == "weights/draft.bin" and not self.pair.embedding_shared:
@@ -264,9 +271,9 @@ def _graphs(
     plan: Plan, backend: str, dialect: type[Plain], kind: str, locations: Mapping[str, dict[str, Location]], folder: Path
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
-    made, graphs, int4 = plan.layouts[backend], {}, plan.int4(BACKENDS[backend].codes)
+    made, graphs, schemes = plan.layouts[backend], {}, plan.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
-    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect, int4)
+    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect, schemes)
     for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
         model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
         operators.check(model, backend)
@@ -306,7 +313,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
 
     codes = plan.codes[0]
-    fresh = pair.modules(plan.tree, plan.capacity, plan.positions, int4=plan.int4(codes))
+    fresh = pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(codes))
     target, draft = (golden.eager(fresh[name], locations[codes][name], folder, plan.dtype) for name in ("target", "draft"))
     np.savez(folder / "golden.npz", **golden.record(*target, *draft))  # type: ignore[arg-type]
 
@@ -326,7 +333,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
         dtype=_DTYPE_NAMES[plan.dtype],
-        weights=dict.fromkeys(plan.quantized, f"int4, blocks of {plan.block}"),
+        weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
         tree=asdict(plan.tree),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .pair import Pair
 
 _DEFAULT_CAPACITY = 2048
+_QUANTIZED = ("int4", "fp8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--dtype", choices=("fp32", "fp16"), help="of weights and caches (fp32 on the CPU, fp16 elsewhere)")
-    parser.add_argument("--weights", choices=("int4",), help="quantize the target's matrices, embedding excepted (--dtype)")
-    parser.add_argument("--draft-weights", choices=("int4",), help="quantize the drafter's, its lm_head included (--dtype)")
+    parser.add_argument("--weights", choices=_QUANTIZED, help="quantize the target's matrices, embedding excepted (--dtype)")
+    parser.add_argument("--draft-weights", choices=_QUANTIZED, help="quantize the drafter's, its lm_head included (--dtype)")
     parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
     )
@@ -106,8 +107,7 @@ def plan(args: argparse.Namespace) -> "Plan":
         raise GumihoError(
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
-    quantized = (("target",) if args.weights else ()) + (("draft",) if args.draft_weights else ())
-    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)), quantized)
+    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)), quantized(args))
 
 
 def dtype(args: argparse.Namespace) -> "torch.dtype":
@@ -123,6 +123,19 @@ def dtype(args: argparse.Namespace) -> "torch.dtype":
     if refusing:
         raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in fp32: leave one of the two out")
     return wanted
+
+
+def quantized(args: argparse.Namespace) -> dict[str, str]:
+    """What the weights of ``target`` and ``draft`` are quantized to. Raises GumihoError where a backend does not take it."""
+    from .forms import BACKENDS
+
+    asked = {"target": ("--weights", args.weights), "draft": ("--draft-weights", args.draft_weights)}
+    for option, wanted in asked.values():
+        refusing = [name for name in args.backend if wanted and wanted not in BACKENDS[name].quantized]
+        if refusing:
+            taking = ", ".join(name for name, needs in BACKENDS.items() if wanted in needs.quantized)
+            raise GumihoError(f"{option} {wanted} is for {taking} alone: export for {refusing[0]} by itself, or with int4")
+    return {model: wanted for model, (_, wanted) in asked.items() if wanted}
 
 
 def describe(plan: "Plan", out: Path) -> str:
@@ -150,7 +163,7 @@ def quantization(plan: "Plan") -> list[str]:
     """What is quantized and how, and what stays as it is."""
     if not plan.quantized:
         return []
-    lines, kept = [f"int4      {' and '.join(plan.quantized)}, in blocks of {plan.block}"], plan.kept()
+    lines, kept = [f"weights   {model}: {plan.how(model)}" for model in plan.quantized], plan.kept()
     if kept:
         lines.append(
             f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are no multiple of {plan.block}, are not quantized"

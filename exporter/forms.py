@@ -17,14 +17,15 @@ _STEP = 64  # positions of caches in place: TensorRT wants every address it is g
 @dataclass(frozen=True)
 class Needs:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
-    computes in, the default first. spare: a dialect to fall back on where the device cannot do with the first. codes, block: of
-    quantized weights, see ``Int4``.
+    computes in, the default first. quantized: what weights may be quantized to. spare: a dialect to fall back on where the device
+    cannot do with the first. codes, block: of int4 weights, see ``Scheme``.
     """
 
     dialect: type[Plain]
     rows: int
     static: bool
     dtypes: tuple[torch.dtype, ...]
+    quantized: tuple[str, ...] = ("int4",)
     spare: type[Plain] | None = None
     codes: torch.dtype = torch.uint8
     block: int = 32
@@ -38,7 +39,9 @@ BACKENDS: Mapping[str, Needs] = {
     "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU),
     "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU),
     # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
-    "tensorrt": Needs(Standard, rows=64, static=True, dtypes=_GPU, spare=Decomposed, codes=torch.int8, block=64),
+    "tensorrt": Needs(
+        Standard, rows=64, static=True, dtypes=_GPU, quantized=("int4", "fp8"), spare=Decomposed, codes=torch.int8, block=64
+    ),
 }
 
 

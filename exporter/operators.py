@@ -17,7 +17,7 @@ from runtime.errors import GumihoError
 # Element types, a letter each; a string of letters is a choice.
 _LETTERS = {
     "f": ir.DataType.FLOAT, "h": ir.DataType.FLOAT16, "g": ir.DataType.BFLOAT16, "i": ir.DataType.INT32, "l": ir.DataType.INT64,
-    "b": ir.DataType.BOOL, "B": ir.DataType.UINT8, "c": ir.DataType.INT8, "N": ir.DataType.UINT4, "n": ir.DataType.INT4,
+    "b": ir.DataType.BOOL, "B": ir.DataType.UINT8, "c": ir.DataType.INT8, "N": ir.DataType.UINT4, "n": ir.DataType.INT4, "e": ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
 _FLOATS, _INTS, _BOOL = "fhg", "il", "b"
 _NUMBERS = _FLOATS + _INTS
@@ -299,6 +299,8 @@ def _trt_dequantize(use: Use) -> str:
     if _odd_nibbles(use):
         return "has 4-bit rows of odd length"
     block = use.whole("block_size", 0)
+    if use.type(0) in _dtypes("e") and (block or (len(scale) == 1 and use.axis(1) != 0)):
+        return "has fp8 scales that are not one a row"
     return (
         f"has 4-bit blocks of {block}, documented are 64 and 128"
         if use.type(0) in _dtypes("n") and block not in (64, 128)
@@ -358,7 +360,7 @@ _TENSORRT: dict[str, Rule | str] = {
     "ConstantOfShape": Rule("l", "value", constant="0"),
     "Shape": Rule(_ANY, "start end"),
     "Size": Rule(_ANY),
-    "DequantizeLinear": Rule(f"cn {_FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
+    "DequantizeLinear": Rule(f"cne {_FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
     "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
     "RMSNormalization": Rule(_FLOATS, "axis epsilon stash_type"),
     "RotaryEmbedding": Rule(

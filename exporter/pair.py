@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
-from graphs.ops import Int4, Plain
+from graphs.ops import Plain, Scheme
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
 from .weights import Source
 
 _SLICE_ELEMENTS = 16 << 20
-_NUMBERS: Mapping[str, Int4] = {}
+_NUMBERS: Mapping[str, Scheme] = {}
 
 
 class Pair:
@@ -122,19 +122,26 @@ class Pair:
             raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
 
     def modules(
-        self, tree: TreeConfig, capacity: int, positions: int, ops: type[Plain] = Plain, int4: Mapping[str, Int4] = _NUMBERS
+        self,
+        tree: TreeConfig,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Mapping[str, Scheme] = _NUMBERS,
     ) -> dict[str, Target | Drafter]:
         """The graphs of a bundle, without weights (on the meta device).
 
-        int4: how the weights of ``target`` and ``draft`` are quantized, where they are.
+        schemes: how the weights of ``target`` and ``draft`` are quantized, where they are.
         """
         with torch.device("meta"):
             grown, cut = (
-                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops.drafting(), int4.get("draft"))
+                Drafter(
+                    self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops.drafting(), schemes.get("draft")
+                )
                 for t in (tree, None)
             )
             return {
-                "target": Target(self.target_shape, capacity, positions, ops, int4.get("target")).eval(),
+                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target")).eval(),
                 "draft": grown.eval(),
                 "extend": cut.eval(),
             }
@@ -146,15 +153,15 @@ class Pair:
             sources["lm_head.weight"] = sources["embed_tokens.weight"]
         return sources | self._rotary(self.target_config, positions)
 
-    def draft_sources(self, heads: int, positions: int, int4: Int4 | None = None) -> dict[str, Source]:
-        """The drafter's parameters; what it shares with the target is read from there. int4: how they will be quantized."""
+    def draft_sources(self, heads: int, positions: int, scheme: Scheme | None = None) -> dict[str, Source]:
+        """The drafter's parameters; what it shares with the target is read from there. scheme: how they will be quantized."""
         names = [name for name in self._expected_drafter() if not name.startswith("mlp.")]
         sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
         sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
         sources["lm_head.weight"] = target["lm_head.weight"]
         h = self.draft_shape.hidden
-        input_major = int4 is None or not int4.fits(h)
+        input_major = scheme is None or not scheme.fits(h)
         if heads:
             for block in range(self.blocks + 1):
                 weights = [f"mlp.{head}.{block}.linear.weight" for head in range(heads)]

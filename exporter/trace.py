@@ -27,6 +27,7 @@ _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
     torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT4,  # two codes to a byte
+    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
 
 
@@ -150,7 +151,9 @@ def trace(
     dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
     past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
     dynamic["caches"] = [dynamic.pop(name) for name in past]
-    module.to(dtype).rotary.float()
+    for name, parameter in module.named_parameters():
+        if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes are what they are
+            parameter.data = parameter.data.to(dtype)
     # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")

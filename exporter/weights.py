@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.ops import Int4
+from graphs.ops import FP8, Scheme
 
 ALIGNMENT = 4096
 _SLICE_ELEMENTS = 1 << 20
@@ -61,13 +61,23 @@ def scale_of(weight: str) -> str:
     return weight.replace("weight", "scale")
 
 
-def quantize(values: Tensor, int4: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of dtype, as ``Int4`` has them, for matrices [..., N, K].
+def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales of dtype, as ``Scheme`` has them, for matrices [..., N, K]. Scales are positive, as TensorRT wants them."""
+    if scheme.codes == FP8:
+        most = torch.finfo(FP8).max
+        scale = (values.float().abs().amax(-1, keepdim=True) / most).to(dtype)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        return (values.float() / scale.float()).clamp_(-most, most).to(FP8), scale[..., 0]
+    return _quantize4(values, scheme, dtype)
+
+
+def _quantize4(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """4-bit codes and scales.
 
     A block's scale is the one of ``_STEPS`` with the smallest squared error: over a matrix a fifth less than with 7 steps
-    alone, for trained weights as for Gaussian ones. It is positive, as TensorRT wants it.
+    alone, for trained weights as for Gaussian ones.
     """
-    blocks = values.float().unflatten(-1, (-1, int4.block))
+    blocks = values.float().unflatten(-1, (-1, scheme.block))
     largest = blocks.abs().amax(-1, keepdim=True)
     scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
     for steps in _STEPS:
@@ -77,23 +87,23 @@ def quantize(values: Tensor, int4: Int4, dtype: torch.dtype) -> tuple[Tensor, Te
         scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
     codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
     packed = codes[..., 0::2] & 15 | codes[..., 1::2] << 4
-    return (packed if int4.codes == torch.int8 else packed ^ 0x88).view(int4.codes), scale[..., 0].to(dtype)
+    return (packed if scheme.codes == torch.int8 else packed ^ 0x88).view(scheme.codes), scale[..., 0].to(dtype)
 
 
 def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
     return (blocks / scale).round_().clamp_(-8, 7)
 
 
-def quantized(source: Source, name: str, int4: Int4, dtype: torch.dtype) -> dict[str, Source]:
+def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
     """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'."""
-    blocks = (*source.shape[:-1], source.shape[-1] // int4.block)
+    shapes = scheme.shapes(source.shape)
     rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), deque[Tensor]()
 
     def codes() -> Iterator[Tensor]:
         made.clear()
         for values in source.slices():
             for part in values.split(rows):
-                codes, scale = quantize(part, int4, dtype)
+                codes, scale = quantize(part, scheme, dtype)
                 made.append(scale)
                 yield codes
 
@@ -101,11 +111,11 @@ def quantized(source: Source, name: str, int4: Int4, dtype: torch.dtype) -> dict
         while made:
             yield made.popleft()
 
-    return {name: Source((*blocks, int4.block // 2), codes, int4.codes), scale_of(name): Source(blocks, scales, dtype)}
+    return {name: Source(shapes[0], codes, scheme.codes), scale_of(name): Source(shapes[1], scales, dtype)}
 
 
 def recoded(place: Location, bundle: Path) -> Source:
-    """Packed codes as the other type has them: the top bit of each is turned."""
+    """Packed 4-bit codes as the other type has them: the top bit of each is turned."""
     other = torch.int8 if place.dtype == torch.uint8 else torch.uint8
     rows = max(1, _SLICE_ELEMENTS // prod(place.shape[1:]))
 

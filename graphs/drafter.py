@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layer import Layer, Linear, LlamaShape, Rotary, matrix
-from .ops import Cache, Int4, Past, Plain
+from .ops import Cache, Past, Plain, Scheme
 from .tree import TreeConfig, grow
 
 
@@ -18,11 +18,11 @@ class Heads(nn.Module):
     are quantized.
     """
 
-    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], int4: Int4 | None) -> None:
+    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.count, self.ops = heads, ops
-        self.first = Linear(2 * hidden, heads * hidden, True, ops, int4)
-        made = [matrix((heads, hidden, hidden), int4) for _ in range(blocks)]
+        self.first = Linear(2 * hidden, heads * hidden, True, ops, scheme)
+        made = [matrix((heads, hidden, hidden), scheme) for _ in range(blocks)]
         self.weight = nn.ParameterList([weight for weight, _ in made])
         self.scale = nn.ParameterList([scale for _, scale in made if scale is not None])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
@@ -36,25 +36,25 @@ class Heads(nn.Module):
 class Drafter(nn.Module):
     """The drafter of a pair; without a tree it is cut off before it, and only extends its caches.
 
-    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first. int4: how its
+    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first. scheme: how its
     matrices are quantized, all but the embedding.
     """
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Plain] = Plain, int4: Int4 | None = None,
+        ops: type[Plain] = Plain, scheme: Scheme | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, int4)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, int4, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
+        self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, scheme)
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
         if tree:
-            self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, int4)
+            self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, scheme)
             used = tree.depth - tree.serial_steps
             if used > 0:
-                self.heads = Heads(used, shape.hidden, blocks, ops, int4)
+                self.heads = Heads(used, shape.hidden, blocks, ops, scheme)
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops import Int4, Plain, Rows
+from .ops import Plain, Rows, Scheme
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,21 @@ class LlamaShape:
     mlp_bias: bool = False
 
 
-def matrix(shape: tuple[int, ...], int4: Int4 | None) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Parameters of matrices of a shape [..., N, K]: numbers, or ``Int4`` codes and their scales where rows are whole blocks."""
-    if int4 is None or not int4.fits(shape[-1]):
+def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Parameters of matrices of a shape [..., N, K]: numbers, or codes and their scales where the scheme fits."""
+    if scheme is None or not scheme.fits(shape[-1]):
         return nn.Parameter(torch.empty(shape)), None
-    blocks = (*shape[:-1], shape[-1] // int4.block)
-    codes = torch.empty(*blocks, int4.block // 2, dtype=int4.codes)
-    return nn.Parameter(codes, requires_grad=False), nn.Parameter(torch.empty(blocks))
+    codes, scales = scheme.shapes(shape)
+    return nn.Parameter(torch.empty(codes, dtype=scheme.codes), requires_grad=False), nn.Parameter(torch.empty(scales))
 
 
 class Linear(nn.Module):
     """weight: see ``matrix``; its scale bears its name with ``scale`` in place of ``weight``."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], int4: Int4 | None) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.ops = ops
-        self.weight, self.scale = matrix((outputs, inputs), int4)
+        self.weight, self.scale = matrix((outputs, inputs), scheme)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,10 +69,10 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Only the projections: which rows and caches attend to each other is the caller's business."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        how = shape.attention_bias, ops, int4
+        how = shape.attention_bias, ops, scheme
         self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *how)
         self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
         self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
@@ -86,9 +85,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
-        how = shape.mlp_bias, ops, int4
+        how = shape.mlp_bias, ops, scheme
         self.gate_proj = Linear(shape.hidden, shape.intermediate, *how)
         self.up_proj = Linear(shape.hidden, shape.intermediate, *how)
         self.down_proj = Linear(shape.intermediate, shape.hidden, *how)
@@ -100,12 +99,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A decoder layer in two halves, with the attention itself between them. Parameter names are the checkpoints'."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], int4: Int4 | None, input_norm: bool = True) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape, ops) if input_norm else nn.Identity()
-        self.self_attn = Attention(shape, ops, int4)
+        self.self_attn = Attention(shape, ops, scheme)
         self.post_attention_layernorm = Norm(shape, ops)
-        self.mlp = MLP(shape, ops, int4)
+        self.mlp = MLP(shape, ops, scheme)
 
     def project(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
         """x: [n, H], position: int64 [n]."""

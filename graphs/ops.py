@@ -16,12 +16,17 @@ Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim
 _SLICE_ELEMENTS = 16 << 20
 
 
-@dataclass(frozen=True)
-class Int4:
-    """Matrices [..., N, K] as 4-bit codes [..., N, K / block, block / 2] and scales [..., N, K / block]: w = scale * code.
+FP8 = torch.float8_e4m3fn
 
-    block: numbers of a row that share a scale. codes: two to a byte, the first in the low bits; torch.int8 says that they are
-    two's complement, as ONNX has them, torch.uint8 that each is 8 more than it means, as MatMulNBits wants them.
+
+@dataclass(frozen=True)
+class Scheme:
+    """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code.
+
+    codes: torch.float8_e4m3fn are numbers of their own, [..., N, K], with a scale a row, [..., N]. All others are of 4 bits,
+    [..., N, K / block, block / 2], with a scale a block, [..., N, K / block]: two to a byte, the first in the low bits;
+    torch.int8 says that they are two's complement, as ONNX has them, torch.uint8 that each is 8 more than it means, as
+    MatMulNBits wants them. block: numbers of a row that share a scale; 0 for whole rows, as fp8 has them.
     """
 
     block: int
@@ -29,11 +34,20 @@ class Int4:
 
     def fits(self, inputs: int) -> bool:
         """Whether rows of so many numbers are whole blocks. Matrices of others are not quantized."""
-        return inputs % self.block == 0
+        return not self.block or inputs % self.block == 0
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of codes and scales."""
+        if not self.block:
+            return shape, shape[:-1]
+        blocks = (*shape[:-1], shape[-1] // self.block)
+        return (*blocks, self.block // 2), blocks
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """The numbers that ``Int4`` codes and scales stand for, [..., N, K] of the scales' dtype."""
+    """The numbers that ``Scheme`` codes and scales stand for, [..., N, K] of the scales' dtype."""
+    if codes.dtype == FP8:
+        return codes.to(scale.dtype) * scale[..., None]
     moved = codes.view(torch.uint8) ^ 0x88 if codes.dtype == torch.int8 else codes
     pairs = torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
     return ((pairs.to(scale.dtype) - 8) * scale[..., None]).flatten(-2)
@@ -94,22 +108,23 @@ class Plain:
 
     @classmethod
     def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Int4`` codes where there is a scale; bias: [N] -> [n, N].
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes where there is a scale; bias: [N] -> [n, N].
 
-        When traced, codes are spelled as they are kept: two's complement by DequantizeLinear, else by MatMulNBits.
+        When traced, codes are spelled as they are kept: fp8 and two's complement by DequantizeLinear, others by MatMulNBits.
         """
         if scale is None:
             return F.linear(x, weight, bias)
-        (outputs, inputs), block = (weight.shape[0], x.shape[1]), 2 * weight.shape[2]
+        outputs, inputs = weight.shape[0], x.shape[1]
+        block = 0 if weight.dtype == FP8 else 2 * weight.shape[2]
         if not is_in_onnx_export():
             rows = max(1, _SLICE_ELEMENTS // inputs)
             slices = zip(weight.split(rows), scale.split(rows), strict=True)
             out = torch.cat([x @ dequantize(*part).T for part in slices], dim=-1)
-        elif weight.dtype == torch.int8:
+        elif weight.dtype != torch.uint8:
             numbers = ops.symbolic(
                 "DequantizeLinear",
                 (weight, scale),
-                {"axis": 1, "block_size": block},
+                {"axis": 1, "block_size": block} if block else {"axis": 0},
                 dtype=scale.dtype,
                 shape=[outputs, inputs],
                 version=21,
@@ -199,7 +214,7 @@ class Plain:
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """Residual blocks of several heads side by side: x + SiLU(x @ weight + bias), block after block.
 
-        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or ``Int4`` codes where there are scales, which are
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or ``Scheme`` codes where there are scales, which are
         output-major and have a product per head; biases: [heads, 1, H] each. Returns [heads, P, H].
         """
         if scales:

@@ -6,25 +6,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layer import Layer, Linear, LlamaShape, Norm, Rotary
-from .ops import Int4, Plain
+from .ops import Plain, Scheme
 
 
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of Llama checkpoints, without their leading ``model.``.
 
-    int4: how its matrices are quantized, all but the embedding.
+    scheme: how its matrices are quantized, all but the embedding.
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, int4: Int4 | None = None
+        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, scheme: Scheme | None = None
     ) -> None:
         super().__init__()
         self.capacity, self.ops = capacity, ops
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, int4) for _ in range(shape.layers)])  # type: ignore[assignment]
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme) for _ in range(shape.layers)])  # type: ignore[assignment]
         self.norm = Norm(shape, ops)
-        self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, int4)
+        self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, scheme)
 
     def forward(
         self, tokens: Tensor, depth: Tensor, mask: Tensor, past_length: Tensor, caches: list[Tensor]

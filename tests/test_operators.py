@@ -39,6 +39,7 @@ ZEROS, ONES = ", ".join("0" * 256), ", ".join("1" * 256)
 W4 = f"float[2,32] x => float[2,8] y | uint8[8,2,8] w = {{{ZEROS[:382]}}}, float[16] s = {{{ONES[:46]}}}"
 Q4 = f"float[2,8] x => float[4,8] y | int4[4,8] q = {{{ZEROS[:46]}}}, float[4,2] s = {{{ONES[:22]}}}"
 B4 = f"float[2,8] x => float[1,128] y | int4[1,128] q = {{{', '.join('0' * 128)}}}, float[1,2] s = {{1, 1}}"
+E8 = "float[2,4] x => float[4,4] y | float8e4m3fn[4,4] q = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, float[4] s = {1, 1, 1, 1}"
 AXIS = " | int64[1] a = {1} | "
 CACHE = "float[1,2,16,4] past, float[1,2,3,4] new, int64[1] at => float[1,2,16,4] y | "
 SIGHT = "float[1,4,3,8] q, float[1,2,16,8] k, float[1,2,16,8] v, bool[1,1,3,16] m => float[1,4,3,8] y | "
@@ -108,6 +109,8 @@ TAKEN = {
     "tensorrt": [
         *BOTH,
         f"{B4} | y = DequantizeLinear <axis = 1, block_size = 64> (q, s)",
+        f"{E8} | y = DequantizeLinear <axis = 0> (q, s)",
+        f"{E8.replace('float[4] s', 'float s').replace('{1, 1, 1, 1}', '{1}')} | y = DequantizeLinear(q, s)",
         "float[2,8] x, float[8] s => float[2,8] y | y = RMSNormalization <axis = -1, epsilon = 0.001, stash_type = 1> (x, s)",
         "float[1,4,3,8] x, float[99,4] c, float[99,4] s, int64[1,3] at => float[1,4,3,8] y | y = RotaryEmbedding(x, c, s, at)",
         f"{CACHE} y = TensorScatter <axis = -2> (past, new, at)",
@@ -198,6 +201,9 @@ REFUSED = [
     ("tensorrt", "float[4] x => double[4] y | y = Cast <to = 11> (x)", "'y' is DOUBLE"),
     ("tensorrt", Q4.replace("[4,2] s", "[2,4] s") + " | y = DequantizeLinear <axis = 1, block_size = 4> (q, s)", "blocks along one axis"),
     ("tensorrt", Q4 + " | y = DequantizeLinear <axis = 1, block_size = 4> (q, s, q)", "3 inputs"),
+    ("tensorrt", E8 + " | y = DequantizeLinear <axis = 1> (q, s)", "fp8 scales that are not one a row"),
+    ("tensorrt", E8.replace("[4] s = {1, 1, 1, 1}", "[4,1] s = {1, 1, 1, 1}") + " | y = DequantizeLinear <axis = 1, block_size = 4> (q, s)", "not one a row"),
+    ("migraphx", E8 + " | y = DequantizeLinear <axis = 0> (q, s)", "has FLOAT8E4M3FN as input 0"),
     ("tensorrt", Q4 + " | y = DequantizeLinear <axis = 1, block_size = 4> (q, s)", "blocks of 4, documented are 64 and 128"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""int4 weights: packed as loops unpack them, multiplied alike by every spelling, and sized as they are written."""
+"""Quantized weights: packed as loops unpack them, multiplied alike by every spelling, and sized as they are written."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +20,12 @@ from exporter.trace import _external, _quiet, _split_parts
 from exporter.weights import Location, Packer, Source, quantize, quantized, recoded, scale_of
 from graphs.drafter import Heads
 from graphs.layer import Linear
-from graphs.ops import Basic, Decomposed, Int4, Plain, Rounding, Standard, dequantize
+from graphs.ops import FP8, Basic, Decomposed, Plain, Rounding, Scheme, Standard, dequantize
 
 from .pairs import RandomPair
 
 CODES = [torch.uint8, torch.int8]
+ROWS_OF_FP8 = Scheme(0, FP8)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -63,7 +64,7 @@ def test_codes_and_scales_against_loops(
     values = {
         "normal": values, "positive": values.abs(), "small": values * 1e-9, "zero": values * 0, "spike": torch.where(values > 2, 50, values),
     }[kind]  # fmt: skip
-    packed, scales = quantize(values, Int4(block, codes), dtype)
+    packed, scales = quantize(values, Scheme(block, codes), dtype)
     assert (packed.shape, packed.dtype) == ((rows, blocks, block // 2), codes)
     assert (scales.shape, scales.dtype) == ((rows, blocks), dtype)
     assert bool((scales > 0).all())
@@ -90,10 +91,45 @@ def test_codes_and_scales_against_loops(
 
 def test_several_scales_are_a_fifth_better_than_one() -> None:
     values = numbers(64, 1024)
-    found = ((dequantize(*quantize(values, Int4(32, torch.uint8), torch.float32)) - values) ** 2).sum()
+    found = ((dequantize(*quantize(values, Scheme(32, torch.uint8), torch.float32)) - values) ** 2).sum()
     scale = values.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 7
     one = ((values.unflatten(-1, (-1, 32)) / scale).round() * scale).flatten(-2)
     assert found < 0.83 * ((one - values) ** 2).sum()
+
+
+def e4m3() -> np.ndarray:
+    """Every number that the 8 bits can be, by the format's definition (arXiv 2209.05433, table 1)."""
+    magnitudes = [
+        (mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        for exponent in range(16) for mantissa in range(8) if (exponent, mantissa) != (15, 7)
+    ]  # fmt: skip
+    return np.array([-m for m in magnitudes[:0:-1]] + magnitudes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 70), st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([1.0, 1e-3, 1e-9, 0.0, 300.0]), st.integers(0, 99),
+)  # fmt: skip
+def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torch.dtype, size: float, seed: int) -> None:
+    values = numbers(rows, width, seed=seed) * size
+    codes, scales = quantize(values, ROWS_OF_FP8, dtype)
+    assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((rows, width), FP8, (rows,), dtype)
+    assert bool((scales > 0).all())
+    known = e4m3()
+    assert known.max() == 448
+    made = dequantize(codes, scales)
+    assert made.dtype == dtype
+    for row, stored, scale, found in zip(values.double(), codes.double().numpy(), scales.double(), made.double(), strict=True):
+        assert set(stored) <= set(known)
+        wanted = row.numpy() / float(scale)
+        nearest = np.abs(wanted[:, None] - known[None]).min(1)
+        np.testing.assert_allclose(np.abs(wanted - stored), nearest, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            found.numpy(), stored * float(scale), rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=1e-7
+        )
+        if size in (1.0, 300.0):
+            assert np.abs(stored).max() >= 416  # the row fills the format's range
 
 
 @pytest.mark.parametrize("first", CODES)
@@ -102,9 +138,9 @@ def test_the_other_way_of_keeping_codes(tmp_path: Path, first: torch.dtype) -> N
     other = next(c for c in CODES if c != first)
     values = numbers(3, 70, 64)
     p = Packer(tmp_path, torch.float16, lambda _: None)
-    one = p.pack("a.bin", quantized(source(values), "heads.weight.0", Int4(32, first), torch.float16))
+    one = p.pack("a.bin", quantized(source(values), "heads.weight.0", Scheme(32, first), torch.float16))
     two = p.pack("b.bin", {"heads.weight.0": recoded(one["heads.weight.0"], tmp_path)})
-    three = p.pack("c.bin", quantized(source(values), "x.weight", Int4(32, other), torch.float16))
+    three = p.pack("c.bin", quantized(source(values), "x.weight", Scheme(32, other), torch.float16))
     assert list(one) == ["heads.weight.0", "heads.scale.0"]
     assert three["x.weight"] == two["heads.weight.0"]
     assert three["x.scale"] == one["heads.scale.0"]
@@ -122,7 +158,7 @@ def test_slices_are_quantized_one_at_a_time() -> None:
             read.append(i)
             yield numbers(10, 64, seed=i)
 
-    made = quantized(Source((40, 64), slices), "w.weight", Int4(32, torch.uint8), torch.float32)
+    made = quantized(Source((40, 64), slices), "w.weight", Scheme(32, torch.uint8), torch.float32)
     for i, codes in enumerate(made["w.weight"].slices()):
         assert read == list(range(i + 1))
         assert codes.shape == (10, 2, 16)
@@ -136,11 +172,11 @@ def test_slices_are_quantized_one_at_a_time() -> None:
 class Products(nn.Module):
     """A matrix with and one without a bias, and the residual blocks of heads."""
 
-    def __init__(self, ops: type[Plain], int4: Int4 | None) -> None:
+    def __init__(self, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.ops = ops
-        self.first, self.second = Linear(128, 64, True, ops, int4), Linear(64, 37, False, ops, int4)
-        self.heads = Heads(3, 64, 2, ops, int4)
+        self.first, self.second = Linear(128, 64, True, ops, scheme), Linear(64, 37, False, ops, scheme)
+        self.heads = Heads(3, 64, 2, ops, scheme)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.second(self.first(x)), self.heads(x)
@@ -154,10 +190,10 @@ def drawn() -> dict[str, Tensor]:
     }
 
 
-def expected(x: Tensor, int4: Int4) -> tuple[Tensor, Tensor]:
+def expected(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """In double precision, from the numbers that codes and scales stand for."""
     w = {
-        n: (t if "bias" in n else dequantize(*quantize(t, int4, torch.float32))).double() for n, t in drawn().items()
+        n: (t if "bias" in n else dequantize(*quantize(t, scheme, torch.float32))).double() for n, t in drawn().items()
     }  # fmt: skip
     out = (x.double() @ w["first.weight"].T + w["first.bias"]) @ w["second.weight"].T
     heads = (
@@ -170,16 +206,16 @@ def expected(x: Tensor, int4: Int4) -> tuple[Tensor, Tensor]:
     return out, heads
 
 
-def packed(folder: Path, int4: Int4) -> dict[str, Location]:
+def packed(folder: Path, scheme: Scheme) -> dict[str, Location]:
     sources: dict[str, Source] = {}
     for name, tensor in drawn().items():
-        sources |= {name: source(tensor)} if "bias" in name else quantized(source(tensor), name, int4, torch.float32)
+        sources |= {name: source(tensor)} if "bias" in name else quantized(source(tensor), name, scheme, torch.float32)
     return Packer(folder, torch.float32, lambda _: None).pack("w.bin", sources)
 
 
-def traced(folder: Path, ops: type[Plain], int4: Int4, rows: int | None = None) -> ir.Model:
+def traced(folder: Path, ops: type[Plain], scheme: Scheme, rows: int | None = None) -> ir.Model:
     """The products as a bundle spells them, for so many rows or any number."""
-    module, places = Products(ops, int4), packed(folder, int4)
+    module, places = Products(ops, scheme), packed(folder, scheme)
     axes = ({0: torch.export.Dim("rows")} if rows is None else None,)
     with _quiet():
         program = torch.onnx.export(
@@ -206,15 +242,13 @@ def runs(folder: Path, model: ir.Model) -> Callable[[Tensor], list[Tensor]]:
     return lambda x: [torch.from_numpy(out) for out in made.run(None, {made.get_inputs()[0].name: x.numpy()})]
 
 
-@pytest.mark.parametrize("block", [32, 64])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("scheme", [ROWS_OF_FP8, *(Scheme(block, codes) for block in (32, 64) for codes in CODES)], ids=str)
 @torch.inference_mode()
-def test_eager_products(tmp_path: Path, codes: torch.dtype, block: int) -> None:
-    int4 = Int4(block, codes)
-    module = Products(Plain, int4)
-    module.load_state_dict({n: place.mapped(tmp_path) for n, place in packed(tmp_path, int4).items()}, assign=True)
+def test_eager_products(tmp_path: Path, scheme: Scheme) -> None:
+    module = Products(Plain, scheme)
+    module.load_state_dict({n: place.mapped(tmp_path) for n, place in packed(tmp_path, scheme).items()}, assign=True)
     x = numbers(5, 128)
-    for found, wanted in zip(module(x), expected(x, int4), strict=True):
+    for found, wanted in zip(module(x), expected(x, scheme), strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -222,28 +256,28 @@ def test_eager_products(tmp_path: Path, codes: torch.dtype, block: int) -> None:
 def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphs.ops._SLICE_ELEMENTS", 128 * 7)
     weight, x = numbers(37, 128), numbers(5, 128, seed=1)
-    made = quantize(weight, Int4(32, torch.uint8), torch.float32)
+    made = quantize(weight, Scheme(32, torch.uint8), torch.float32)
     torch.testing.assert_close(Plain.linear(x, *made, None), x @ dequantize(*made).T)
 
 
-@pytest.mark.parametrize("block", [32, 64])
-@pytest.mark.parametrize(("ops", "codes", "operator"), [
-    (Standard, torch.uint8, "MatMulNBits"), (Basic, torch.uint8, "MatMulNBits"),
-    (Standard, torch.int8, "DequantizeLinear"), (Decomposed, torch.int8, "DequantizeLinear"),
-])  # fmt: skip
-def test_both_spellings_in_onnxruntime(tmp_path: Path, ops: type[Plain], codes: torch.dtype, operator: str, block: int) -> None:
-    model = traced(tmp_path, ops, Int4(block, codes))
+@pytest.mark.parametrize(("ops", "scheme", "operator"), [
+    *((ops, Scheme(block, torch.uint8), "MatMulNBits") for ops in (Standard, Basic) for block in (32, 64)),
+    *((ops, Scheme(block, torch.int8), "DequantizeLinear") for ops in (Standard, Decomposed) for block in (32, 64)),
+    *((ops, ROWS_OF_FP8, "DequantizeLinear") for ops in (Standard, Decomposed)),
+], ids=str)  # fmt: skip
+def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str) -> None:
+    model = traced(tmp_path, ops, scheme)
     run = runs(tmp_path, model)
     assert [node.op_type for node in model.graph].count(operator) == 3 + 3 * 2  # a product per head and block
     for rows in (1, 4, 17):
         x = numbers(rows, 128, seed=rows)
-        for found, wanted in zip(run(x), expected(x, Int4(block, codes)), strict=True):
+        for found, wanted in zip(run(x), expected(x, scheme), strict=True):
             torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_drafters_rows_are_rounded_to_int8(tmp_path: Path) -> None:
     """A block of a row to 127 steps of its largest number: no product is further off than its weights times half a step."""
-    int4 = Int4(32, torch.uint8)
+    int4 = Scheme(32, torch.uint8)
     model = traced(tmp_path, Rounding, int4)
     run = runs(tmp_path, model)
     assert all(n.attributes.get_int("accuracy_level") == 4 for n in model.graph if n.op_type == "MatMulNBits")
@@ -260,17 +294,19 @@ def test_the_drafters_rows_are_rounded_to_int8(tmp_path: Path) -> None:
         assert not torch.allclose(found, middle @ after.T, rtol=1e-5, atol=1e-6)  # else the tolerance of int8 is for nothing
 
 
-@pytest.mark.parametrize(("backend", "block"), [("migraphx", 32), ("migraphx", 64), ("tensorrt", 64)])
-def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, block: int) -> None:
-    ops, codes = {"migraphx": (Basic, torch.uint8), "tensorrt": (Standard, torch.int8)}[backend]
-    assert refusals(traced(tmp_path, ops, Int4(block, codes), rows=3), backend) == []
+@pytest.mark.parametrize(("backend", "ops", "scheme"), [
+    ("migraphx", Basic, Scheme(32, torch.uint8)), ("migraphx", Basic, Scheme(64, torch.uint8)),
+    ("tensorrt", Standard, Scheme(64, torch.int8)), ("tensorrt", Standard, ROWS_OF_FP8),
+], ids=str)  # fmt: skip
+def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, ops: type[Plain], scheme: Scheme) -> None:
+    assert refusals(traced(tmp_path, ops, scheme, rows=3), backend) == []
 
 
 def test_migraphx_itself_multiplies_alike(tmp_path: Path) -> None:
     """On its reference target, where its Python module is."""
     migraphx = pytest.importorskip("migraphx")
     for block in (32, 64):
-        int4 = Int4(block, torch.uint8)
+        int4 = Scheme(block, torch.uint8)
         model = traced(tmp_path, Basic, int4, rows=4)
         for value in model.graph.initializers.values():
             value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
@@ -317,6 +353,36 @@ def test_sizes_are_what_gets_written(tmp_path: Path, which: tuple[str, ...], bac
     # Both rotary tables are the same, too, which nobody promised.
     tables = 2 * 4096 * -(-plan.positions * 8 * 4 // 4096)
     assert sum(written.values()) == sum(sizes.values()) - plan.shared() - tables
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("how", [("fp8", "fp8"), ("fp8", "int4"), ("int4", "fp8"), ("fp8", None)], ids=str)
+def test_sizes_of_fp8_are_what_gets_written(tmp_path: Path, how: tuple[str, str | None], tied: bool) -> None:
+    RandomPair(WIDE | {"tie_word_embeddings": tied}, heads=1).write(tmp_path)
+    options = [("--weights", how[0]), *([("--draft-weights", how[1])] if how[1] else [])]
+    plan = wanted(tmp_path, "--backend", "tensorrt", *(part for option in options for part in option))
+    places = pack(plan, tmp_path)[torch.int8]
+    for model, to in zip(("target", "draft"), how, strict=True):
+        codes = {"fp8": FP8, "int4": torch.int8, None: torch.float16}[to]
+        assert places[model]["lm_head.weight"].dtype == codes
+        assert places[model]["embed_tokens.weight"].dtype == torch.float16
+    assert (places["target"]["lm_head.weight"] == places["draft"]["lm_head.weight"]) == (how[0] == how[1])
+    written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.bin"))
+    tables = 2 * 4096 * -(-plan.positions * 8 * 4 // 4096)
+    assert written == sum(plan.sizes().values()) - plan.shared() - tables
+    assert plan.kept() == [] or "int4" in how
+
+
+@pytest.mark.parametrize("option", ["--weights", "--draft-weights"])
+@pytest.mark.parametrize("backends", [("cpu",), ("tensorrt", "migraphx")], ids=" ".join)
+def test_fp8_is_for_tensorrt(
+    tmp_path: Path, option: str, backends: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    RandomPair(WIDE, heads=1).write(tmp_path)
+    assert cli.main(argv(tmp_path, option, "fp8", "--backend", *backends)) == 1
+    said = capsys.readouterr().err
+    assert f"{option} fp8 is for tensorrt alone: export for {backends[-1]} by itself, or with int4" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_both_lm_heads_are_one_and_no_embedding(tmp_path: Path) -> None:

@@ -169,6 +169,23 @@ def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> No
     assert not kept(bundle)
 
 
+def test_tensorrt_takes_fp8_where_the_device_does(nvidia: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
+    options = ("--backend", "tensorrt", "--dtype", "fp32", "--weights", "fp8", "--draft-weights", "fp8")
+    made = make_bundle(DEMO, *options)
+    bundle = Path(shutil.copytree(made, tmp_path / "bundle", ignore=shutil.ignore_patterns("engines")))
+    nvidia.cuda.Properties.major, nvidia.cuda.Properties.minor = 8, 6
+    with pytest.raises(
+        GumihoError, match=r"need compute capability 8\.9 .* has 8\.6: export again with --weights int4 or none"
+    ):
+        compiled(bundle, "tensorrt")
+    assert not kept(bundle)
+    nvidia.cuda.Properties.minor = 9
+    compiled(bundle, "tensorrt")
+    with load(bundle, "tensorrt") as model:
+        for prompt in PROMPTS:
+            assert ids(model, *prompt) == ids(model, *prompt, speculate=False)
+
+
 def test_tensorrt_refuses_other_ways_to_take_tensors(nvidia: ModuleType, bundle: Path) -> None:
     nvidia.ALIASES = False
     with pytest.raises(GumihoError, match="does not update cache 'past_key.0' in place"):

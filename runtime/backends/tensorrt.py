@@ -30,6 +30,7 @@ except ImportError as error:
 _OLDEST = (10, 15)
 _CHOICE = "attention.json"
 _ALIGNMENT = 256  # of every address that a context is given
+_FP8 = (8, 9)  # compute capability from which on a device multiplies fp8: Ada's, then Hopper's
 _STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # 11 knows nothing else and still takes the flag
 
 
@@ -119,6 +120,12 @@ class TensorRT:
         from .. import golden
 
         form = bundle.manifest.form(self.NAME)
+        if self._device.capability < _FP8 and any(how.startswith("fp8") for how in bundle.manifest.weights.values()):
+            major, minor = self._device.capability
+            raise GumihoError(
+                f"fp8 weights need compute capability 8.9 (Ada, Hopper and newer), and {self._device.name} has {major}.{minor}: "
+                "export again with --weights int4 or none"
+            )
         reason = ""
         for attention, graphs in (("fused", form.graphs), ("decomposed", form.spare)):
             if not graphs:

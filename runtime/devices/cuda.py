@@ -40,6 +40,7 @@ class Cuda(Accelerator):
             raise GumihoError(f"there is no NVIDIA GPU {index}: {count} can be seen")
         self.enter()
         properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
+        self.capability = int(properties.major), int(properties.minor)
         model = properties.name.split(b"\0")[0].decode(errors="replace")
         self.name = f"{model} (sm_{properties.major}{properties.minor})"
         driver = _check("cudaDriverGetVersion", rt.cudaDriverGetVersion())

@@ -1,4 +1,4 @@
-"""Bundles of int4 weights: every form gives the tokens of the quantized model itself.
+"""Bundles of quantized weights: every form gives the tokens of the quantized model itself.
 
 Of that model transformers is told the numbers that codes and scales stand for. ONNX Runtime's CPU provider stands in for the
 accelerators. As a backend of its own it lets the drafter round the rows of a pass to int8, which changes no token.
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exporter.weights import quantize
-from graphs.ops import Int4, dequantize
+from graphs.ops import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
 from runtime.bundle import Bundle
 from runtime.engines import compile_engines
@@ -37,14 +37,14 @@ BLOCK = 64
 LENGTHS = ((1, 40), (7, 40), (8, 40), (9, 30), (65, 20), (129, 20), (190, 50))
 
 
-def meant(target: Path, folder: Path) -> Path:
+def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
     """A checkpoint of the target whose matrices are what theirs are rounded to, and whose lm_head is one of them."""
     folder.mkdir()
     state = {n: t.float() for n, t in load_file(target / "model.safetensors").items()}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"].clone())
     for name, tensor in state.items():
-        if tensor.ndim == 2 and "embed_tokens" not in name and tensor.shape[1] % BLOCK == 0:
-            state[name] = dequantize(*quantize(tensor, Int4(BLOCK, torch.uint8), torch.float32))
+        if tensor.ndim == 2 and "embed_tokens" not in name and scheme.fits(tensor.shape[1]):
+            state[name] = dequantize(*quantize(tensor, scheme, torch.float32))
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = (target / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (folder / "config.json").write_text(config)
@@ -60,7 +60,7 @@ def prompts(model: Model) -> list[tuple[list[int], int]]:
 @pytest.mark.parametrize("pair", [DEMO, ODD], ids=["demo", "odd"])
 def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | RandomPair, tmp_path: Path) -> None:
     bundle = make_bundle(pair, *OPTIONS)
-    folder = meant(bundle.parent / "pair/target", tmp_path / "meant")
+    folder = meant(bundle.parent / "pair/target", tmp_path / "meant", Scheme(BLOCK, torch.uint8))
     manifest = Bundle(bundle).manifest
     # Where heads are no multiple of 16 wide, the CPU's graphs are the standard ones.
     rounded = "int8" if pair is DEMO else "float32"
@@ -77,6 +77,22 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
                 ties += llama.assert_same(folder, prompt, found, wanted)
                 assert tokens(model, prompt, count, speculate=False)[0] == found
     assert ties <= 1
+
+
+@pytest.mark.parametrize("drafter", [("--draft-weights", "fp8"), ("--draft-weights", "int4")], ids=" ".join)
+def test_fp8_equals_the_quantized_model(make_bundle: MakeBundle, tmp_path: Path, drafter: tuple[str, str]) -> None:
+    """Rows of 80 numbers between, which are no whole blocks of int4, are quantized too."""
+    pair = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=3, heads=3, seed=12)
+    options = ("--backend", "tensorrt", "--dtype", "fp32", "--capacity", "200", "--rows", "8", "--weights", "fp8", *drafter)
+    bundle = make_bundle(pair, *options)
+    assert Bundle(bundle).manifest.weights["target"] == "fp8, a scale a row"
+    folder = meant(bundle.parent / "pair/target", tmp_path / "meant", Scheme(0, FP8))
+    with opened(bundle, "tensorrt", lazy=True) as model:
+        for prompt, count in prompts(model):
+            (wanted,) = llama.generate(folder, [prompt], min(count, 201 - len(prompt)))
+            found = tokens(model, prompt, count)[0]
+            llama.assert_same(folder, prompt, found, wanted)
+            assert tokens(model, prompt, count, speculate=False)[0] == found
 
 
 @pytest.mark.parametrize("pair", [DEMO, ODD], ids=["demo", "odd"])
