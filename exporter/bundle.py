@@ -30,7 +30,7 @@ from .weights import ALIGNMENT, Location, Packer, Source, quantized, recoded
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
 _RECODED = "weights/{}-signed.bin"
-_TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def _aligned(size: int) -> int:
@@ -304,6 +304,21 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
     return {codes: {**models, "extend": models["draft"]} for codes, models in found.items()}
 
 
+def write_tokenizer(pair: Pair, folder: Path) -> None:
+    """Writes what turns text and conversations into token ids, as transformers does it, and the target's settings."""
+    for name in _TOKENIZER_FILES:
+        if (pair.target.folder / name).is_file():
+            shutil.copyfile(pair.target.folder / name, folder / name)
+    if pair.tokenizer is not None:
+        tokenizer = pair.tokenizer.backend_tokenizer
+        # transformers sets both anew in every call; some checkpoints ship what their training cut and filled texts to.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        # Its map is the files' with what the tokenizer's class adds, less what it no longer reads.
+        (folder / "special_tokens_map.json").write_text(json.dumps(pair.tokenizer.special_tokens_map, indent=1), "utf-8")
+
+
 def write(plan: Plan, folder: Path) -> Manifest:
     """Writes every file of a bundle into an empty folder."""
     pair, sizes = plan.pair, plan.sizes()
@@ -317,11 +332,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
     target, draft = (golden.eager(fresh[name], locations[codes][name], folder, plan.dtype) for name in ("target", "draft"))
     np.savez(folder / "golden.npz", **golden.record(*target, *draft))  # type: ignore[arg-type]
 
-    for name in _TOKENIZER_FILES:
-        if (pair.target.folder / name).is_file():
-            shutil.copyfile(pair.target.folder / name, folder / name)
-    if pair.tokenizer is not None:
-        pair.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer(pair, folder)
 
     files = dict(packer.hashes)
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):

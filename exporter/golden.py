@@ -67,6 +67,6 @@ def record(target: Target, target_caches: list[Tensor], drafter: Drafter, draft_
     tree = {k: run[f"tree.{k}"][:rows] for k in ("tree", "depth", "parent")}
     target_pass("verify", tree["tree"], tree["depth"], run["tree.mask"][:rows, :rows].contiguous(), n, target_caches)
     choice = run["verify.choice"]
-    path = torch.tensor(walk(tree["tree"].tolist(), tree["parent"].tolist(), choice.tolist()))
+    path = torch.tensor(walk(tree["tree"].tolist(), tree["parent"].tolist(), choice.tolist().__getitem__))
     draft_pass("next", choice[path], path, run["verify.hidden"], n, draft_caches)
     return {name: value.numpy() for name, value in run.items() if not name.startswith("warm.")}

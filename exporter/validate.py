@@ -54,7 +54,10 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             found_hidden.append(decoder.device.read(decoder.hidden[:n]).copy())
             found_choice.append(decoder.choice[:n].copy())
             start += n
-        decoder.prefill(ids.tolist(), speculate=True)
+        decoder.clear()
+        last = decoder.prefill(ids.tolist(), speculate=True)
+        assert last is not None
+        decoder.path[0], decoder.after[0], decoder.count[0] = last, decoder.choice[last], 1
         decoder.passes[0][0]()
         decoder.device.synchronize()
         found_scores = decoder.device.read(decoder.tree["tree_score"]).copy()

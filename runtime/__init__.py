@@ -8,7 +8,10 @@ for piece in model.generate("def main():", max_new_tokens=256):
 
 from .decoder import Cycle
 from .errors import GumihoError
+from .guide import Grammar
 from .model import Generation, Model, load
+from .session import Session
+from .settings import Settings
 from .stats import Stats
 
-__all__ = ["Cycle", "Generation", "GumihoError", "Model", "Stats", "load"]
+__all__ = ["Cycle", "Generation", "Grammar", "GumihoError", "Model", "Session", "Settings", "Stats", "load"]

@@ -175,12 +175,21 @@ class Bundle:
                 )
 
     @cached_property
+    def hash(self) -> str:
+        """sha256 of the manifest, which holds the hash of every file."""
+        return file_hash(self.path / MANIFEST)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").is_file()
+
+    @cached_property
     def tokenizer(self) -> Any:
         """The ``tokenizers.Tokenizer``. Raises GumihoError where the bundle has none."""
         from tokenizers import Tokenizer
 
         file = self.path / "tokenizer.json"
-        if not file.is_file():
+        if not self.has_tokenizer:
             raise GumihoError(f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text")
         try:
             return Tokenizer.from_file(str(file))

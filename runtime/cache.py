@@ -6,6 +6,7 @@ import numpy as np
 
 from .bundle import Graph
 from .devices import Array, Device
+from .errors import GumihoError
 
 
 class Slab:
@@ -55,6 +56,21 @@ class Slab:
             if graph.appends or row != at:
                 self._device.move(self.data, start + at, fresh, first + row, count)
         self.length[0] = start + len(path)
+
+    def rows(self, count: int) -> np.ndarray:
+        """A copy of the first ``count`` positions, [layers * 2 * kv heads, count, d]."""
+        return self._device.read(self.data)[:, :count].copy()
+
+    def fill(self, rows: np.ndarray) -> None:
+        """Holds what ``rows`` gave and nothing else. Raises GumihoError where they are another cache's."""
+        whole = np.zeros(self.data.shape, self._dtype)
+        if rows.dtype != whole.dtype or rows.shape[::2] != whole.shape[::2] or rows.shape[1] > whole.shape[1]:
+            raise GumihoError(
+                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {whole.dtype} {whole.shape}: save them again"
+            )
+        whole[:, : rows.shape[1]] = rows
+        self._device.write(self.data, whole)
+        self.length[0] = rows.shape[1]
 
 
 def _runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:

@@ -2,38 +2,59 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter_ns
 
 import numpy as np
 
+from . import lossy
 from .backends import Engine
 from .bundle import Form, Manifest
 from .cache import Slab
 from .devices import Array, Device
 from .errors import GumihoError
+from .lossy import Take
 from .stats import Stats
+from .writer import Writer
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The verified rows of a draft tree, the pending token first. scores: cumulative log-probabilities under the drafter."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Cycle:
     """What one step emitted. The prefill counts as the first step, with no rows drafted.
 
-    tokens: emitted ids; rows: verified, root included; path: accepted rows; finish_reason: ``stop`` (end of text), ``length``
-    (max_new_tokens), ``context`` (the cache is full), or None while more follows.
+    tokens: emitted ids; rows: verified, root included; path: accepted rows, the root first, so that ``tokens[i]`` is what row
+    ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows.
+    times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: where a trace was asked for.
     """
 
     tokens: tuple[int, ...]
     rows: int
     path: tuple[int, ...]
     finish_reason: str | None
+    times: tuple[int, int, int] = (0, 0, 0)
+    tree: Tree | None = None
 
 
-def walk(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
-    """The path of the target's own choices down the tree. Parents come before children, so one pass finds it."""
-    path = [0]
+def walk(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list[int]:
+    """The path of the target's own choices down the tree. Parents come before children, so one pass finds it.
+
+    take: the target's token behind a row, None where the text ends with it; it is asked for the rows of the path alone.
+    """
+    path, token = [0], take(0)
     for row in range(1, len(tokens)):
-        if parents[row] == path[-1] and tokens[row] == choices[path[-1]]:
+        if parents[row] == path[-1] and tokens[row] == token:
             path.append(row)
+            token = take(row)
     return path
 
 
@@ -59,6 +80,9 @@ class Decoder:
         # Accepted but not yet read by the drafter: rows of ``hidden``, the token after each, and how many there are.
         self.path, self.after = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.count = np.zeros(1, np.int64)
+        self.writer: Writer | None = None
+        # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
+        self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
         self.extend = self._draft("extend", form.chunk, {})
         verify = self._verification(rows)
@@ -86,11 +110,43 @@ class Decoder:
         inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": self.hidden}
         return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports(self.graphs[graph])})
 
-    def prefill(self, prompt: Sequence[int], speculate: bool) -> int:
-        """Fills the caches in chunks, leaves the last row for the first draft, and returns the target's first choice."""
-        self.target.length[0] = self.drafter.length[0] = 0
-        chunk = self.form.chunk
-        for start in range(0, len(prompt), chunk):
+    def clear(self) -> None:
+        """Has the caches forget everything."""
+        self.text, self.target.length[0], self.drafter.length[0] = ((), ()), 0, 0
+
+    def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
+        """Has the caches hold the first rows of a text, as ``Slab.rows`` gave them. Raises GumihoError where they do not fit."""
+        self.clear()
+        self.target.fill(target)
+        self.drafter.fill(drafter)
+        self.text = text, ()
+
+    def resume(self, prompt: Sequence[int], speculate: bool) -> int:
+        """Has the caches forget all but what they share with a prompt. Returns how many of its tokens need not be read again.
+
+        The drafter's row of a token is made of the token behind it, so it shares one less; what it has not read yet, it reads
+        with the target.
+        """
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, prompt, strict=False)))
+        drafted = min(int(self.drafter.length[0]), max(0, shared - 1))
+        start = min(drafted if speculate else shared, len(prompt) - 1)
+        self.target.length[0], self.drafter.length[0] = start, min(drafted, start)
+        return start
+
+    @property
+    def cached(self) -> list[int]:
+        """The tokens whose rows are in the target's cache."""
+        return [*self.text[0], *self.text[1]][: int(self.target.length[0])]
+
+    def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
+        """Fills the caches with what they lack of a prompt, in chunks, and readies its last row for the first draft.
+
+        Returns which row of the last pass that is, or None where it was interrupted between two chunks.
+        """
+        chunk, n = self.form.chunk, 0
+        for start in range(int(self.target.length[0]), len(prompt), chunk):
+            if interrupted():
+                return None
             part = prompt[start : start + chunk]
             n = len(part)
             self.feed(part)
@@ -100,8 +156,7 @@ class Decoder:
                 self.path[:m], self.after[:m] = self.depth[:m], ahead
                 (self.extend if self.form.static or m == chunk else self._draft("extend", m, {}))()
                 self.drafter.keep(self.graphs["extend"], range(m))
-        self.path[0], self.after[0], self.count[0] = n - 1, self.choice[n - 1], 1
-        return int(self.choice[n - 1])
+        return n - 1
 
     def feed(self, tokens: Sequence[int]) -> None:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
@@ -110,42 +165,59 @@ class Decoder:
         (self.chunk if self.form.static or n == self.form.chunk else self._causal(n))()
         self.target.keep(self.graphs["target"], range(n))
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, speculate: bool, stats: Stats) -> Iterator[Cycle]:
-        """Greedy decoding, a step at a time. Raises GumihoError for a prompt that is empty or does not fit.
+    def read(self, token: int) -> None:
+        """A pass of the target over one token, as in plain decoding; what follows it is row 0."""
+        self.tokens[0] = token
+        self.plain()
+        self.target.keep(self.graphs["target"], [0])
 
-        The last cache position may be filled, so prompt and new tokens come to at most capacity + 1.
+    def row(self, row: int) -> np.ndarray:
+        """The target's logits [V] behind a row of its last pass, which alone is fetched from the device."""
+        return self.device.read(self.logits[row])
+
+    def take(self, row: int) -> int | None:
+        """The target's token behind a row joins the text. Returns it, or None where the text ends with it."""
+        assert self.writer
+        return self.writer.add(int(self.choice[row]) if self.writer.idle else self.writer.choose(self.row(row)))
+
+    def generate(self, writer: Writer, stats: Stats, resume: bool = False) -> Iterator[Cycle]:
+        """Continues a writer's prompt, a step at a time. resume: from what the caches share with it.
+
+        Raises GumihoError for a prompt that is empty or does not fit.
         """
-        self.check(prompt)
-        room = min(max_new_tokens, self.manifest.capacity + 1 - len(prompt))
-        stats.prompt_tokens = len(prompt)
-        if room < 1:
-            stats.finish_reason = "length"
+        self.check(writer.prompt)
+        prompt, speculate = writer.prompt, writer.settings.speculate
+        stats.prompt_tokens, stats.seed, stats.finish_reason = len(prompt), writer.seed, writer.finish_reason
+        if writer.finish_reason:
             return
         started = perf_counter_ns()
         self.device.enter()
-        tokens, rows = [self.prefill(prompt, speculate)], 0
-        path: list[int] = []
+        if not resume:
+            self.clear()
+        stats.cached_tokens = self.resume(prompt, speculate)
+        self.writer, self.text = writer, (prompt, writer.ids)
+        last = self.prefill(prompt, speculate, writer.interrupted)
+        if last is not None:
+            self.take(last)
+            self._commit([last])
         stats.prefill_ns = perf_counter_ns() - started
+        rows, path, times, tree = 0, list[int](), (0, stats.prefill_ns, 0), None
         while True:
-            end = next((i + 1 for i, token in enumerate(tokens) if token in self.manifest.eos_token_ids), None)
-            tokens = tokens[: min(end or len(tokens), room - stats.tokens)]
+            tokens = tuple(writer.ids[stats.tokens :])
             stats.tokens += len(tokens)
-            if end == len(tokens):
-                stats.finish_reason = "stop"
-            elif stats.tokens == room:
-                stats.finish_reason = "length" if room == max_new_tokens else "context"
-            if rows:
-                stats.count(len(tokens), min(len(path) - 1, len(tokens)))
-            yield Cycle(tuple(tokens), rows, tuple(path), stats.finish_reason)
-            if stats.finish_reason:
+            stats.finish_reason = writer.finish_reason
+            yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree)
+            if writer.interrupted():
+                stats.finish_reason = writer.finish_reason
                 return
             self.device.enter()
             rows = min(self.manifest.rows if speculate else 1, self.manifest.capacity - int(self.target.length[0]))
-            path = self.cycle(rows, stats) if speculate else self.step(stats)
-            tokens = self.after[: len(path)].tolist()
+            path, times = self.cycle(rows) if speculate else self.step()
+            stats.count(len(path), times)
+            tree = self._tree(rows) if speculate and writer.settings.trace else None
 
-    def cycle(self, rows: int, stats: Stats) -> list[int]:
-        """Drafts a tree, verifies its first ``rows`` rows and commits the path the target takes. Returns the path."""
+    def cycle(self, rows: int) -> tuple[list[int], tuple[int, int, int]]:
+        """Drafts a tree, verifies its first ``rows`` rows and commits the path the target takes. Returns path and times."""
         t0 = perf_counter_ns()
         accepted = int(self.count[0])
         draft, verify = self.passes[min(accepted, len(self.passes)) - 1]
@@ -154,26 +226,37 @@ class Decoder:
         (verify if rows == self.manifest.rows or self.form.static else self._verification(rows))()
         t2 = perf_counter_ns()
         tokens, parents = (self.device.read(self.tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
-        path = walk(tokens, parents, self.choice[:rows].tolist())
-        n = len(path)
+        path = self._accept(tokens, parents)
         self.drafter.keep(self.graphs["draft"], range(accepted))
         self.target.keep(self.graphs["target"], path)
-        self.path[:n] = path
-        self.after[:n] = self.choice[path]
-        self.count[0] = n
-        stats.spend(t1 - t0, t2 - t1, perf_counter_ns() - t2)
-        return path
+        self._commit(path)
+        return path, (t1 - t0, t2 - t1, perf_counter_ns() - t2)
 
-    def step(self, stats: Stats) -> list[int]:
+    def step(self) -> tuple[list[int], tuple[int, int, int]]:
         """Plain decoding: one row on the same engine."""
         t0 = perf_counter_ns()
-        self.tokens[0] = self.after[0]
-        self.plain()
+        self.read(int(self.after[0]))
         t1 = perf_counter_ns()
-        self.after[0] = self.choice[0]
-        self.target.keep(self.graphs["target"], [0])
-        stats.spend(0, t1 - t0, perf_counter_ns() - t1)
-        return [0]
+        self.take(0)
+        self._commit([0])
+        return [0], (0, t1 - t0, perf_counter_ns() - t1)
+
+    def _commit(self, path: Sequence[int]) -> None:
+        """Leaves the path's rows, and the token behind each, for the next draft."""
+        assert self.writer
+        n = self.count[0] = len(path)
+        self.path[:n], self.after[:n] = path, self.writer.ids[-n:]
+
+    def _accept(self, tokens: list[int], parents: list[int]) -> list[int]:
+        assert self.writer
+        settings = self.writer.settings
+        if settings.accept == "typical":
+            return lossy.typical(tokens, parents, self.take, self.writer.add, self.row, settings.temperature)
+        return (lossy.full_tree if settings.tree == "fta" else walk)(tokens, parents, self.take)
+
+    def _tree(self, rows: int) -> Tree:
+        names = ("tree_tokens", "tree_parent", "tree_depth", "tree_score")
+        return Tree(*(tuple(self.device.read(self.tree[name])[:rows].tolist()) for name in names))
 
     def close(self) -> None:
         """Lets go of bindings, engines and buffers, in this order: bound calls hold the engine, and both use the device's stream."""

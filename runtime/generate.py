@@ -3,59 +3,173 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .backends import DEVICES, NAMES
+from .conversation import converse
 from .errors import GumihoError
+from .guide import Grammar
+from .lossless import Difference, differences
 from .model import Generation, Model, load
+from .settings import Settings
+from .stats import Stats
+from .trace import Trace
+
+NEAR_TIE = 3  # exit status where rounding alone made a difference
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m runtime.generate", description=__doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; standard input if neither this nor --prompt-file is given")
+    source.add_argument("--prompt", help="text to continue; standard input if no prompt is given")
     source.add_argument("--prompt-file", type=Path, help="file with the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (256)")
+    source.add_argument("--prompts", type=Path, metavar="JSONL", help="several: a line each, with a 'prompt' or a list of 'turns', of which the first counts")  # fmt: skip
+    parser.add_argument("--chat", action="store_true", help="prompts are messages, written as the target's chat template wants; without one, a conversation over standard input")  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", help="what a chat begins with")
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
-    parser.add_argument("--compare", action="store_true", help="decode both ways; exit status 1 if the tokens differ")
-    parser.add_argument(
+
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (256)")
+    limits.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="tokens before which no text ends")
+    limits.add_argument("--max-seconds", type=float, default=float("inf"), metavar="S", help="of wall clock")
+    limits.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the text in front of it; may come again"
+    )
+    limits.add_argument("--stop-token", action="append", type=int, default=[], metavar="ID", help="ends the text, too")
+
+    choice = parser.add_argument_group("choice of tokens")
+    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
+    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (all)")
+    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that hold this share (1)")
+    choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least this share as likely as the likeliest (0)")  # fmt: skip
+    choice.add_argument(
+        "--seed", type=int, metavar="N", help="the same seed gives the same text (a fresh one, told by --stats)"
+    )
+    choice.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="as transformers has it (1)")
+    choice.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="as OpenAI has it (0)")
+    choice.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="as OpenAI has it (0)")
+    choice.add_argument("--no-repeat-ngram", type=int, default=0, metavar="N", help="no run of N tokens comes twice (any may)")
+    choice.add_argument("--logit-bias", action="append", default=[], metavar="ID=X", help="added to a token's logit")
+    choice.add_argument("--ban", action="append", type=int, default=[], metavar="ID", help="a token that may not come")
+    guided = choice.add_mutually_exclusive_group()
+    guided.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema ({} for any)")
+    guided.add_argument("--regex", metavar="PATTERN", help="the text matches this expression")
+    guided.add_argument("--grammar", metavar="FILE", help="the text is of this grammar, in llguidance's Lark")
+
+    proof = parser.add_argument_group("proof and insight")
+    proof.add_argument("--compare", action="store_true", help="decode both ways; exit status 1 if the tokens differ")
+    proof.add_argument("--check-lossless", action="store_true", help=f"replay the tokens by plain decoding; exit status 1 if one differs, {NEAR_TIE} where rounding decided")  # fmt: skip
+    proof.add_argument("--trace", type=Path, metavar="FILE", help="write down where every token came from, as .html or .jsonl")
+    proof.add_argument(
         "--stats", nargs="?", const="text", choices=("text", "json"),
         help="report on standard error; `json` prints only one JSON object, with the text in it, on standard output",
     )  # fmt: skip
+
+    lossy = parser.add_argument_group("faster, with an output that may differ from the target's")
+    lossy.add_argument("--tree", choices=("exact", "fta"), default="exact", help="fta: Gumiho's Full Tree Attention (exact)")
+    lossy.add_argument("--accept", choices=("exact", "typical"), default="exact", help="typical: Medusa's acceptance (exact)")
+
     parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
     return parser
 
 
-def read_prompt(args: argparse.Namespace) -> str:
+def _read(file: Path, what: str) -> str:
     try:
-        if args.prompt is not None:
-            return str(args.prompt)
-        return args.prompt_file.read_text("utf-8") if args.prompt_file else sys.stdin.read()
+        return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise GumihoError(f"the prompt cannot be read ({error}): give a readable UTF-8 file or --prompt") from None
+        raise GumihoError(f"{what} cannot be read ({error}): give a readable UTF-8 file") from None
 
 
-def run(model: Model, prompt: str, args: argparse.Namespace, speculate: bool, show: bool) -> tuple[Generation, str]:
-    """One generation, its text printed as it comes if asked to."""
-    generation, text = model.generate(prompt, args.max_new_tokens, speculate), ""
-    for piece in generation:
+def _biases(given: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(name): float(value) for name, value in (pair.split("=", 1) for pair in given)}
+    except ValueError:
+        raise GumihoError(f"--logit-bias is {' '.join(given)}: give a token id and a number, such as 42=-1.5") from None
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    if args.regex is not None:
+        return Grammar.regex(args.regex)
+    if args.json_schema is not None:
+        given = args.json_schema
+        return Grammar.json(given if given.lstrip().startswith("{") else _read(Path(given), "the schema"))
+    return Grammar.lark(_read(Path(args.grammar), "the grammar")) if args.grammar is not None else None
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """What the options ask for. Raises GumihoError for values that mean nothing."""
+    if args.compare and args.no_speculation:
+        raise GumihoError("--compare decodes both ways, so leave out --no-speculation")
+    return Settings(
+        args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
+        logit_bias=_biases(args.logit_bias), repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty, no_repeat_ngram=args.no_repeat_ngram, banned=args.ban, grammar=_grammar(args),
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        tree=args.tree, accept=args.accept, trace=args.trace is not None,
+    )  # fmt: skip
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts given. Raises GumihoError where they cannot be read."""
+    if args.prompt is not None:
+        return [args.prompt]
+    if args.prompt_file:
+        return [_read(args.prompt_file, "the prompt")]
+    if args.prompts:
+        lines = [line for line in _read(args.prompts, "the prompts").splitlines() if line.strip()]
+        try:
+            found = [json.loads(line) for line in lines]
+            prompts = [str(one["prompt"] if "prompt" in one else one["turns"][0]) for one in found]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise GumihoError(
+                f"{args.prompts} is no list of prompts ({error}): give a JSON object a line, with a 'prompt'"
+            ) from None
+        if not prompts:
+            raise GumihoError(f"{args.prompts} is empty: give a JSON object a line, with a 'prompt'")
+        return prompts
+    try:
+        return [sys.stdin.read()]
+    except UnicodeDecodeError as error:
+        raise GumihoError(f"the prompt cannot be read ({error}): give UTF-8 text") from None
+
+
+def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
+    if not args.chat:
+        return model.encode(prompt)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return model.chat([*system, {"role": "user", "content": prompt}])
+
+
+def run(model: Model, prompt: Sequence[int], asked: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
+    """One generation, its text printed as it comes if asked to, and written down where it came from."""
+    generation, text = model.start(prompt, asked), ""
+    about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": asked.speculate}
+    tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None
+    written = Trace(prompt, model.bundle.manifest.tree["serial_steps"], tokenizer, about) if trace else None
+    for piece in generation.pieces(written.add if written else None):
         text += piece
         if show:
             print(piece, end="", flush=True)
     if show:
         print(flush=True)
+    if written and trace:
+        written.write(trace, generation.stats.summary())
     return generation, text
 
 
-def describe(generation: Generation) -> str:
+def describe(stats: Stats) -> str:
     """The statistics for a reader."""
-    s = generation.stats.summary()
+    s = stats.summary()
+    cached = f" ({s['cached_tokens']} of them known)" if s["cached_tokens"] else ""
+    seed = "" if s["seed"] is None else f", seed {s['seed']}"
     lines = [
-        f"{s['tokens']} tokens after {s['prompt_tokens']}, finished by {s['finish_reason']}; "
+        f"{s['tokens']} tokens after {s['prompt_tokens']}{cached}, finished by {s['finish_reason']}{seed}; "
         f"first token after {s['time_to_first_token_ms']} ms, then {s['tokens_per_second']} tokens/s",
         f"per cycle: tau {s['tau']} tokens, draft {s['draft_us_per_cycle']} us, target {s['target_us_per_cycle']} us, "
         f"host {s['host_us_per_cycle']} us ({s['cycles']} cycles)",
@@ -65,44 +179,138 @@ def describe(generation: Generation) -> str:
     return "\n".join(lines)
 
 
-def comparison(speculative: Generation, plain: Generation) -> dict[str, object]:
-    """Whether both ways gave the same tokens, where they first differ, and the ratio of their decoding speeds."""
-    a, b = speculative.ids, plain.ids
-    differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return {
-        "identical": a == b,
-        "first_difference": None if a == b else differs,
-        "speed_ratio": round(speculative.stats.tokens_per_second / (plain.stats.tokens_per_second or 1.0), 3),
-    }
+@dataclass
+class Comparison:
+    """Outputs of two ways to decode the same prompts: how many, how many differ, the first difference of all, and both ways' stats."""
+
+    outputs: int
+    differ: int
+    first: int | None
+    ours: Stats
+    other: Stats
+
+    @staticmethod
+    def of(ours: Sequence[Generation], other: Sequence[Generation]) -> "Comparison":
+        firsts = []
+        for a, b in ((a.ids, b.ids) for a, b in zip(ours, other, strict=True)):
+            if a != b:
+                firsts.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
+        return Comparison(len(ours), len(firsts), min(firsts, default=None), total(ours), total(other))
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "identical": not self.differ,
+            "outputs": self.outputs,
+            "outputs_that_differ": self.differ,
+            "first_difference": self.first,
+            "speed_ratio": round(self.ours.tokens_per_second / (self.other.tokens_per_second or 1.0), 3),
+            "tau": round(self.ours.tau, 3),
+            "other_tau": round(self.other.tau, 3),
+        }
+
+    def describe(self, lossy: bool) -> str:
+        s = self.summary()
+        same = "identical tokens"
+        if self.differ:
+            same = f"tokens differ in {self.differ} of {self.outputs} outputs, from token {self.first} on at the earliest"
+        if lossy:
+            return f"{same}; tau {s['tau']} instead of {s['other_tau']} of exact speculation, at {s['speed_ratio']} times its speed"
+        return f"{same}; speculative decoding runs at {s['speed_ratio']} times the speed of plain"
 
 
-def report(generation: Generation, text: str, other: Generation | None, style: str | None) -> None:
-    outcome = comparison(generation, other) if other else None
+def total(generations: Sequence[Generation]) -> Stats:
+    """The stats of several generations, the first's seed and finish reason kept."""
+    if len(generations) == 1:
+        return generations[0].stats
+    stats = Stats(seed=generations[0].stats.seed, finish_reason=generations[0].stats.finish_reason)
+    for generation in generations:
+        stats.add(generation.stats)
+    return stats
+
+
+def explain(model: Model, difference: Difference) -> str:
+    def shown(token: int) -> str:
+        text = model.bundle.tokenizer.decode([token], skip_special_tokens=False) if model.bundle.has_tokenizer else ""
+        return f"{token} {text!r}"
+
+    verdict = "a near-tie, which rounding decides" if difference.near else "more than rounding does"
+    return (
+        f"token {difference.index} at position {difference.position}: emitted {shown(difference.token)}, plain decoding chooses "
+        f"{shown(difference.choice)}, logit margin {difference.margin:.1e} of the largest: {verdict}"
+    )
+
+
+def replay(model: Model, generations: Sequence[Generation]) -> int:
+    """Checks generations by plain decoding, says what differs, and returns the exit status."""
+    found = [difference for generation in generations for difference in differences(model, generation)]
+    for difference in found:
+        print(explain(model, difference), file=sys.stderr)
+    if not found:
+        count = sum(len(generation.ids) for generation in generations)
+        print(f"lossless: plain decoding chooses each of the {count} tokens", file=sys.stderr)
+        return 0
+    return NEAR_TIE if all(difference.near for difference in found) else 1
+
+
+def notices(model: Model, args: argparse.Namespace, asked: Settings) -> None:
+    """What a user should know before the text comes."""
+    if asked.lossy:
+        named = [f"--{name} {value}" for name, value in (("tree", asked.tree), ("accept", asked.accept)) if value != "exact"]
+        print(f"note: with {' and '.join(named)} the output may differ from the target's", file=sys.stderr)
+    if not args.chat and model.chat_template is not None:
+        print("note: the target is a chat model; --chat writes the prompt as its template wants", file=sys.stderr)
+
+
+def report(generations: Sequence[Generation], texts: Sequence[str], compared: Comparison | None, style: str | None) -> None:
+    stats = total(generations)
     if style == "json":
-        content: dict[str, object] = {"text": text, "ids": generation.ids, "stats": generation.stats.summary()}
-        if other:
-            content |= {"plain": other.stats.summary(), "compare": outcome}
+        ids = [generation.ids for generation in generations]
+        one = len(texts) == 1
+        content: dict[str, Any] = {"text": texts[0], "ids": ids[0]} if one else {"texts": texts, "ids": ids}
+        content["stats"] = stats.summary()
+        if compared:
+            content |= {"plain" if not generations[0].settings.lossy else "exact": compared.other.summary(), "compare": compared.summary()}  # fmt: skip
         print(json.dumps(content))
         return
-    if style or other:
-        print(describe(generation), file=sys.stderr)
-    if other and outcome:
-        print(describe(other).replace("per cycle", "plain, per cycle"), file=sys.stderr)
-        same = "identical tokens" if outcome["identical"] else f"tokens differ from the {outcome['first_difference']}th on"
-        print(f"{same}; speculative decoding runs at {outcome['speed_ratio']} times the speed of plain", file=sys.stderr)
+    if style or compared:
+        print(describe(stats), file=sys.stderr)
+    if compared:
+        lossy = generations[0].settings.lossy
+        other = describe(compared.other).replace("per cycle", f"{'exact' if lossy else 'plain'}, per cycle")
+        print(f"{other}\n{compared.describe(lossy)}", file=sys.stderr)
+
+
+def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
+    notices(model, args, asked)
+    if args.chat and not (args.prompt is not None or args.prompt_file or args.prompts):
+        return converse(model, asked, args.system, describe if args.stats else None)
+    prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
+    if args.trace and len(prompts) > 1:
+        raise GumihoError("--trace shows one text: give one prompt")
+    ended = [run(model, prompt, asked, args.stats != "json", args.trace) for prompt in prompts]
+    generations, texts = [generation for generation, _ in ended], [text for _, text in ended]
+    compared = None
+    if args.compare:
+        other = replace(asked, trace=False, tree="exact", accept="exact", speculate=asked.lossy)
+        seeds = [generation.stats.seed for generation in generations]
+        again = [
+            run(model, prompt, replace(other, seed=seed), show=False)[0] for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        compared = Comparison.of(generations, again)
+    report(generations, texts, compared, args.stats)
+    if args.check_lossless:
+        return replay(model, generations)
+    return 1 if compared and compared.differ and not asked.lossy else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        if args.compare and args.no_speculation:
-            raise GumihoError("--compare decodes both ways, so leave out --no-speculation")
+        asked = settings(args)
+        if args.trace:
+            Trace.check(args.trace)
         with load(args.bundle, args.backend, args.device, args.threads) as model:
-            prompt = read_prompt(args)
-            generation, text = run(model, prompt, args, not args.no_speculation, show=args.stats != "json")
-            other = run(model, prompt, args, speculate=False, show=False)[0] if args.compare else None
-            report(generation, text, other, args.stats)
-            return 1 if other and other.ids != generation.ids else 0
+            return generate(model, args, asked)
     except GumihoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

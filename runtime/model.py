@@ -1,18 +1,25 @@
 """A loaded bundle: text in and text out, or token ids in and cycles out."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-
-from tokenizers.decoders import DecodeStream
+from typing import Any
 
 from .backends import Engine, backend, require
 from .bundle import Bundle, Form
+from .chat import ChatTemplate
 from .decoder import Cycle, Decoder
 from .devices import Device
 from .engines import find_engines
 from .errors import GumihoError
+from .guide import Guides
+from .session import Session
+from .settings import Settings
 from .stats import Stats
+from .text import TextStream
+from .writer import Writer
 
 
 class Generation:
@@ -21,16 +28,30 @@ class Generation:
     stats: counts and times so far. ids: token ids emitted so far.
     """
 
-    def __init__(self, model: "Model", prompt: Sequence[int], max_new_tokens: int, speculate: bool) -> None:
+    def __init__(self, model: "Model", writer: Writer, resume: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
-        self._model, self._prompt = model, list(prompt)
-        self._cycles = model._start(self, prompt, max_new_tokens, speculate)
+        self._model, self._writer = model, writer
+        self._cycles = model._start(self, writer, resume)
+
+    @property
+    def settings(self) -> Settings:
+        return self._writer.settings
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return self._writer.prompt
 
     @property
     def finish_reason(self) -> str | None:
-        """``stop``, ``length`` or ``context``; None while it runs."""
+        """``stop`` (an end of text, a stop string or token, the grammar's end, the callback), ``length`` (max_new_tokens),
+        ``context`` (the cache is full), ``time``, ``cancelled``; None while it runs."""
         return self.stats.finish_reason
+
+    def cancel(self) -> None:
+        """Ends the generation behind the cycle that runs; from any thread."""
+        self._writer.cancel()
 
     def cycles(self) -> Iterator[Cycle]:
         """The steps of the generation, each with the token ids it emitted."""
@@ -39,20 +60,22 @@ class Generation:
             yield cycle
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text; never part of a character, and special tokens left out."""
-        tokenizer = self._model.bundle.tokenizer
-        # The prompt goes first, since some tokenizers drop the space in front of a text's first word.
-        stream, text = DecodeStream(ids=self._prompt, skip_special_tokens=True), ""
+        """Pieces of text; never part of a character or of a stop string, and special tokens left out."""
+        return self.pieces()
+
+    def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
+        """``iter``, with every cycle shown to ``watch`` as well."""
+        known = self._writer.stream
+        stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
         for cycle in self.cycles():
-            piece = "".join(stream.step(tokenizer, token) or "" for token in cycle.tokens)
-            if piece:
-                text += piece
+            if watch:
+                watch(cycle)
+            for token in () if known else cycle.tokens:
+                stream.push(token)
+            if piece := stream.take():
                 yield piece
-        # What the stream holds back (bytes that end in the middle of a character) shows as the tokenizer shows it.
-        shown = tokenizer.decode(self._prompt, skip_special_tokens=True) + text
-        whole = tokenizer.decode([*self._prompt, *self.ids], skip_special_tokens=True)
-        if whole.startswith(shown) and len(whole) > len(shown):
-            yield whole[len(shown) :]
+        if piece := stream.rest():
+            yield piece
 
 
 class Model:
@@ -70,27 +93,65 @@ class Model:
         self._current: Generation | None = None
         self._closed = False
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids as the target's tokenizer gives them, special tokens included."""
-        return list(self.bundle.tokenizer.encode(text).ids)
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """How the target wants a conversation written down; None for a target that has no template."""
+        return ChatTemplate.of(self.bundle.path)
 
-    def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True) -> Generation:
-        """Greedy generation. prompt: text, or token ids; speculate: False for plain decoding on the same engine.
+    @cached_property
+    def _guides(self) -> Guides:
+        manifest = self.bundle.manifest
+        return Guides(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
 
-        Raises GumihoError for a prompt that is empty or longer than the bundle's capacity, and for a negative
-        max_new_tokens. The output is the same with and without speculation.
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
+        return list(self.bundle.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.
+
+        Raises GumihoError where the target has no chat template, or refuses the conversation.
         """
-        if max_new_tokens < 0:
-            raise GumihoError(f"max_new_tokens is {max_new_tokens}: give 0 or more")
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        return Generation(self, ids, max_new_tokens, speculate)
+        if self.chat_template is None:
+            raise GumihoError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
+        return self.encode(self.chat_template.render(messages), special=False)
 
-    def _start(self, generation: Generation, prompt: Sequence[int], max_new_tokens: int, speculate: bool) -> Iterator[Cycle]:
+    def generate(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **settings: Any
+    ) -> Generation:
+        """Continues a prompt: text, or token ids. The output is the same with and without speculation.
+
+        settings: see ``Settings``. Raises GumihoError for a prompt that is empty or longer than the bundle's capacity, and for
+        settings that mean nothing.
+        """
+        return self.start(prompt, Settings(max_new_tokens, speculate, **settings))
+
+    def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
+        """``generate`` by settings that are made already. resume: go on from what the caches share with the prompt."""
+        self._require_open()
+        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self.decoder.check(ids)
+        return Generation(self, self.writer(ids, settings), resume)
+
+    def writer(self, prompt: Sequence[int], settings: Settings) -> Writer:
+        """What chooses a text's tokens, at its beginning."""
+        # Stop strings need a tokenizer, a callback does without.
+        needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
+        guide = self._guides.start(settings.grammar) if settings.grammar else None
+        return Writer(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, guide)
+
+    def session(self, saved: str | Path | None = None) -> Session:
+        """A text over several turns. saved: a file of ``Session.save`` to go on from."""
+        session = Session(self)
+        if saved is not None:
+            session.restore(saved)
+        return session
+
+    def _start(self, generation: Generation, writer: Writer, resume: bool) -> Iterator[Cycle]:
         with self._lock:
             self._require_open()
-            self.decoder.check(prompt)
             self._current = generation
-            return self.decoder.generate(prompt, max_new_tokens, speculate, generation.stats)
+            return self.decoder.generate(writer, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
         with self._lock:
@@ -98,6 +159,14 @@ class Model:
             if generation.finish_reason is None and generation is not self._current:
                 raise GumihoError("another generation was started on this model: load the bundle once for each stream")
             return next(cycles, None)
+
+    @contextmanager
+    def idle(self) -> Iterator[Decoder]:
+        """The decoder, between two cycles: nothing runs while it is held."""
+        with self._lock:
+            self._require_open()
+            self.decoder.device.enter()
+            yield self.decoder
 
     def _require_open(self) -> None:
         if self._closed:

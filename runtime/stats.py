@@ -8,11 +8,12 @@ from typing import Any
 class Stats:
     """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
 
-    cycles: target passes behind the prefill. cycle_tokens: tokens emitted by them. accepted[d]: cycles in which at least d + 1
-    drafted tokens were accepted.
+    cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill. cycle_tokens: tokens emitted by
+    them. accepted[d]: cycles in which at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     tokens: int = 0
     cycles: int = 0
     cycle_tokens: int = 0
@@ -21,24 +22,33 @@ class Stats:
     draft_ns: int = 0
     target_ns: int = 0
     host_ns: int = 0
+    seed: int | None = None
     finish_reason: str | None = None
 
-    def spend(self, draft_ns: int, target_ns: int, host_ns: int) -> None:
-        self.draft_ns += draft_ns
-        self.target_ns += target_ns
-        self.host_ns += host_ns
-
-    def count(self, emitted: int, accepted: int) -> None:
-        """One cycle. accepted: drafted tokens among the emitted ones."""
+    def count(self, emitted: int, times: tuple[int, int, int]) -> None:
+        """One cycle: its tokens, of which the last is the target's own, and its nanoseconds of draft, target and host."""
         self.cycles += 1
         self.cycle_tokens += emitted
-        self.accepted += [0] * (accepted - len(self.accepted))
-        for depth in range(accepted):
+        self.accepted += [0] * (emitted - 1 - len(self.accepted))
+        for depth in range(emitted - 1):
             self.accepted[depth] += 1
+        self.draft_ns += times[0]
+        self.target_ns += times[1]
+        self.host_ns += times[2]
 
     def add(self, other: "Stats") -> None:
         """Adds the counts and times of another generation."""
-        for name in ("prompt_tokens", "tokens", "cycles", "cycle_tokens", "prefill_ns", "draft_ns", "target_ns", "host_ns"):
+        for name in (
+            "prompt_tokens",
+            "cached_tokens",
+            "tokens",
+            "cycles",
+            "cycle_tokens",
+            "prefill_ns",
+            "draft_ns",
+            "target_ns",
+            "host_ns",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))
         for depth, count in enumerate(other.accepted):
@@ -64,7 +74,9 @@ class Stats:
         per_cycle = max(1, self.cycles) * 1e3
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "tokens": self.tokens,
+            "seed": self.seed,
             "finish_reason": self.finish_reason,
             "cycles": self.cycles,
             "tau": round(self.tau, 3),

@@ -170,8 +170,10 @@ def test_half_precision_differs_at_near_ties_only(running: tuple[str, str], bund
             at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
             if at is None:
                 continue
-            cpu.decoder.prefill([*prompt, *expected[:at]], speculate=False)
-            row = cpu.decoder.device.read(cpu.decoder.logits)[int(cpu.decoder.path[0])]
+            cpu.decoder.clear()
+            last = cpu.decoder.prefill([*prompt, *expected[:at]], speculate=False)
+            assert last is not None
+            row = cpu.decoder.row(last)
             assert (row.max() - row[found[at]]) / np.abs(row).max() < HALF
 
 

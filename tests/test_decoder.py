@@ -21,4 +21,4 @@ def test_walk_follows_the_choices(data: st.DataObject) -> None:
     expected = [0]
     while (expected[-1], choices[expected[-1]]) in children:
         expected.append(children[expected[-1], choices[expected[-1]]])
-    assert walk(tokens, parents, choices) == expected
+    assert walk(tokens, parents, choices.__getitem__) == expected

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from runtime.generate import main as command
 
 PROMPT = "def main(argv=None):\n"
 
@@ -83,3 +86,142 @@ def test_a_reader_that_leaves(demo_bundle: Path) -> None:
     )
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+def here(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
+    """The command in this process, which loads faster: its status and what it printed."""
+    status = command([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_seed_is_told_and_gives_the_text_again(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        demo_bundle,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "30",
+        "--temperature",
+        "1.2",
+        "--top-p",
+        "0.95",
+        "--stats",
+        "json",
+    )
+    first, other = (json.loads(here(capsys, *options)[1]) for _ in range(2))
+    assert first["stats"]["seed"] != other["stats"]["seed"]
+    again = here(capsys, *options, "--seed", str(first["stats"]["seed"]), "--no-speculation", "--check-lossless")
+    assert again[0] == 0
+    assert json.loads(again[1])["ids"] == first["ids"]
+    assert "lossless: plain decoding chooses each of the 30 tokens" in again[2]
+
+
+def test_every_option_reaches_the_choice(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each changes the text from what it is without, and in its own way."""
+    base = (demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--stats", "json")
+    plain = json.loads(here(capsys, *base)[1])
+    first, word = plain["ids"][0], plain["text"].split()[3]
+    (tmp_path / "lark").write_text('start: "7" | "8"')
+
+    def ids(*more: str) -> list[int]:
+        found: list[int] = json.loads(here(capsys, *base, *more)[1])["ids"]
+        return found
+
+    assert first not in ids("--ban", str(first))
+    assert set(ids("--logit-bias", f"{first}=1000")) == {first}
+    runs = ids("--no-repeat-ngram", "2")
+    assert len(set(pairwise(runs))) == len(runs) - 1
+    for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
+        assert len(set(ids(penalty, "10"))) > len(set(plain["ids"]))
+    drawn = [
+        ids("--temperature", "1.5", "--seed", "3", *more)
+        for more in ((), ("--top-k", "2"), ("--top-p", "0.3"), ("--min-p", "0.4"))
+    ]
+    assert len({tuple(one) for one in [plain["ids"], *drawn]}) == 5
+    stopped = json.loads(here(capsys, *base, "--stop", word)[1])
+    assert stopped["text"] == plain["text"][: plain["text"].index(word)]
+    assert ids("--stop-token", str(plain["ids"][5])) == plain["ids"][: plain["ids"].index(plain["ids"][5]) + 1]
+    assert len(ids("--stop-token", str(first), "--min-new-tokens", "4")) >= 4
+    assert json.loads(here(capsys, *base, "--max-seconds", "0")[1])["stats"]["finish_reason"] == "time"
+    assert json.loads(here(capsys, *base, "--regex", "(ab|c)d?")[1])["text"] in ("ab", "abd", "c", "cd")
+    assert json.loads(here(capsys, *base, "--grammar", str(tmp_path / "lark"))[1])["text"] in ("7", "8")
+    made = json.loads(here(capsys, *base, "--json-schema", '{"type": "array", "items": {"enum": [1, "x"]}, "maxItems": 2}')[1])
+    assert all(item in (1, "x") for item in json.loads(made["text"]))
+
+
+def test_many_prompts(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt": PROMPT}, {"turns": ["class A:", "never read"]}, {"prompt": "import os\n"}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    options = (demo_bundle, "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "30", "--stats", "json")
+    status, out, _ = here(capsys, *options, "--compare")
+    made = json.loads(out)
+    assert (status, made["compare"]["outputs"], made["compare"]["outputs_that_differ"]) == (0, 3, 0)
+    alone = [json.loads(here(capsys, demo_bundle, "--prompt", text, "--max-new-tokens", "30", "--stats", "json")[1])
+             for text in (PROMPT, "class A:", "import os\n")]  # fmt: skip
+    assert made["texts"] == [one["text"] for one in alone]
+    assert made["stats"]["tokens"] == sum(one["stats"]["tokens"] for one in alone)
+
+
+@pytest.mark.parametrize("named", [("--accept", "typical"), ("--tree", "fta")], ids=" ".join)
+def test_lossy_ways_say_so_and_by_how_much(
+    demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: tuple[str, str]
+) -> None:
+    prompts = [{"prompt": f"def {name}(path):"} for name in ("read", "walk", "main", "close")]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    options = (demo_bundle, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "60", *named, "--compare")
+    status, _, err = here(capsys, *options)
+    assert status == 0
+    assert f"note: with {' '.join(named)} the output may differ from the target's" in err
+    assert "of exact speculation" in err
+    made = json.loads(here(capsys, *options, "--stats", "json")[1])["compare"]
+    assert made["tau"] >= made["other_tau"]
+    if named[0] == "--accept":
+        assert made["outputs_that_differ"] > 0
+        assert made["first_difference"] is not None
+        assert here(capsys, *options[:-1], "--check-lossless")[0] == 1
+
+
+def test_a_trace_is_written(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {}
+    for name in ("t.jsonl", "t.html"):
+        options = (demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "20", "--trace", tmp_path / name, "--stats", "json")
+        status, out, _ = here(capsys, *options)
+        assert status == 0
+        made[name] = json.loads(out)
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert (lines[0]["type"], lines[-1]["type"]) == ("run", "end")
+    assert [token["id"] for line in lines[1:-1] for token in line["tokens"]] == made["t.jsonl"]["ids"]
+    assert "<script" in (tmp_path / "t.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--stop", ""], "none of them empty"),
+        (["--ban", "999999"], "outside the vocabulary"),
+        (["--logit-bias", "seven"], "--logit-bias is seven"),
+        (["--regex", "(a"], "grammar is wrong"),
+        (["--json-schema", "nowhere.json"], "the schema cannot be read"),
+        (["--chat"], "has no chat template"),
+        (["--trace", "page.pdf"], "let it end in .html"),
+        (["--trace", "nowhere/page.html"], "nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_settings(demo_bundle: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = here(capsys, demo_bundle, "--prompt", "x", *argv)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"turns": []}'])
+def test_bad_prompts(demo_bundle: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "p.jsonl")
+    assert (status, out) == (1, "")
+    assert "give a JSON object a line, with a 'prompt'" in err

@@ -7,13 +7,12 @@ from runtime.stats import Stats
 
 def test_tau_counts_emitted_tokens_only() -> None:
     stats = Stats(prompt_tokens=4, tokens=1)
-    for emitted, accepted in ((3, 2), (1, 0), (5, 4), (2, 2)):  # the last one was cut behind its second token
-        stats.count(emitted, accepted)
+    for emitted in (3, 1, 5, 2):
+        stats.count(emitted, (1000, 3000, 500))
         stats.tokens += emitted
-        stats.spend(1000, 3000, 500)
     summary = stats.summary()
     assert stats.tau == 11 / 4
-    assert summary["acceptance_by_depth"] == [0.75, 0.75, 0.25, 0.25]
+    assert summary["acceptance_by_depth"] == [0.75, 0.5, 0.25, 0.25]
     assert summary["tokens"] == 12
     assert (summary["draft_us_per_cycle"], summary["target_us_per_cycle"], summary["host_us_per_cycle"]) == (1.0, 3.0, 0.5)
     assert stats.tokens_per_second == pytest.approx(11 / 18e-6)

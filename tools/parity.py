@@ -45,7 +45,7 @@ def contexts(model: Model, texts: list[str], count: int) -> list[list[int]]:
 def logits(model: Model, context: list[int]) -> Iterator[tuple[int, np.ndarray]]:
     """The target's logits over a given text, pass by pass: first position, fp32 [n, V]."""
     decoder = model.decoder
-    decoder.target.length[0] = 0
+    decoder.clear()
     for start in range(0, len(context), decoder.form.chunk):
         part = context[start : start + decoder.form.chunk]
         decoder.feed(part)

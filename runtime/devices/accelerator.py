@@ -118,6 +118,11 @@ class Accelerator(ABC):
         self.synchronize()
         return out
 
+    def write(self, array: DeviceArray, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(values)
+        self.copy(array.address, values.ctypes.data, array.nbytes)
+        self.synchronize()
+
     def move(self, destination: DeviceArray, at: int, source: DeviceArray, row: int, count: int) -> None:
         height, _, width = destination.shape
         width *= destination.dtype.itemsize

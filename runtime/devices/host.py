@@ -23,6 +23,9 @@ class Device(Protocol):
     def read(self, array: Array) -> np.ndarray:
         """What an array holds; of a mirrored one, as of the last call that returned something to the host."""
 
+    def write(self, array: Array, values: np.ndarray) -> None:
+        """Sets all of an array, to values of its shape and dtype."""
+
     def move(self, destination: Array, at: int, source: Array, row: int, count: int) -> None:
         """Copies ``count`` rows from ``source[:, row]`` on to ``destination[:, at]``, both [n, rows, d] of one n and d; rows that are
         read and rows that are written do not overlap."""
@@ -49,6 +52,9 @@ class Host:
 
     def read(self, array: np.ndarray) -> np.ndarray:
         return array
+
+    def write(self, array: np.ndarray, values: np.ndarray) -> None:
+        array[...] = values
 
     def move(self, destination: np.ndarray, at: int, source: np.ndarray, row: int, count: int) -> None:
         destination[:, at : at + count] = source[:, row : row + count]

@@ -1,0 +1,160 @@
+"""``python -m runtime.selftest BUNDLE``: proves on the machine at hand that speculation changes nothing about the output.
+
+Two properties: the same tokens with and without speculation, at several settings; and of many drawn texts, whose tokens were
+verified in trees, the frequencies that the target's own distribution gives (a chi-squared test).
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import erfc, sqrt
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from .backends import DEVICES, NAMES
+from .errors import GumihoError
+from .lossless import differences
+from .model import Generation, Model, load
+
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+    {"temperature": 1.3, "top_k": 50, "min_p": 0.02, "seed": 3},
+    {"repetition_penalty": 1.2, "no_repeat_ngram": 4},
+    {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
+)
+_WIDTH, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the drawn texts: tokens that may be drawn at each position, and positions
+_SUSPICIOUS = 1e-4  # probability of so large a deviation by chance
+
+
+def prompts(model: Model, count: int) -> list[list[int]]:
+    """Random tokens; the same for every run."""
+    draw, manifest = np.random.default_rng(0), model.bundle.manifest
+    longest = max(1, min(48, manifest.capacity // 2))
+    return [draw.integers(0, manifest.vocabulary, draw.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]) -> Generation:
+    """A generation that has ended."""
+    generation = model.generate(prompt, tokens, speculate, **settings)
+    list(generation.cycles())
+    return generation
+
+
+def identity(model: Model, settings: Mapping[str, Any], count: int, tokens: int) -> tuple[int, int, int]:
+    """Generates both ways. Returns how many tokens were compared, near-ties, and differences that are none."""
+    compared = ties = defects = 0
+    for prompt in prompts(model, count):
+        speculative, plain = (generated(model, prompt, tokens, speculate, settings) for speculate in (True, False))
+        compared += len(speculative.ids)
+        if speculative.ids != plain.ids:
+            found = differences(model, speculative)
+            ties += sum(difference.near for difference in found)
+            # Both ways begin alike, so the first difference shows in the replay, unless the replay itself fell the other way.
+            defects += sum(not difference.near for difference in found) or not found
+    return compared, ties, defects
+
+
+def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
+    """The exact probability of every text of ``_TOKENS`` tokens, from rows of plain decoding."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, probability in texts.items():
+            with model.idle() as decoder:
+                decoder.clear()
+                row = decoder.prefill([*prompt, *text], speculate=False)
+                assert row is not None
+                logits = decoder.row(row).astype(np.float64)
+            likeliest = np.argsort(-logits, kind="stable")[:_WIDTH]
+            weights = np.exp((logits[likeliest] - logits.max()) / _TEMPERATURE)
+            for token, weight in zip(likeliest.tolist(), weights / weights.sum(), strict=True):
+                longer[(*text, token)] = probability * float(weight)
+        texts = longer
+    return texts
+
+
+def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int, ...]]:
+    """Texts by seed, all but their first token verified in trees."""
+    session = model.session()
+    for seed in range(draws):
+        turn = session.generate(prompt, _TOKENS, temperature=_TEMPERATURE, top_k=_WIDTH, seed=seed)
+        list(turn.cycles())
+        yield tuple(turn.ids)
+
+
+def chi_squared(
+    counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
+) -> tuple[float, int, float]:
+    """Pearson's statistic, its degrees of freedom, and the probability of a larger one by chance (Wilson, Hilferty 1931).
+
+    Outcomes expected fewer than five times are taken together.
+    """
+    often = {text: draws * p for text, p in expected.items() if draws * p >= 5}
+    cells = [(counts[text], wanted) for text, wanted in often.items()]
+    rest = draws - sum(wanted for _, wanted in cells)
+    if rest > 0.5:
+        cells.append((draws - sum(found for found, _ in cells), rest))
+    value, freedom = sum((found - wanted) ** 2 / wanted for found, wanted in cells), len(cells) - 1
+    if any(found for text, found in counts.items() if text not in expected):
+        return np.inf, freedom, 0.0
+    if freedom < 1:
+        return value, freedom, 1.0
+    spread = 2 / (9 * freedom)
+    return value, freedom, 0.5 * erfc(((value / freedom) ** (1 / 3) - (1 - spread)) / sqrt(2 * spread))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m runtime.selftest", description=__doc__)
+    parser.add_argument("bundle", help="folder made by gumiho-export")
+    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="random prompts per setting (6)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to compare of each (64)")
+    parser.add_argument("--draws", type=int, default=4000, metavar="N", help="texts to draw for the chi-squared test (4000)")
+    parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
+    args = parser.parse_args(argv)
+    try:
+        with load(args.bundle, args.backend, args.device, args.threads) as model:
+            return 0 if run(model, args) else 1
+    except GumihoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(model: Model, args: argparse.Namespace) -> bool:
+    """Prints every result. Returns whether all is well."""
+    well = True
+    for settings in _SETTINGS:
+        compared, ties, defects = identity(model, settings, args.prompts, args.max_new_tokens)
+        well &= not defects
+        named = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
+        print(
+            f"{'ok    ' if not defects else 'FAILED'}  identity, {named}: {compared} tokens, {ties} near-ties, {defects} defects"
+        )
+    if args.draws:
+        prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
+        expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
+        for i, text in enumerate(drawn(model, prompt, args.draws)):
+            counts[text] += 1
+            if monotonic() - told > 10:
+                told = monotonic()
+                print(f"drawn {i + 1} of {args.draws} ...", file=sys.stderr)
+        value, freedom, chance = chi_squared(counts, expected, args.draws)
+        fair = chance > _SUSPICIOUS
+        well &= fair
+        print(
+            f"{'ok    ' if fair else 'FAILED'}  distribution: {args.draws} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} "
+            f"degrees of freedom, p = {chance:.3g}"
+        )
+    return well
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""``--chat``: a conversation over standard input, as a user has it."""
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runtime import load
+from runtime.generate import main
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('system comes first') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "bundle"
+    shutil.copytree(demo_bundle, folder, copy_function=os.link)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, typed: str, *argv: str | Path) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    return main([*map(str, argv), "--chat", "--max-new-tokens", "12"])
+
+
+def test_answers_know_what_was_said(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each answer is what generating from the whole conversation anew gives, and reads only what is new of it."""
+    typed = ["def f(x):", "import os", "return x"]
+    assert (
+        talk(
+            monkeypatch,
+            "\n".join([typed[0], "", typed[1], "/new", typed[2], "/exit", "never"]),
+            bundle,
+            "--stats",
+            "--system",
+            "Be brief.",
+        )
+        == 0
+    )
+    out, err = capsys.readouterr()
+    begun = [{"role": "system", "content": "Be brief."}]
+    with load(bundle) as model:
+        expected, messages = "", list(begun)
+        for line in typed:
+            if line == typed[2]:
+                messages = list(begun)
+            messages.append({"role": "user", "content": line})
+            text = "".join(model.generate(model.chat(messages), 12))
+            messages.append({"role": "assistant", "content": text})
+            expected += text + "\n"
+    assert out == expected
+    known = [line for line in err.splitlines() if "tokens after" in line]
+    assert len(known) == 3
+    assert "of them known" not in known[0]
+    assert "of them known" in known[1]  # the first question and its answer
+    assert ">" not in err  # nobody is asked where nobody types
+
+
+def test_a_conversation_that_gets_too_long_goes_on_after_new(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x = 1; " * 700
+    assert talk(monkeypatch, f"one\n{long}\ntwo\n", bundle) == 1
+    out, err = capsys.readouterr()
+    assert err.count("error: ") == 1
+    assert "shorten it" in err
+    assert len(out.splitlines()) >= 2
+
+
+def test_one_message(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert talk(monkeypatch, "", bundle, "--prompt", "def f(x):") == 0
+    out = capsys.readouterr().out
+    with load(bundle) as model:
+        assert out == "".join(model.generate(model.encode("[user] def f(x):\n[assistant]", special=False), 12)) + "\n"
+
+
+def test_a_raw_prompt_to_a_chat_model(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--prompt", "def f(x):", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().err == "note: the target is a chat model; --chat writes the prompt as its template wants\n"
+
+
+def test_a_template_that_refuses(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only silence') }}")
+    assert talk(monkeypatch, "hello\n", folder) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "only silence" in err
+
+
+def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runtime.model import Generation
+
+    pieces, first = Generation.pieces, []
+
+    def interrupted(self: Generation, watch: object = None):  # type: ignore[no-untyped-def]
+        for i, piece in enumerate(pieces(self)):
+            yield piece
+            if not first and i == 1:
+                first.append(piece)
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generation, "pieces", interrupted)
+    assert talk(monkeypatch, "def f(x):\nimport os\n", bundle) == 0
+    assert first
+    assert len(capsys.readouterr().out.splitlines()) >= 2
