@@ -1,0 +1,664 @@
+"""Conversations render, and texts encode, as with transformers' tokenizer of the target, on what the exporter writes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime as real_datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers.utils.chat_template_utils
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import runtime.chat
+from exporter.bundle import write_tokenizer
+from exporter.checkpoint import Checkpoint
+from exporter.pair import Pair
+from runtime.chat import ChatTemplate
+from runtime.errors import GumihoError
+
+from .pairs import RandomPair
+
+Message = dict[str, Any]
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+
+# --- tokenizers of Llama's kinds ---------------------------------------------------------------------------------------
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind; it's the fox's way.",
+    "def read_lines(path):\n    with open(path) as file:\n        return [line.strip() for line in file]\n",
+    "You are a helpful assistant. What is the capital of France? It is Paris, and 1234567 people said so in 2024.",
+    "Grüße aus München, naïve café; 日本語のテキスト и по-русски.",
+] * 3
+HEADERS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# As in Llama 3's tokenizer.json.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def byte_level() -> Tokenizer:
+    """Llama 3's kind."""
+    made = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=500, special_tokens=list(HEADERS), initial_alphabet=alphabet, show_progress=False),
+    )
+    begin = HEADERS[0], made.token_to_id(HEADERS[0])
+    template = processors.TemplateProcessing(single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin])
+    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return made
+
+
+def sentence_piece() -> Tokenizer:
+    """Llama 2's kind: spaces are letters, and what has no token is spelled in bytes."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *BYTES, *model["vocab"]]
+    vocabulary, merges = {name: i for i, name in enumerate(names)}, [tuple(merge) for merge in model["merges"]]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names[:3]])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    return made
+
+
+def added(content: str) -> dict[str, Any]:
+    return {
+        "__type": "AddedToken",
+        "content": content,
+        "lstrip": False,
+        "normalized": True,
+        "rstrip": False,
+        "single_word": False,
+    }
+
+
+BEGIN_END = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+CLASSIC = {name: added(content) for name, content in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))}
+# What tokenizer_config.json says besides the template. transformers builds its own LlamaTokenizer from the vocabulary alone,
+# with another treatment of spaces than tokenizer.json says.
+KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
+    "llama 3": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast", **BEGIN_END}),
+    "llama 2": (sentence_piece, {"tokenizer_class": "LlamaTokenizer", "legacy": False, **CLASSIC}),
+    "llama 2, legacy": (sentence_piece, {"tokenizer_class": "LlamaTokenizer", "legacy": True, **CLASSIC}),
+    "llama 2, file": (sentence_piece, {"tokenizer_class": "PreTrainedTokenizerFast", **CLASSIC}),
+}
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# Llama 3.2's without the tools that nobody can hand in here.
+LLAMA_3_2 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+
+{#- This block extracts the system message, so we can slot it into the right place. #}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+
+{#- System message #}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+        {{- '{"name": "' + tool_call.name + '", ' }}
+        {{- '"parameters": ' }}
+        {{- tool_call.arguments | tojson }}
+        {{- "}" }}
+        {{- "<|eot_id|>" }}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = 'A chat between a curious user and an artificial "
+    "intelligence assistant. The assistant gives helpful, detailed, and polite answers to the user\\'s questions.' %}{% endif %}"
+    "{{ bos_token + system_message }}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'].strip() }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+MODELS = [
+    ("llama 3", LLAMA_3), ("llama 3", LLAMA_3_2), ("llama 2", LLAMA_2), ("llama 2, legacy", LLAMA_2), ("llama 2, file", LLAMA_2),
+    ("llama 2", VICUNA), ("llama 2, file", VICUNA),
+]  # fmt: skip
+MODEL_IDS = ["llama 3", "llama 3.2", "llama 2", "llama 2, legacy", "llama 2, file", "vicuna", "vicuna, file"]
+
+FEATURES = {
+    "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ messages | tojson(ensure_ascii=True) }}|"
+    "{{ messages[0] | tojson(sort_keys=True, separators=(',', ':')) }}|{{ '<&>\\'' | tojson }}|{{ messages[0] | tojson(True, 2) }}",
+    "generation": "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n    {% generation %}\n      {{ m.content }}\n"
+    "    {% endgeneration %}\n  {% else %}\n{{ m.content }}{% generation -%}  x  {%- endgeneration %}  y\n  {% endif %}\n{% endfor %}",
+    "generation, scope": "{% set a = 'out' %}{% generation %}{{ a }}{% set a = 'in' %}{{ a }}{% endgeneration %}{{ a }}"
+    "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ loop.index }}{{ m.content }}"
+    "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}",
+    "namespace": "{% set ns = namespace(found=false, n=0, self='s') %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set ns.found = true %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ ns.found }} {{ ns.n }} {{ ns.self }}"
+    "{% set given = namespace({'a': 1}, b=2) %}{{ given.a + given.b }}{{ given.missing is defined }}",
+    "macros": "{% macro turn(m, end='!') %}[{{ m.role }}: {{ caller() if caller else m.content }}{{ end }}]{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{{ turn(m, end=eos_token) }}{% call turn(m) %}called{% endcall %}{% endfor %}",
+    "blocks": "\n  {# a comment #}\n  {% for m in messages %}\n    {% if loop.first %}\n   first\n    {% endif %}\n"
+    "\t{{ m.role }}\n  {%- if loop.last -%}\n  last\n  {%+ endif %}\n  {% endfor %}\n\n  text  \n\n",
+    "carriage returns": "{% for m in messages %}\r\n{{ m.content }}\r\n  {% endfor %}\r\nend\r\n",
+    "variables": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token is defined }}{{ additional_special_tokens is defined }}"
+    "{{ extra_special_tokens is defined }}{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ nothing }}"
+    "{{ chat_template is defined }}{{ tokenizer_class is defined }}{{ padding_side is defined }}",
+    "dict": "{% set d = dict(a=1, **{'b': 2}) %}{{ d | tojson }}{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([('x', 1)]).x }}"
+    "{{ dict.mro is defined }}{{ dict.keys is defined }}",
+    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    "{% for m in messages if m.content is string %}{{ m.content | trim | upper | replace('A', '&') }}{% endfor %}{{ 1.0 / 3 }}",
+    "slices": "{{ messages[::-1][0].content }}{{ messages[-1]['role'] }}{{ messages[0].get('name', 'none') }}{{ 'name' in messages[0] }}"
+    "{{ (messages | first).content[:3] }}{{ messages[0].items() | list }}",
+    "formats": "{{ '{0.role} {1}'.format(messages[0], 5) }}{{ '%s-%d' | format('a', 3) }}{{ '%5.2f' % 3.14159 }}",
+    "unsafe, unused": "{{ messages.__class__ }}{{ messages[0]._x }}{{ ''['__class__'] }}{{ messages.append is defined }}",
+    "thoughts": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}|{{ m | tojson }}{% endfor %}",
+    "undefined": "{{ messages[0].missing }}{{ messages[7].content }}",
+    "concatenated": "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}",
+    "division": "{{ messages | length / (messages | length - 1) }}",
+    "nothing": "",
+}
+
+
+def said(*contents: Any, roles: Sequence[str] = ("user", "assistant")) -> list[Message]:
+    return [{"role": roles[i % len(roles)], "content": content} for i, content in enumerate(contents)]
+
+
+SYSTEM: list[Message] = [{"role": "system", "content": "You are terse.\n"}]
+CONVERSATIONS: dict[str, list[Message]] = {
+    "one turn": said("What is the capital of France?"),
+    "system": SYSTEM + said("Who are you?"),
+    "three turns": said("Hi", "Hello! How can I help?", "Say 1234567."),
+    "system, five turns": SYSTEM + said("a", "b", "c", "d", "e"),
+    "the assistant was last": said("Hi", "Hello"),
+    "unicode": SYSTEM + said("Grüße 日本語 🦊👩‍👩‍👧 e\u0301 \u202eabc ½", "नमस्ते\u2028\x00\ufeff", "ok\u00a0?"),
+    "edges": said("  \n two  spaces \t\n", "\n\nlines\n\n", "   "),
+    "empty contents": said("", "", ""),
+    "markup": said("<b>\"quoted\" & 'that'</b> {{ messages }} {% raw %}", "\\n \\ </s>"),
+    "special tokens": said("<s>[INST]</s> <unk><0x41>", "<|eot_id|><|begin_of_text|> <|start_header_id|>x", "▁▁ <s >"),
+    "assistant first": said("Hello", "Hi", roles=("assistant", "user")),
+    "the user twice": said("a", "b", roles=("user",)),
+    "system alone": list(SYSTEM),
+    "system later": said("a", "b") + SYSTEM,
+    "another role": said("a", "b", roles=("critic", "user")),
+    "a tool": [
+        *said("Weather?"),
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5]}}}],
+        },
+        {"role": "tool", "content": {"sky": "<clear>", "wind": None, "rain": False}},
+    ],
+    "two tools": [*said("Weather?"), {"role": "assistant", "tool_calls": [{}, {}]}],
+    "no content": [{"role": "user"}],
+    "content is None": [{"role": "user", "content": None}, {"role": "assistant", "content": "x", "name": None}],
+    "content is a list": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": None}]}],
+    "content is a number": said(5, 0.1),
+    "a thought": [*said("Hi"), {"role": "assistant", "content": "Hello", "thinking": "A greeting.", "name": "A"}],
+    "another thought": [{"reasoning": "why", "role": "user", "content": "x"}, {"reasoning_content": "", "role": "assistant"}],
+}
+
+
+# --- both sides -------------------------------------------------------------------------------------------------------
+
+
+class Exported(NamedTuple):
+    """theirs: transformers' tokenizer of a target. folder: what the exporter wrote of it, as in a bundle."""
+
+    theirs: Any
+    folder: Path
+
+    @property
+    def template(self) -> ChatTemplate:
+        found = ChatTemplate.of(self.folder)
+        assert found is not None
+        return found
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+
+Export = Callable[..., Exported]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """(tokenizer, its configuration, chat_template.jinja or "", {file: its content}) -> both sides."""
+    pair = tmp_path_factory.mktemp("pair")
+    RandomPair(SMALL, heads=2).write(pair)
+
+    def made(tokenizer: Tokenizer, config: Mapping[str, Any], template: str = "", **files: Any) -> Exported:
+        root = tmp_path_factory.mktemp("exported")
+        shutil.copytree(pair / "target", root / "target")
+        tokenizer.save(str(root / "target/tokenizer.json"))
+        for name, content in {"tokenizer_config": config, **files}.items():
+            (root / "target" / f"{name}.json").write_text(json.dumps(content), "utf-8")
+        if template:
+            (root / "target/chat_template.jinja").write_bytes(template.encode())
+        opened = Pair(Checkpoint(str(root / "target"), "target"), Checkpoint(str(pair / "drafter"), "drafter"))
+        (root / "bundle").mkdir()
+        write_tokenizer(opened, root / "bundle")
+        return Exported(opened.tokenizer, root / "bundle")
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def kind(export: Export) -> Callable[[str, str], Exported]:
+    """(a kind of tokenizer, a template) -> both sides, made once."""
+    known: dict[tuple[str, str], Exported] = {}
+
+    def made(name: str, template: str) -> Exported:
+        if (name, template) not in known:
+            make, config = KINDS[name]
+            known[name, template] = export(make(), {**config, "chat_template": template})
+        return known[name, template]
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still, for both."""
+
+    class Clock(real_datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Clock":
+            return cls(2031, 5, 9, 12, 0, 7)
+
+    for module in (runtime.chat, transformers.utils.chat_template_utils):
+        monkeypatch.setattr(module, "datetime", Clock)
+
+
+def compare(sides: Exported, messages: Sequence[Message], prompt: bool) -> str:
+    """Asserts that both render, and encode, the same, or fail with the same words. Returns the text, or "" for those."""
+    ours = sides.template
+    try:
+        expected = sides.theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:
+        with pytest.raises(GumihoError, match=re.escape(str(error))):
+            ours.render(messages, prompt)
+        return ""
+    assert ours.render(messages, prompt) == expected
+    ids = sides.theirs.apply_chat_template(messages, tokenize=True, return_dict=False, add_generation_prompt=prompt)
+    assert sides.tokenizer.encode(expected, add_special_tokens=False).ids == ids
+    return str(expected)
+
+
+# --- the same text, the same ids --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_the_models_templates(kind: Any, name: str, template: str, conversation: str) -> None:
+    with_prompt, without = (compare(kind(name, template), CONVERSATIONS[conversation], prompt) for prompt in (True, False))
+    assert with_prompt.startswith(without)
+    if conversation in ("one turn", "system", "three turns", "unicode", "special tokens"):
+        assert without, "a plain conversation renders"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_what_templates_can_do(kind: Any, feature: str, conversation: str) -> None:
+    for prompt in (True, False):
+        compare(kind("llama 3", FEATURES[feature]), CONVERSATIONS[conversation], prompt)
+
+
+def test_what_a_template_renders() -> None:
+    """Without transformers at hand: what the comparisons compare is not nothing."""
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def rendered(template: str, conversation: str, prompt: bool = True) -> str:
+        return ChatTemplate(template, variables, "here").render(CONVERSATIONS[conversation], prompt)
+
+    assert rendered(LLAMA_2, "system") == "<s>[INST] <<SYS>>\nYou are terse.\n\n<</SYS>>\n\nWho are you? [/INST]"
+    assert rendered(VICUNA, "system") == "<s>You are terse.\n USER: Who are you? ASSISTANT:"
+    assert rendered(LLAMA_3, "edges", False).startswith("<s><|start_header_id|>user<|end_header_id|>\n\ntwo  spaces<|eot_id|>")
+    assert "Today Date: 09 May 2031\n" in rendered(LLAMA_3_2, "one turn")
+    assert '"parameters": {"city": "Zürich", "days": [1, 2.5]}' in rendered(LLAMA_3_2, "a tool")
+    assert rendered(FEATURES["loop controls"], "system, five turns") == "2a3b"
+    assert rendered(FEATURES["generation, scope"], "one turn") == "outinout1user"
+    assert rendered("{{ strftime_now('%Y-%m-%d %H:%M') }}", "one turn") == "2031-05-09 12:00"
+    assert rendered("{{ add_generation_prompt }}", "one turn") == "True"
+
+
+CONTENTS = st.lists(
+    st.text(max_size=8)
+    | st.text(" \n\t▁aA", max_size=4)
+    | st.sampled_from(
+        ["the dog", *HEADERS, "<s>", "</s>", "<unk>", "<0x41>", "<|eot_id", "🦊", "e\u0301", "\u200d", "日本", " ", "  "]
+    ),
+    max_size=6,
+).map("".join)
+SPOKEN = st.lists(CONTENTS, min_size=1, max_size=4).map(lambda contents: said(*contents))
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": CONTENTS})
+JUMBLED = st.lists(MESSAGE, min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
+@settings(max_examples=40, deadline=None)
+@given(messages=SPOKEN | JUMBLED, system=st.booleans(), prompt=st.booleans())
+def test_any_conversation(kind: Any, name: str, template: str, messages: list[Message], system: bool, prompt: bool) -> None:
+    compare(kind(name, template), SYSTEM * system + messages, prompt)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(text=CONTENTS | st.text())
+@example("")
+@example(" leading and trailing ")
+@example("<s><s> </s>x<|begin_of_text|> <|eot_id|>\n")
+def test_any_text_has_transformers_ids(kind: Any, name: str, text: str) -> None:
+    sides = kind(name, "")
+    assert sides.tokenizer.encode(text).ids == sides.theirs(text).input_ids
+    assert sides.tokenizer.encode(text, add_special_tokens=False).ids == sides.theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_ids_begin_with_the_beginning_of_text(kind: Any, name: str) -> None:
+    sides = kind(name, "")
+    begin = sides.tokenizer.token_to_id(sides.theirs.bos_token)
+    assert sides.tokenizer.encode("the dog 🦊").ids[0] == begin
+    assert begin not in sides.tokenizer.encode("the dog 🦊", add_special_tokens=False).ids
+
+
+def test_a_tokenizer_that_cuts_and_fills_texts(export: Export) -> None:
+    """Some checkpoints carry their training's lengths in tokenizer.json, and transformers does not heed them."""
+    tokenizer, config = byte_level(), KINDS["llama 3"][1]
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=24, pad_id=1, pad_token="<|end_of_text|>")
+    sides = export(tokenizer, {**config, "chat_template": LLAMA_3})
+    for text in ("the", "the quick brown fox jumps over the lazy dog " * 4):
+        assert sides.tokenizer.encode(text).ids == sides.theirs(text).input_ids
+    compare(sides, CONVERSATIONS["system, five turns"], True)
+
+
+# --- special tokens ----------------------------------------------------------------------------------------------------
+
+SHOWN = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ pad_token }}|{{ mask_token }}|{{ image_token }}|{{ img }}"
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.mark.parametrize(
+    ("config", "special", "shows"),
+    [
+        (LLAMA, None, "<s>|</s>|<unk>||||"),
+        (LLAMA | CLASSIC, None, "<s>|</s>|<unk>||||"),
+        (FAST, None, "||||||"),
+        (FAST | {"bos_token": "<s>", "pad_token": None, "add_bos_token": True}, None, "<s>||||||"),
+        (FAST | {"bos_token": "<s>"}, {"bos_token": "<unk>", "eos_token": {"content": "</s>"}}, "<unk>|</s>|||||"),
+        (
+            FAST | {"bos_token": "<s>", "added_tokens_decoder": {"1": {"content": "<s>", "special": True}}},
+            {"bos_token": "<unk>", "eos_token": "</s>"},
+            "<s>||||||",
+        ),
+        (FAST | {"image_token": "<i>", "mask_token": "<m>", "extra_special_tokens": {"img": "<j>"}}, None, "||||<m>|<i>|<j>"),
+        (FAST | {"additional_special_tokens": ["<x>", "<y>"]}, None, "||||||"),
+    ],
+    ids=["class", "class, config", "none", "text", "map", "map, not read", "named", "additional"],
+)
+def test_special_tokens(export: Export, config: dict[str, Any], special: Any, shows: str) -> None:
+    """Where transformers takes them from depends on which files there are and on the tokenizer's class."""
+    files = {} if special is None else {"special_tokens_map": special}
+    sides = export(sentence_piece(), config, SHOWN, **files)
+    assert compare(sides, CONVERSATIONS["one turn"], False) == shows
+
+
+@pytest.mark.parametrize(
+    ("config", "special", "shows"),
+    [
+        (CLASSIC, None, "<s>|</s>|<unk>||||"),
+        ({"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": None}, None, "<a>|<b>|||||"),
+        ({"bos_token": "<a>", "eos_token": "<b>"}, {"eos_token": "<c>", "img": "<d>", "pad_token": [1]}, "<a>|<c>|||||<d>"),
+        (None, {"bos_token": {"content": "<a>"}}, "<a>||||||"),
+        ({"bos_token": {}, "add_bos_token": True}, {}, "||||||"),
+    ],
+)
+def test_special_tokens_of_files_as_they_are(tmp_path: Path, config: Any, special: Any, shows: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(SHOWN)
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    template = ChatTemplate.of(tmp_path)
+    assert template is not None
+    assert template.render(said("x")) == shows
+
+
+# --- where the template is --------------------------------------------------------------------------------------------
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "the default"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "shows"),
+    [
+        ("in the configuration", "", "in the configuration"),
+        ("in the configuration", "in the file", "in the file"),
+        (NAMED, "", "the default"),
+        (NAMED, "in the file", "in the file"),
+        (NAMED[:1], "in the file", "in the file"),
+        ("", "\r\n in the file\r\n\n", "\n in the file\n"),
+        ("", "", ""),
+    ],
+    ids=["config", "both", "list", "list, file", "no default, file", "file with edges", "empty"],
+)
+def test_which_template(export: Export, config: Any, file: str, shows: str) -> None:
+    sides = export(byte_level(), {**KINDS["llama 3"][1], "chat_template": config}, file)
+    assert sides.template.render(said("x")) == sides.theirs.apply_chat_template(said("x"), tokenize=False) == shows
+
+
+def test_no_template(tmp_path: Path) -> None:
+    assert ChatTemplate.of(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(BEGIN_END))
+    assert ChatTemplate.of(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
+    assert ChatTemplate.of(tmp_path) is None
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "template"), [("llama 2", LLAMA_2), ("llama 2", VICUNA)], ids=["llama 2", "vicuna"])
+@pytest.mark.parametrize("conversation", ["assistant first", "the user twice", "system later", "another role"])
+def test_the_template_refuses_in_its_own_words(kind: Any, name: str, template: str, conversation: str) -> None:
+    with pytest.raises(GumihoError) as caught:
+        kind(name, template).template.render(CONVERSATIONS[conversation])
+    words = "Conversation roles must alternate user/assistant/user/assistant/..."
+    assert str(caught.value) == f"the target's chat template refuses this conversation: {words}"
+
+
+HARMFUL = {
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "classes, by item": "{{ ''['__class__']['__mro__'] }}",
+    "classes, by filter": "{{ (messages | attr('__class__')).mro }}",
+    "classes, by format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "classes, by dict": "{{ dict.__class__.__base__ }}",
+    "globals": "{{ raise_exception.__globals__['json'] }}",
+    "globals, by a class": "{{ cycler.__init__.__globals__.os }}",
+    "code": "{{ strftime_now.__code__.co_consts }}",
+    "changing messages": "{{ messages.append(1) }}",
+    "changing a message": "{% set _ = messages[0].update({'role': 'x'}) %}",
+    "private names": "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    "private names, at once": "{{ namespace(__call__=1) }}",
+    "private names, in a mapping": "{{ namespace({'__getitem__': 1}) }}",
+    "a long loop": "{% for i in range(10**12) %}x{% endfor %}",
+    "a long list": "{{ range(0, 10**12, 2) | list }}",
+    "without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "files": "{% include '/etc/hostname' %}",
+    "other templates": "{% extends 'base' %}",
+}
+
+
+@pytest.mark.parametrize("template", HARMFUL.values(), ids=HARMFUL)
+def test_the_sandbox_holds(kind: Any, template: str) -> None:
+    sides, messages = kind("llama 3", template), said("x")
+    with pytest.raises((TemplateError, TypeError, OverflowError, RecursionError)):
+        sides.theirs.apply_chat_template(messages, tokenize=False)
+    with pytest.raises(GumihoError, match="fails on this conversation"):
+        sides.template.render(messages)
+    assert messages == said("x")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "the conversation is empty"),
+        ("Hello", "message 0 is an object of type str"),
+        ({"role": "user"}, "message 0 is an object of type str"),
+        ([*said("x"), ["user", "y"]], "message 1 is an object of type list"),
+        ([*said("x"), {"role": "user", "content": b"y"}], "message 1 holds an object of type bytes"),
+        ([{"role": "user", "content": [{"image": object()}]}], "message 0 holds an object of type object"),
+    ],
+)
+def test_no_conversation(messages: Any, says: str) -> None:
+    with pytest.raises(GumihoError, match=says):
+        ChatTemplate(LLAMA_3, {}, "here").render(messages)
+
+
+def test_messages_are_not_changed_and_may_be_of_related_types(kind: Any) -> None:
+    class Role(str, Enum):
+        USER = "user"
+
+    class Loud(str):
+        def __str__(self) -> str:
+            return "LOUD"
+
+    messages = ({"role": Role.USER, "content": Loud("hi"), "thinking": ("a", True, 1.5), "name": None},)
+    kept = [dict(message) for message in messages]
+    for template in (LLAMA_3, FEATURES["tojson"], FEATURES["thoughts"]):
+        assert compare(kind("llama 3", template), messages, True)
+    assert [dict(message) for message in messages] == kept
+
+
+BROKEN = {
+    "no end": "{% for m in messages %}{{ m }}",
+    "no such tag": "line\n{% frobnicate %}",
+    "no such filter": "{{ messages | frobnicate }}",
+    "generation without end": "{% generation %}x",
+    "loops in generation": "{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}",
+    "too deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN.values(), ids=BROKEN)
+def test_a_template_that_does_not_parse(tmp_path: Path, template: str) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(template)
+    with pytest.raises(GumihoError, match=f"{re.escape(str(file))} does not parse"):
+        ChatTemplate.of(tmp_path)
+
+
+def test_the_line_that_does_not_parse(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one\ntwo\n{% frobnicate %}"}))
+    with pytest.raises(GumihoError, match=r"tokenizer_config.json does not parse \(line 3: .*frobnicate"):
+        ChatTemplate.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"tokenizer_config.json": b'{"chat_template": '}, "tokenizer_config.json is damaged"),
+        ({"tokenizer_config.json": b'{"chat_template": "\xff"}'}, "tokenizer_config.json cannot be read"),
+        ({"tokenizer_config.json": b'["x"]'}, "tokenizer_config.json is damaged .*no JSON object"),
+        ({"tokenizer_config.json": b"[" * 100_000}, "tokenizer_config.json is damaged"),
+        ({"tokenizer_config.json": b'{"chat_template": 5}'}, "tokenizer_config.json is damaged .*no text"),
+        ({"tokenizer_config.json": b'{"chat_template": ["x"]}'}, "tokenizer_config.json is damaged .*names and templates"),
+        ({"tokenizer_config.json": b'{"chat_template": [{"name": "default"}]}'}, "names and templates"),
+        ({"tokenizer_config.json": b'{"chat_template": [{"name": "default", "template": 5}]}'}, "no text"),
+        ({"tokenizer_config.json": json.dumps({"chat_template": NAMED[:1]}).encode()}, "tool_use and none .*default.*chat_template.jinja"),
+        ({"tokenizer_config.json": b'{"chat_template": []}'}, "none of them is the default"),
+        ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja cannot be read"),
+        ({"chat_template.jinja": b"x", "special_tokens_map.json": b"{"}, "special_tokens_map.json is damaged"),
+        ({"chat_template.jinja": b"x", "tokenizer_config.json": b"{"}, "tokenizer_config.json is damaged"),
+    ],
+)  # fmt: skip
+def test_damaged_files(tmp_path: Path, files: dict[str, bytes], says: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(GumihoError, match=says):
+        ChatTemplate.of(tmp_path)
+
+
+def test_a_template_is_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = kind("llama 3", LLAMA_3).template
+    monkeypatch.setattr(runtime.chat.ImmutableSandboxedEnvironment, "compile", None)
+    assert template.render(said("a")) != template.render(said("b"))
+
+
+def test_it_needs_no_transformers() -> None:
+    check = "import sys, runtime.chat; assert not {'transformers', 'torch', 'onnx'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True)
