@@ -25,10 +25,11 @@ from . import golden, operators
 from .forms import BACKENDS, Layout, layout, tables
 from .pair import Pair
 from .trace import trace
-from .weights import ALIGNMENT, Location, Packer, Source, quantized, recoded
+from .weights import ALIGNMENT, NOTES, Location, Packer, Source, quantized, recoded
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
+_SAME = f"{NOTES}/same"  # in an unfinished bundle: what is to be written
 _RECODED = "weights/{}-signed.bin"
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -120,6 +121,14 @@ class Plan:
             sizes[_RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
         return sizes
 
+    def same(self) -> str:
+        """What decides the content of the weight files: parameters, how they are kept, and the checkpoints' files."""
+        kept = {
+            file: [(name, source.shape, str(source.dtype(self.dtype))) for name, source in own.items()]
+            for file, own in self.sources().items()
+        }
+        return json.dumps([kept, self.block, self.pair.target.identity(), self.pair.drafter.identity()])
+
     def disk(self) -> int:
         """Bytes the disk must hold at the worst: weights, and graphs, golden run and engines beside them."""
         return sum(self.sizes().values()) + _BESIDE
@@ -194,12 +203,18 @@ def is_bundle(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def unfinished(out: Path) -> Path:
+    """Where a bundle lies until it is whole."""
+    return out.with_name(f".{out.name}.partial")
+
+
 @contextmanager
-def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle) -> Iterator[Path]:
+def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle, same: str = "") -> Iterator[Path]:
     """A folder beside ``out`` that becomes it when the block ends well, and vanishes when it does not.
 
-    known: whether a folder that is there is of the kind that may be replaced. What a killed run left behind is removed by the
-    next one. Raises GumihoError where ``out`` exists and may not go.
+    known: whether a folder that is there is of the kind that may be replaced. same: says what is being written; where it is
+    given, weights that were packed before an interruption, a full disk or a kill stay, and the next run that says the same finds
+    them. Raises GumihoError where ``out`` exists and may not go.
     """
     if out.name in ("", ".."):
         raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")
@@ -207,26 +222,45 @@ def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle
         raise GumihoError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
     if out.exists() and not known(out) and (not out.is_dir() or any(out.iterdir())):
         raise GumihoError(f"'{out}' is not what this command wrote, so it is not replaced: name another folder with --out")
-    partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
+    partial, old, kept = unfinished(out), out.with_name(f".{out.name}.old"), False
     with interruptible() as check:
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            _prepare(partial, same)
             yield partial
             check()
+            shutil.rmtree(partial / NOTES, ignore_errors=True)
             if out.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 out.rename(old)
             partial.rename(out)
+        except KeyboardInterrupt:
+            kept = bool(same)
+            raise
         except OSError as error:
-            raise GumihoError(
-                f"writing '{out}' failed ({error.strerror or error}): free some space, or name another folder"
-            ) from None
+            kept = bool(same)
+            again = f", and run the command again: it goes on from '{partial}'" if kept else ", or name another folder"
+            raise GumihoError(f"writing '{out}' failed ({error.strerror or error}): free some space{again}") from None
         finally:
             if old.exists() and not out.exists():
                 old.rename(out)  # stopped between the two renames, now or in a run that was killed
             shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(partial, ignore_errors=True)
+            if not kept:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _prepare(partial: Path, same: str) -> None:
+    """An empty folder, but for the weights of an earlier run that was to write the same."""
+    note = partial / _SAME
+    if same and note.is_file() and note.read_text("utf-8") == same:
+        for found in partial.iterdir():
+            if found.name not in (NOTES, "weights"):
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if same:
+        note.parent.mkdir()
+        note.write_text(same, "utf-8")
 
 
 def free_space(folder: Path) -> int:
@@ -335,7 +369,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
     write_tokenizer(pair, folder)
 
     files = dict(packer.hashes)
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for file in sorted(p for p in folder.rglob("*") if p.is_file() and NOTES not in p.parts):
         files.setdefault(str(file.relative_to(folder)), (file.stat().st_size, file_hash(file)))
     manifest = Manifest(
         capacity=plan.capacity,

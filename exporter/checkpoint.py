@@ -170,6 +170,11 @@ class Checkpoint:
             raise RuntimeError(f"it holds a {type(state).__name__}, expected tensors by name")
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Path, size and time of change, in nanoseconds, of every file of weights."""
+        files = sorted({file.resolve() for file, _ in self._where.values()})
+        return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
     def __contains__(self, name: str) -> bool:
         return name in self._where
 

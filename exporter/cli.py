@@ -178,7 +178,7 @@ def export(args: argparse.Namespace) -> None:
 
     from . import bundle
 
-    out = args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+    out = _out(args)
     if "vllm" in args.backend:
         export_vllm(args, out)
         return
@@ -191,7 +191,7 @@ def export(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     lines = quantization(wanted)
-    with bundle.staged(out, args.overwrite) as folder:
+    with bundle.staged(out, args.overwrite, same=wanted.same()) as folder:
         manifest = bundle.write(wanted, folder)
         for name in wanted.backends:
             try:
@@ -246,6 +246,18 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     print("\n".join([f"{out}: {size / 1e6:.1f} MB", *vllm.lines(pair, out)]))
 
 
+def _out(args: argparse.Namespace) -> Path:
+    return args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+
+
+def _left(args: argparse.Namespace) -> str:
+    """What an interruption leaves."""
+    from .bundle import unfinished
+
+    partial = unfinished(_out(args))
+    return f"and the same command goes on from '{partial}'" if partial.exists() else "nothing was written"
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -259,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("error: interrupted, nothing was written", file=sys.stderr)
+        print(f"error: interrupted, {_left(args)}", file=sys.stderr)
         return 130
     return 0
 

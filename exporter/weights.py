@@ -1,11 +1,14 @@
 """Named tensors -> aligned weight files, quantized on the way, streamed a slice at a time; equal tensors are stored once."""
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -14,7 +17,10 @@ from torch import Tensor
 from graphs.ops import FP8, Scheme
 
 ALIGNMENT = 4096
+NOTES = ".notes"  # in an unfinished bundle: what has been packed
 _SLICE_ELEMENTS = 1 << 20
+_HEAD = 64  # numbers that two tensors are told apart by, before all of them are compared
+_BLOCK = 16 << 20  # bytes read at once when a file is hashed again
 _STEPS = 7.0, 7.5, 8.0, 8.5  # that a block's largest number may be long; codes reach from -8 to 7
 
 
@@ -97,7 +103,7 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
 def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
     """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'."""
     shapes = scheme.shapes(source.shape)
-    rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), deque[Tensor]()
+    rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), list[Tensor]()
 
     def codes() -> Iterator[Tensor]:
         made.clear()
@@ -108,8 +114,11 @@ def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> 
                 yield codes
 
     def scales() -> Iterator[Tensor]:
-        while made:
-            yield made.popleft()
+        if not made:  # the codes were packed in a run that was interrupted
+            for _ in codes():
+                pass
+        yield from made
+        made.clear()
 
     return {name: Source(shapes[0], codes, scheme.codes), scale_of(name): Source(shapes[1], scales, dtype)}
 
@@ -126,42 +135,115 @@ def recoded(place: Location, bundle: Path) -> Source:
     return Source(place.shape, slices, other)
 
 
+def _bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
+    return memoryview(values.to(dtype).contiguous().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
 class Packer:
-    """Writes weight files and remembers by content what is already there, across files."""
+    """Writes weight files, and remembers across files what is already there: equal content is stored once.
+
+    Every finished tensor is noted under ``NOTES``, with the hash of its file so far. A packer in the same folder goes
+    on behind the last note that still holds.
+    """
 
     def __init__(self, bundle: Path, dtype: torch.dtype, progress: Callable[[int], object]) -> None:
         """progress is told the bytes of every slice that has been dealt with."""
         self.bundle, self.dtype, self.progress = bundle, dtype, progress
-        self._known: dict[bytes, Location] = {}
+        self._known: dict[tuple[torch.dtype, int], list[Location]] = {}
         self.hashes: dict[str, tuple[int, str]] = {}  # file -> bytes, sha256
 
-    def pack(self, file: str, sources: dict[str, Source]) -> dict[str, Location]:
+    def pack(self, file: str, sources: Mapping[str, Source]) -> dict[str, Location]:
         """Writes one file. Returns where each parameter lies, which may be an earlier file."""
         path = self.bundle / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        locations: dict[str, Location] = {}
-        whole = hashlib.sha256()
-        with path.open("wb") as out:
+        self._journal(file).parent.mkdir(exist_ok=True)
+        locations, whole = self._resume(file, sources)
+        # Hashing takes about as long as writing, and both let go of the interpreter.
+        with path.open("ab") as out, self._journal(file).open("a", encoding="utf-8") as journal, ThreadPoolExecutor(1) as pool:
             for name, source in sources.items():
-                start, digest, ahead = out.tell(), hashlib.sha256(), whole.copy()
-                for values in source.slices():
-                    data = memoryview(values.to(source.dtype(self.dtype)).contiguous().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-                    digest.update(data)
-                    ahead.update(data)
-                    out.write(data)
-                    self.progress(len(data))
-                length = out.tell() - start
-                known = self._known.get(digest.digest())
-                if known and (known.dtype, known.length) == (source.dtype(self.dtype), length):
-                    out.seek(start)
-                    out.truncate()
-                    locations[name] = Location(known.file, known.offset, length, known.dtype, source.shape)
+                if name in locations:
                     continue
-                padding = bytes(-out.tell() % ALIGNMENT)
-                out.write(padding)
-                ahead.update(padding)
-                whole = ahead
-                locations[name] = Location(file, start, length, source.dtype(self.dtype), source.shape)
-                self._known[digest.digest()] = locations[name]
-        self.hashes[file] = path.stat().st_size, whole.hexdigest()
+                slices = source.slices()
+                first = next(slices)
+                place = self._equal(source, first)
+                if place is None:
+                    place = self._write(file, source, chain([first], slices), out, whole, pool)
+                locations[name] = replace(place, shape=source.shape)
+                journal.write(json.dumps([name, place.file, place.offset, place.length, out.tell(), whole.hexdigest()]) + "\n")
+                journal.flush()
+            self.hashes[file] = out.tell(), whole.hexdigest()
         return locations
+
+    def _write(
+        self, file: str, source: Source, slices: Iterator[Tensor], out: BinaryIO, whole: Any, pool: ThreadPoolExecutor
+    ) -> Location:
+        start, dtype = out.tell(), source.dtype(self.dtype)
+        hashing: Future[None] | None = None
+        for values in slices:
+            data = _bytes(values, dtype)
+            if hashing:
+                hashing.result()
+            hashing = pool.submit(whole.update, data)
+            out.write(data)
+            self.progress(len(data))
+        length = out.tell() - start
+        padding = bytes(-length % ALIGNMENT)
+        out.write(padding)
+        out.flush()
+        if hashing:
+            hashing.result()
+        whole.update(padding)
+        place = Location(file, start, length, dtype, source.shape)
+        self._known.setdefault((dtype, length), []).append(place)
+        return place
+
+    def _resume(self, file: str, sources: Mapping[str, Source]) -> tuple[dict[str, Location], Any]:
+        """Where the parameters lie that were noted and are still what was written, and the hash of the file up to there.
+
+        What else is in the file goes.
+        """
+        path, journal = self.bundle / file, self._journal(file)
+        notes = journal.read_text("utf-8").splitlines() if journal.is_file() and path.is_file() else []
+        path.touch()
+        locations, whole, good, held = dict[str, Location](), hashlib.sha256(), 0, list[str]()
+        with path.open("r+b") as stored:
+            for note, (name, source) in zip(notes, sources.items(), strict=False):
+                try:
+                    noted, where, offset, length, end, digest = json.loads(note)
+                except ValueError:
+                    break  # it was being written
+                ahead = whole.copy()
+                while stored.tell() < end and (block := stored.read(min(_BLOCK, end - stored.tell()))):
+                    ahead.update(block)
+                if (noted, length, stored.tell(), ahead.hexdigest()) != (name, source.nbytes(self.dtype), end, digest):
+                    break
+                place = Location(where, offset, length, source.dtype(self.dtype), source.shape)
+                if end > good:
+                    self._known.setdefault((place.dtype, length), []).append(place)
+                locations[name], whole, good = place, ahead, end
+                held.append(note + "\n")
+                self.progress(length)
+            stored.truncate(good)
+        journal.write_text("".join(held), "utf-8")
+        return locations, whole
+
+    def _equal(self, source: Source, first: Tensor) -> Location | None:
+        """Where the same bytes lie already, as the same type. first: the first slice."""
+        dtype = source.dtype(self.dtype)
+        head = np.frombuffer(_bytes(first.reshape(-1)[:_HEAD], dtype), np.uint8)
+        for place in self._known.get((dtype, source.nbytes(self.dtype)), []):
+            stored, at = place.mapped(self.bundle).view(torch.uint8).reshape(-1).numpy(), 0
+            if not np.array_equal(head, stored[: len(head)]):
+                continue
+            for values in source.slices():
+                data = np.frombuffer(_bytes(values, dtype), np.uint8)
+                if not np.array_equal(data, stored[at : at + len(data)]):
+                    break
+                at += len(data)
+            else:
+                self.progress(place.length)
+                return place
+        return None
+
+    def _journal(self, file: str) -> Path:
+        return self.bundle / NOTES / Path(file).name

@@ -105,7 +105,10 @@ class Model:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
-        return list(self.bundle.tokenizer.encode(text, add_special_tokens=special).ids)
+        try:
+            return list(self.bundle.tokenizer.encode(text, add_special_tokens=special).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise GumihoError(f"the prompt is no Unicode text ({error}): give whole characters") from None
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.

@@ -1,5 +1,6 @@
 """Quantized weights: packed as loops unpack them, multiplied alike by every spelling, and sized as they are written."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from exporter import cli
 from exporter.bundle import Plan
 from exporter.operators import refusals
 from exporter.trace import _external, _quiet, _split_parts
-from exporter.weights import Location, Packer, Source, quantize, quantized, recoded, scale_of
+from exporter.weights import NOTES, Location, Packer, Source, quantize, quantized, recoded, scale_of
 from graphs.drafter import Heads
 from graphs.layer import Linear
 from graphs.ops import FP8, Basic, Decomposed, Plain, Rounding, Scheme, Standard, dequantize
@@ -210,7 +211,10 @@ def packed(folder: Path, scheme: Scheme) -> dict[str, Location]:
     sources: dict[str, Source] = {}
     for name, tensor in drawn().items():
         sources |= {name: source(tensor)} if "bias" in name else quantized(source(tensor), name, scheme, torch.float32)
-    return Packer(folder, torch.float32, lambda _: None).pack("w.bin", sources)
+    packer = Packer(folder, torch.float32, lambda _: None)
+    places = packer.pack("w.bin", sources)
+    shutil.rmtree(folder / NOTES)
+    return places
 
 
 def traced(folder: Path, ops: type[Plain], scheme: Scheme, rows: int | None = None) -> ir.Model:
