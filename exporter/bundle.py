@@ -1,6 +1,7 @@
 """Writes a bundle: the whole of it, or nothing."""
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -361,10 +362,12 @@ def write(plan: Plan, folder: Path) -> Manifest:
         locations = _pack(plan, packer)
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
 
-    codes = plan.codes[0]
-    fresh = pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(codes))
-    target, draft = (golden.eager(fresh[name], locations[codes][name], folder, plan.dtype) for name in ("target", "draft"))
-    np.savez(folder / "golden.npz", **golden.record(*target, *draft))  # type: ignore[arg-type]
+    codes, maps = plan.codes[0], dict[int, mmap.mmap]()
+    capacity = min(plan.capacity, golden.positions(plan.tree.rows))
+    eager = pair.modules(plan.tree, capacity, plan.positions, golden.streaming(maps), plan.schemes(codes))
+    for name in ("target", "draft"):
+        golden.fill(eager[name], locations[codes][name], folder, maps)
+    np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], plan.dtype))  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
 

@@ -1,12 +1,16 @@
 """Records the golden run with eager PyTorch over the packed weights."""
 
+import mmap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from graphs.drafter import Drafter
+from graphs.ops import Plain, dequantize
 from graphs.target import Target
 from runtime.decoder import walk
 
@@ -14,24 +18,68 @@ from .trace import signature
 from .weights import Location
 
 _PROMPT, _TOP = 12, 8
+_SLICE_ELEMENTS = 16 << 20
 
 
-def eager(
-    module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype
-) -> tuple[Target | Drafter, list[Tensor]]:
-    """A module of the meta device with its parameters mapped from the weight files, and empty caches for it."""
-    state = {name: locations[name].mapped(bundle) for name, _ in module.named_parameters()}
+def streaming(maps: Mapping[int, mmap.mmap]) -> type[Plain]:
+    """``Plain`` over mapped weights, which let go of their memory as soon as they were multiplied with: whatever the size of the
+    model, little more is held than a slice of one matrix. Products are added up in fp32.
+
+    maps: by the address where a parameter begins.
+    """
+
+    class Streaming(Plain):
+        @classmethod
+        def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+            rows, out = max(1, _SLICE_ELEMENTS // x.shape[1]), []
+            for start in range(0, weight.shape[0], rows):
+                part = weight[start : start + rows]
+                numbers = part if scale is None else dequantize(part, scale[start : start + rows])
+                out.append(x.float() @ numbers.float().T)
+                maps[weight.untyped_storage().data_ptr()].madvise(mmap.MADV_DONTNEED)
+            made = torch.cat(out, dim=-1)
+            return (made if bias is None else made + bias.float()).to(x.dtype)
+
+        @classmethod
+        def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+            done = []
+            for i, head in enumerate(x):
+                for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                    # Numbers are kept input-major, codes output-major.
+                    matrix, scale = (weight[i], scales[j][i]) if scales else (weight[i].T, None)
+                    head = head + F.silu(cls.linear(head, matrix, scale, bias[i]))
+                done.append(head)
+            return torch.stack(done)
+
+    return Streaming
+
+
+def fill(module: Target | Drafter, locations: Mapping[str, Location], bundle: Path, maps: dict[int, mmap.mmap]) -> None:
+    """Maps the parameters of a module of the meta device from the weight files, and notes the maps."""
+    state = {}
+    for name, _ in module.named_parameters():
+        place = locations[name]
+        mapped = place.map(bundle)
+        state[name] = torch.frombuffer(mapped, dtype=torch.uint8).view(place.dtype).reshape(place.shape)
+        maps[state[name].untyped_storage().data_ptr()] = mapped
     module.load_state_dict(state, assign=True)
-    caches = [
-        example.clone() for name, example, _ in signature(module, dtype)[0] if name.startswith(("past_key", "past_value"))
-    ]
-    return module, caches
+
+
+def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:
+    """Caches for a module."""
+    return [example for name, example, _ in signature(module, dtype)[0] if name.startswith(("past_key", "past_value"))]
+
+
+def positions(rows: int) -> int:
+    """That the golden run takes at most, for a tree of so many rows."""
+    return 2 * _PROMPT + rows
 
 
 @torch.inference_mode()
-def record(target: Target, target_caches: list[Tensor], drafter: Drafter, draft_caches: list[Tensor]) -> dict[str, np.ndarray]:
+def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches."""
     run: dict[str, Tensor] = {}
+    target_caches, draft_caches = empty(target, dtype), empty(drafter, dtype)
     vocabulary = target.embed_tokens.num_embeddings
     assert drafter.tree
     # No longer than the tree: a pass of that many rows fits every backend.
