@@ -1,7 +1,6 @@
 """Writes a bundle: the whole of it, or nothing."""
 
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -362,11 +361,11 @@ def write(plan: Plan, folder: Path) -> Manifest:
         locations = _pack(plan, packer)
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
 
-    codes, maps = plan.codes[0], dict[int, mmap.mmap]()
+    codes, weights = plan.codes[0], golden.Weights(folder)
     capacity = min(plan.capacity, golden.positions(plan.tree.rows))
-    eager = pair.modules(plan.tree, capacity, plan.positions, golden.streaming(maps), plan.schemes(codes))
+    eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), plan.schemes(codes))
     for name in ("target", "draft"):
-        golden.fill(eager[name], locations[codes][name], folder, maps)
+        weights.fill(eager[name], locations[codes][name])
     np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], plan.dtype))  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)

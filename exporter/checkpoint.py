@@ -7,7 +7,8 @@ repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``m
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,11 @@ class Checkpoint:
         self.folder = locate(source)
         self.config = self._json("config.json")
         rename = _target_name if kind == "target" else _drafter_name
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Mapping[str, tuple[tuple[int, ...], str]]] = {}
+        self._whole: dict[Path, dict[str, Tensor]] = {}  # of files that cannot be mapped
         self._where: dict[str, tuple[Path, str]] = {}
         for file in self._weight_files():
-            for stored in self._open(file)[0]:
+            for stored in self._open(file):
                 name = rename(stored)
                 if name is None:
                     continue
@@ -142,33 +144,44 @@ class Checkpoint:
             raise GumihoError(f"{self.kind} '{self.source}' holds no weights: expected one of {', '.join(_WEIGHT_FILES[2:])}")
         return loose
 
-    def _open(self, file: Path) -> tuple[Iterable[str], Callable[[str], Any]]:
-        """Names in a file, and a function that gives a lazily sliceable tensor for one of them."""
-        if str(file) not in self._files:
-            try:
+    def _open(self, file: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor in a file, by stored name."""
+        if file not in self._files:
+            with self._sound(file):
                 if file.suffix == ".safetensors":
-                    handle = safe_open(file, framework="pt")
-                    self._files[str(file)] = list(handle.keys()), handle.get_slice
+                    with safe_open(file, framework="pt") as handle:
+                        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+                        self._files[file] = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
                 else:
                     state = self._load_pickle(file)
-                    self._files[str(file)] = list(state), state.__getitem__
-            except (SafetensorError, RuntimeError, EOFError, IndexError, KeyError, pickle.UnpicklingError, OSError) as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise GumihoError(f"{file} is truncated or damaged ({reason}): download it again") from None
-        return self._files[str(file)]
+                    self._files[file] = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
+        return self._files[file]
 
     @staticmethod
-    def _load_pickle(file: Path) -> dict[str, Tensor]:
+    @contextmanager
+    def _sound(file: Path, what: str = "") -> Iterator[None]:
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            yield
+        except (SafetensorError, RuntimeError, EOFError, IndexError, KeyError, pickle.UnpicklingError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise GumihoError(f"{file} is truncated or damaged{what} ({reason}): download it again") from None
+
+    def _load_pickle(self, file: Path) -> dict[str, Tensor]:
+        if file in self._whole:
+            return self._whole[file]
+        try:
+            state, mapped = torch.load(file, map_location="cpu", weights_only=True, mmap=True), True
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
             # The pre-1.6 container cannot be mapped; it is read whole.
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state, mapped = torch.load(file, map_location="cpu", weights_only=True), False
         if not isinstance(state, dict):
             raise RuntimeError(f"it holds a {type(state).__name__}, expected tensors by name")
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        if not mapped:
+            self._whole[file] = tensors
+        return tensors
 
     def identity(self) -> list[tuple[str, int, int]]:
         """Path, size and time of change, in nanoseconds, of every file of weights."""
@@ -181,34 +194,34 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._where)
 
-    def _slice(self, name: str) -> Any:
+    def _place(self, name: str) -> tuple[Path, str]:
         try:
-            file, stored = self._where[name]
+            return self._where[name]
         except KeyError:
             raise GumihoError(f"{self.kind} '{self.source}' lacks the tensor '{name}'") from None
-        return self._open(file)[1](stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        tensor = self._slice(name)
-        return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+        file, stored = self._place(name)
+        return self._open(file)[stored][0]
 
     def check_dtype(self, name: str) -> None:
         """From the file's header alone, so that it is noticed before anything is written."""
-        tensor = self._slice(name)
-        found = tensor.get_dtype() if hasattr(tensor, "get_dtype") else str(tensor.dtype)
+        file, stored = self._place(name)
+        found = self._open(file)[stored][1]
         if found not in _DTYPES:
             found = _SAFETENSORS_DTYPES.get(found, found)
             raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' is {found}, expected float16, bfloat16 or float32")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in its stored dtype (fp16, bf16 or fp32)."""
-        try:
-            rows: Tensor = self._slice(name)[start:stop]
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise GumihoError(
-                f"{self._where[name][0]} is truncated or damaged at '{name}' ({error}): download it again"
-            ) from None
-        return rows
+        file, stored = self._place(name)
+        # Opened for every read: what has been read of a mapped file counts as memory until it is closed.
+        with self._sound(file, f" at '{name}'"):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as handle:
+                    rows: Tensor = handle.get_slice(stored)[start:stop]
+                return rows
+            return self._load_pickle(file)[stored][start:stop].clone()
 
     def require(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Every expected tensor is there with its shape, and no other tensor is."""

@@ -1,7 +1,8 @@
 """Records the golden run with eager PyTorch over the packed weights."""
 
-import mmap
 from collections.abc import Mapping, Sequence
+from io import FileIO
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,51 +19,79 @@ from .trace import signature
 from .weights import Location
 
 _PROMPT, _TOP = 12, 8
-_SLICE_ELEMENTS = 16 << 20
+_SLICE_ELEMENTS = 8 << 20
 
 
-def streaming(maps: Mapping[int, mmap.mmap]) -> type[Plain]:
-    """``Plain`` over mapped weights, which let go of their memory as soon as they were multiplied with: whatever the size of the
-    model, little more is held than a slice of one matrix. Products are added up in fp32.
+class Weights:
+    """Parameters that lie in the weight files and are read a slice at a time, so that little more than a slice is ever held.
 
-    maps: by the address where a parameter begins.
+    The modules' own parameters are maps of the files, which nothing looks into but for shapes and a few rows of tables.
     """
 
-    class Streaming(Plain):
-        @classmethod
-        def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-            rows, out = max(1, _SLICE_ELEMENTS // x.shape[1]), []
-            for start in range(0, weight.shape[0], rows):
-                part = weight[start : start + rows]
-                numbers = part if scale is None else dequantize(part, scale[start : start + rows])
-                out.append(x.float() @ numbers.float().T)
-                maps[weight.untyped_storage().data_ptr()].madvise(mmap.MADV_DONTNEED)
-            made = torch.cat(out, dim=-1)
-            return (made if bias is None else made + bias.float()).to(x.dtype)
+    def __init__(self, bundle: Path) -> None:
+        self._bundle = bundle
+        self._places: dict[int, tuple[FileIO, int]] = {}  # by a parameter's address: its file, and where it begins there
+        self._files: dict[str, FileIO] = {}
+        self._bytes = torch.empty(4 * _SLICE_ELEMENTS, dtype=torch.uint8)
+        self._numbers = torch.empty(_SLICE_ELEMENTS)
 
-        @classmethod
-        def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-            done = []
-            for i, head in enumerate(x):
-                for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                    # Numbers are kept input-major, codes output-major.
-                    matrix, scale = (weight[i], scales[j][i]) if scales else (weight[i].T, None)
-                    head = head + F.silu(cls.linear(head, matrix, scale, bias[i]))
-                done.append(head)
-            return torch.stack(done)
+    def fill(self, module: Target | Drafter, locations: Mapping[str, Location]) -> None:
+        """Gives a module of the meta device its parameters."""
+        state = {name: locations[name].mapped(self._bundle) for name, _ in module.named_parameters()}
+        module.load_state_dict(state, assign=True)
+        for name, parameter in state.items():
+            place = locations[name]
+            if place.file not in self._files:
+                self._files[place.file] = (self._bundle / place.file).open("rb", buffering=0)
+            self._places[parameter.data_ptr()] = self._files[place.file], place.offset
 
-    return Streaming
+    def rows(self, matrix: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a parameter, or of one of the matrices stacked in it. They hold until the next are asked for."""
+        base = matrix.untyped_storage().data_ptr()
+        file, offset = self._places[base]
+        part = matrix[start:stop]
+        into = self._bytes[: part.numel() * part.itemsize]
+        file.seek(offset + part.data_ptr() - base)
+        file.readinto(into.numpy().data)
+        return into.view(part.dtype).reshape(part.shape)
 
+    def product(self, x: Tensor, weight: Tensor, scale: Tensor | None, transposed: bool = False) -> Tensor:
+        """x @ weight.T, or with the matrix itself where it is kept transposed; added up in fp32. x: [n, K] -> fp32 [n, N]."""
+        x, made = x.float(), []
+        rows = max(1, _SLICE_ELEMENTS // prod(weight.shape[1:]) // (1 if scale is None else 2))
+        for start in range(0, weight.shape[0], rows):
+            part = self.rows(weight, start, start + rows)
+            if scale is None:
+                numbers = self._numbers[: part.numel()].view(part.shape).copy_(part)
+            else:
+                numbers = dequantize(part, scale[start : start + rows]).float()
+            made.append(x[:, start : start + rows] @ numbers if transposed else x @ numbers.T)
+        return torch.stack(made).sum(0) if transposed else torch.cat(made, dim=-1)
 
-def fill(module: Target | Drafter, locations: Mapping[str, Location], bundle: Path, maps: dict[int, mmap.mmap]) -> None:
-    """Maps the parameters of a module of the meta device from the weight files, and notes the maps."""
-    state = {}
-    for name, _ in module.named_parameters():
-        place = locations[name]
-        mapped = place.map(bundle)
-        state[name] = torch.frombuffer(mapped, dtype=torch.uint8).view(place.dtype).reshape(place.shape)
-        maps[state[name].untyped_storage().data_ptr()] = mapped
-    module.load_state_dict(state, assign=True)
+    def dialect(self) -> type[Plain]:
+        """``Plain``, its products made so."""
+        product = self.product
+
+        class Streaming(Plain):
+            @classmethod
+            def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+                made = product(x, weight, scale)
+                return (made if bias is None else made + bias.float()).to(x.dtype)
+
+            @classmethod
+            def residual(
+                cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+            ) -> Tensor:
+                done = []
+                for i, head in enumerate(x):
+                    for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                        # Numbers are kept input-major, codes output-major.
+                        made = product(head, weight[i], scales[j][i] if scales else None, transposed=not scales)
+                        head = head + F.silu((made + bias[i].float()).to(x.dtype))
+                    done.append(head)
+                return torch.stack(done)
+
+        return Streaming
 
 
 def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:

@@ -58,7 +58,7 @@ def _whole(pair: Pair) -> Checkpoint:
     whole = copy.copy(pair.drafter)
     whole._where = dict(whole._where)
     for file in whole._weight_files():
-        for stored in whole._open(file)[0]:
+        for stored in whole._open(file):
             name = re.sub(r"^(model\.)+", "", stored)
             if name in ("lm_head.weight", "token_map"):
                 whole._where[name] = file, stored

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import mmap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -57,14 +56,10 @@ class Location:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def map(self, bundle: Path) -> mmap.mmap:
-        """The bytes, mapped from the file (copy on write), not read."""
-        with (bundle / self.file).open("rb") as file:
-            return mmap.mmap(file.fileno(), self.length, access=mmap.ACCESS_COPY, offset=self.offset)
-
     def mapped(self, bundle: Path) -> Tensor:
-        """The values, mapped."""
-        return torch.frombuffer(self.map(bundle), dtype=torch.uint8).view(self.dtype).reshape(self.shape)
+        """The values, mapped from the file (copy on write), not read."""
+        array = np.memmap(bundle / self.file, np.uint8, "c", self.offset, (self.length,))
+        return torch.from_numpy(array).view(self.dtype).reshape(self.shape)
 
 
 def scale_of(weight: str) -> str:
