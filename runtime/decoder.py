@@ -111,8 +111,8 @@ class Decoder:
         return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports(self.graphs[graph])})
 
     def clear(self) -> None:
-        """Has the caches forget everything."""
-        self.text, self.target.length[0], self.drafter.length[0] = ((), ()), 0, 0
+        """Has the caches forget everything. A generation that runs over them cannot go on."""
+        self.writer, self.text, self.target.length[0], self.drafter.length[0] = None, ((), ()), 0, 0
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
         """Has the caches hold the first rows of a text, as ``Slab.rows`` gave them. Raises GumihoError where they do not fit."""
@@ -210,6 +210,8 @@ class Decoder:
             if writer.interrupted():
                 stats.finish_reason = writer.finish_reason
                 return
+            if self.writer is not writer:
+                raise GumihoError("something else was read into the caches of this generation: start it again")
             self.device.enter()
             rows = min(self.manifest.rows if speculate else 1, self.manifest.capacity - int(self.target.length[0]))
             path, times = self.cycle(rows) if speculate else self.step()

@@ -55,8 +55,9 @@ def typical(
         if parents[i] not in accepted:
             continue
         if parents[i] not in known:
-            values = row(parents[i]).astype(np.float64) / (temperature or 1.0)
-            log_p = values - values.max()
+            values = row(parents[i]).astype(np.float64)
+            with np.errstate(over="ignore"):
+                log_p = (values - values.max()) / (temperature or 1.0)
             log_p -= np.log(np.exp(log_p).sum())
             possible = log_p[log_p > -np.inf]
             known[parents[i]] = log_p, min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum())))

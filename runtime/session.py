@@ -85,6 +85,5 @@ class Session:
             )
         text = [int(token) for token in ids]
         with self._model.idle() as decoder:
-            self._model._current = None  # what ran until now has lost its caches
             decoder.restore(text, target, drafter)
         self._ids, self._turn = text, None

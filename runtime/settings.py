@@ -12,6 +12,8 @@ from .guide import Grammar
 
 # (all token ids so far, the prompt's included; logits float32 [vocabulary], to be changed in place)
 Processor: TypeAlias = Callable[[Sequence[int], np.ndarray], object]
+_STEPS = ("min_new_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram",
+          "banned", "processors", "grammar", "forced")  # fmt: skip
 # (token id, the text it completes); true to stop behind it
 Callback: TypeAlias = Callable[[int, str], object]
 
@@ -82,6 +84,10 @@ class Settings:
         for name, value, known in (("tree", self.tree, "fta"), ("accept", self.accept, "typical")):
             if value not in ("exact", known):
                 raise GumihoError(f"{name} is {value!r}: give 'exact' or '{known}'")
+        # Medusa's rule looks at the distribution alone: whatever else is asked of a token it would pass by.
+        asked = [name for name in _STEPS if getattr(self, name) != getattr(Settings, name, None) and getattr(self, name)]
+        if self.accept == "typical" and asked:
+            raise GumihoError(f"accept 'typical' knows nothing of {asked[0]}: leave one of the two out")
 
     @property
     def lossy(self) -> bool:

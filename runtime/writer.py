@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from .bundle import Manifest
-from .errors import GumihoError
 from .guide import Guide
 from .sampling import Sampler
 from .settings import Settings
@@ -36,11 +35,7 @@ class Writer:
         special = {token.content: i for i, token in added if token.special and token.content in settings.stop}
         self._ends = frozenset((*manifest.eos_token_ids, *settings.stop_token_ids, *special.values()))
         strings = [s for s in settings.stop if s not in special]
-        if (odd := next((i for i in settings.stop_token_ids if not 0 <= i < manifest.vocabulary), None)) is not None:
-            raise GumihoError(f"stop_token_ids names token id {odd}, outside the vocabulary of {manifest.vocabulary}")
-        # A tokenizer may know more tokens than the model has logits for.
-        possible = frozenset(i for i in self._ends if i < manifest.vocabulary)
-        self.sampler = Sampler(settings, drawn, prompt, manifest.vocabulary, possible, guide)
+        self.sampler = Sampler(settings, drawn, prompt, manifest.vocabulary, self._ends, guide)
         self._guide = guide
         self.stream = (
             TextStream(tokenizer, prompt, strings) if tokenizer is not None and (strings or settings.callback) else None
