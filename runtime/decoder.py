@@ -14,6 +14,7 @@ from .cache import Slab
 from .devices import Array, Device
 from .errors import GumihoError
 from .lossy import Take
+from .planner import Costs, Planner
 from .stats import Stats
 from .writer import Writer
 
@@ -58,13 +59,19 @@ def walk(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list[int]
     return path
 
 
+_LATER = 32  # tokens that the drafter reads when it is asked again
+
+
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
     Where the form is static, every pass is padded to its size: rows behind those that count are computed and ignored.
     """
 
-    def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+    def __init__(
+        self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
+    ) -> None:
+        """costs: of the passes on this device, by which cycles are planned; without them every tree is verified whole."""
         self.manifest, self.form, self.graphs = manifest, form, form.graphs
         self.engines, self.device = engines, device
         device.enter()
@@ -85,8 +92,14 @@ class Decoder:
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
         self.extend = self._draft("extend", form.chunk, {})
-        verify = self._verification(rows)
+        self._verify: dict[int, Callable[[], None]] = {}
+        verify = self.verification(rows)
         accepted = [most] if form.static else range(1, most + 1)
+        self.planner = Planner(costs, manifest.depth) if costs else None
+        # While nothing is drafted, the drafter's reading waits: the target's last rows, in turn, and the token after each.
+        self.later = device.zeros((min(_LATER, form.chunk), manifest.hidden), manifest.dtype)
+        self.waiting, self.turn = list[int](), 0
+        self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
         self.passes = [device.fuse(self._draft("draft", n, self.tree), verify) for n in accepted]
 
     def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
@@ -99,20 +112,34 @@ class Decoder:
         rows = self.form.chunk if self.form.static else rows
         return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
 
+    def verification(self, rows: int) -> Callable[[], None]:
+        """The pass over the tree's first rows, which are the best tree of that size. Bound when it is first asked for."""
+        if rows not in self._verify:
+            self._verify[rows] = self._verification(rows)
+        return self._verify[rows]
+
     def _verification(self, rows: int) -> Callable[[], None]:
-        """The pass over the tree's first rows, which are the best tree of that size."""
         if self.form.static:
             return self._target(*(self.tree[f"tree_{part}"] for part in ("tokens", "depth", "mask")))
-        mask = np.ascontiguousarray(self.tree["tree_mask"][:rows, :rows])
-        return self._target(self.tree["tree_tokens"][:rows], self.tree["tree_depth"][:rows], mask)
+        mask = self.tree["tree_mask"] if rows == self.manifest.rows else np.zeros((rows, rows), np.bool_)
+        call = self._target(self.tree["tree_tokens"][:rows], self.tree["tree_depth"][:rows], mask)
 
-    def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array]) -> Callable[[], None]:
-        inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": self.hidden}
+        def cut() -> None:
+            mask[...] = self.tree["tree_mask"][:rows, :rows]
+            call()
+
+        return call if rows == self.manifest.rows else cut
+
+    def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array = None) -> Callable[[], None]:
+        hidden = self.hidden if hidden is None else hidden
+        inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": hidden}
         return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports(self.graphs[graph])})
 
     def clear(self) -> None:
         """Has the caches forget everything. A generation that runs over them cannot go on."""
         self.writer, self.text, self.target.length[0], self.drafter.length[0] = None, ((), ()), 0, 0
+        self.waiting.clear()
+        self.aligned = self.manifest.capacity
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
         """Has the caches hold the first rows of a text, as ``Slab.rows`` gave them. Raises GumihoError where they do not fit."""
@@ -128,7 +155,9 @@ class Decoder:
         with the target.
         """
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, prompt, strict=False)))
-        drafted = min(int(self.drafter.length[0]), max(0, shared - 1))
+        drafted = min(self.drafted, max(0, shared - 1))
+        self.waiting.clear()
+        self.aligned = self.manifest.capacity
         start = min(drafted if speculate else shared, len(prompt) - 1)
         self.target.length[0], self.drafter.length[0] = start, min(drafted, start)
         return start
@@ -196,6 +225,8 @@ class Decoder:
             self.clear()
         stats.cached_tokens = self.resume(prompt, speculate)
         self.writer, self.text = writer, (prompt, writer.ids)
+        if self.planner:
+            self.planner.begin()
         last = self.prefill(prompt, speculate, writer.interrupted)
         if last is not None:
             self.take(last)
@@ -213,35 +244,93 @@ class Decoder:
             if self.writer is not writer:
                 raise GumihoError("something else was read into the caches of this generation: start it again")
             self.device.enter()
-            rows = min(self.manifest.rows if speculate else 1, self.manifest.capacity - int(self.target.length[0]))
-            path, times = self.cycle(rows) if speculate else self.step()
-            stats.count(len(path), times)
-            tree = self._tree(rows) if speculate and writer.settings.trace else None
+            planner = self.planner if speculate and writer.settings.rows is None else None
+            if drafting := speculate and (planner is None or planner.drafts):
+                rows, path, times = self.cycle(planner)
+            else:
+                rows, path, times = 1, *self.step(planner)
+            stats.count(len(path), times, rows)
+            tree = self._tree(rows) if drafting and writer.settings.trace else None
 
-    def cycle(self, rows: int) -> tuple[list[int], tuple[int, int, int]]:
-        """Drafts a tree, verifies its first ``rows`` rows and commits the path the target takes. Returns path and times."""
+    def cycle(self, planner: Planner | None) -> tuple[int, list[int], tuple[int, int, int]]:
+        """Drafts a tree, verifies its best rows and commits the path the target takes. Returns their number, path and times."""
         t0 = perf_counter_ns()
+        self._catch_up()
         accepted = int(self.count[0])
         draft, verify = self.passes[min(accepted, len(self.passes)) - 1]
         draft()
         t1 = perf_counter_ns()
-        (verify if rows == self.manifest.rows or self.form.static else self._verification(rows))()
+        rows = self._rows(None if self.form.static else planner)
+        (verify if rows == self.manifest.rows or self.form.static else self.verification(rows))()
         t2 = perf_counter_ns()
         tokens, parents = (self.device.read(self.tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
         path = self._accept(tokens, parents)
         self.drafter.keep(self.graphs["draft"], range(accepted))
         self.target.keep(self.graphs["target"], path)
         self._commit(path)
-        return path, (t1 - t0, t2 - t1, perf_counter_ns() - t2)
+        times = t1 - t0, t2 - t1, perf_counter_ns() - t2
+        if planner:
+            scores, depths = self._scored()
+            if self.form.static:
+                planner.rows(scores, depths)  # all are verified; it is told what they promised
+            planner.drafted(scores[:rows], depths[:rows], len(path) - 1, times)
+        return rows, path, times
 
-    def step(self) -> tuple[list[int], tuple[int, int, int]]:
-        """Plain decoding: one row on the same engine."""
+    def _scored(self) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and depths of the tree's rows."""
+        return self.device.read(self.tree["tree_score"]), self.device.read(self.tree["tree_depth"])
+
+    def _rows(self, planner: Planner | None) -> int:
+        """How many rows of the tree to verify: those that are asked for, or that pay; no more than the cache has room for."""
+        assert self.writer
+        asked = self.writer.settings.rows or self.manifest.rows
+        if planner:
+            asked = planner.rows(*self._scored())
+        return min(asked, self.manifest.rows, self.manifest.capacity - int(self.target.length[0]))
+
+    def _put_off(self) -> None:
+        """The drafter reads what was accepted when it drafts again, and no more of it than ``later`` holds: to read all that plain
+        decoding has added could take longer than drafting gains. Its text then lacks a piece, which costs acceptance alone.
+        """
+        later, hidden = (array.reshape(1, len(array), self.manifest.hidden) for array in (self.later, self.hidden))
+        count = int(self.count[0])
+        for row, token in zip(self.path[:count].tolist(), self.after[:count].tolist(), strict=True):
+            self.device.move(later, self.turn, hidden, row, 1)
+            self.turn = (self.turn + 1) % len(self.later)
+            self.waiting.append(token)
+        if len(self.waiting) > len(self.later):
+            self.aligned = self.drafted
+            del self.waiting[: -len(self.later)]
+
+    def _catch_up(self) -> None:
+        """The drafter reads what was put off. What was accepted last stays pending."""
+        if not self.waiting:
+            return
+        m, pending = len(self.waiting), (self.path.copy(), self.after.copy(), int(self.count[0]))
+        self.path[:m], self.after[:m], self.count[0] = (np.arange(m) + self.turn - m) % len(self.later), self.waiting, m
+        self._draft("extend", self.form.chunk if self.form.static else m, {}, self.later)()
+        self.drafter.keep(self.graphs["extend"], range(m))
+        self.path[:], self.after[:], self.count[0] = pending
+        self.waiting.clear()
+
+    @property
+    def drafted(self) -> int:
+        """Rows of the drafter's cache that belong to the text from its beginning."""
+        return min(self.aligned, int(self.drafter.length[0]))
+
+    def step(self, planner: Planner | None = None) -> tuple[list[int], tuple[int, int, int]]:
+        """Plain decoding: one row on the same engine. planner: that may want to draft later."""
         t0 = perf_counter_ns()
-        self.read(int(self.after[0]))
+        if planner:
+            self._put_off()
+        self.read(int(self.after[int(self.count[0]) - 1]))
         t1 = perf_counter_ns()
         self.take(0)
         self._commit([0])
-        return [0], (0, t1 - t0, perf_counter_ns() - t1)
+        times = 0, t1 - t0, perf_counter_ns() - t1
+        if planner:
+            planner.decoded(times)
+        return [0], times
 
     def _commit(self, path: Sequence[int]) -> None:
         """Leaves the path's rows, and the token behind each, for the next draft."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from . import golden
 from .backends import Backend
 from .bundle import Bundle
+from .decoder import Decoder
 from .errors import GumihoError
+from .measure import measure
 
 
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
@@ -41,7 +43,7 @@ def compile_engines(
         partial.mkdir(parents=True)
         backend.compile(bundle, partial, tune, progress)
         progress("replaying the golden run")
-        errors = golden.check(bundle, backend, partial)
+        errors = _prove(bundle, backend, partial, progress)
         (partial / "key.json").write_text(json.dumps(whole, indent=1), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -52,6 +54,26 @@ def compile_engines(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder, errors
+
+
+def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[str], object]) -> dict[str, float]:
+    """Replays the golden run through fresh engines, and measures what their passes cost."""
+    engines, device = backend.open(bundle, folder)
+
+    def close() -> None:
+        for engine in engines.values():
+            engine.close()
+        device.close()
+
+    try:
+        errors = golden.replay(bundle, backend.NAME, engines, device)
+        progress("measuring passes")
+        decoder = Decoder(bundle.manifest, bundle.manifest.form(backend.NAME), engines, device)
+        close = decoder.close
+        measure(decoder).save(folder)
+    finally:
+        close()
+    return errors
 
 
 def size(nbytes: int) -> str:

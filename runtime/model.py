@@ -15,6 +15,7 @@ from .devices import Device
 from .engines import find_engines
 from .errors import GumihoError
 from .guide import Guides
+from .planner import Costs
 from .session import Session
 from .settings import Settings
 from .stats import Stats
@@ -85,10 +86,12 @@ class Model:
     at once load the bundle once for each.
     """
 
-    def __init__(self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
-        """``load`` makes one from a bundle on disk."""
+    def __init__(
+        self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
+    ) -> None:
+        """``load`` makes one from a bundle on disk. costs: of passes, where they were measured."""
         self.bundle = bundle
-        self.decoder = Decoder(bundle.manifest, form, engines, device)
+        self.decoder = Decoder(bundle.manifest, form, engines, device, costs)
         self._lock = threading.Lock()
         self._current: Generation | None = None
         self._closed = False
@@ -202,9 +205,11 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     name = backend_name or opened.manifest.default
     require(name)
     form, made = opened.manifest.form(name), backend(name, device, threads)
-    engines, memory = made.open(opened, find_engines(opened, made))
+    folder = find_engines(opened, made)
+    costs = Costs.load(folder)
+    engines, memory = made.open(opened, folder)
     try:
-        return Model(opened, form, engines, memory)
+        return Model(opened, form, engines, memory, costs)
     except GumihoError:
         for engine in engines.values():
             engine.close()

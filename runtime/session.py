@@ -60,7 +60,7 @@ class Session:
                 if ours != theirs:
                     break
                 shared += 1
-            drafted = min(int(decoder.drafter.length[0]), max(0, shared - 1))
+            drafted = min(decoder.drafted, max(0, shared - 1))
             content = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),

@@ -32,7 +32,8 @@ class Settings:
     banned: token ids. processors: change the logits. grammar: what the text must be. forced: token ids, by index among the new
     tokens. temperature: 0 for the most likely token. top_k: 0 for all. top_p, min_p: as shares of 1. seed: None for a fresh one.
 
-    Ways. speculate: False for plain decoding. tree ``fta`` and accept ``typical`` change the output (``lossy``). trace: cycles
+    Ways. speculate: False for plain decoding. rows: of each tree to verify, 1 and more; None for as many as pay, by what was
+    measured and counted (``planner``). tree ``fta`` and accept ``typical`` change the output (``lossy``). trace: cycles
     carry their trees.
     """
 
@@ -59,6 +60,7 @@ class Settings:
     min_p: float = 0.0
     seed: int | None = None
 
+    rows: int | None = None
     tree: str = "exact"
     accept: str = "exact"
     trace: bool = False
@@ -79,6 +81,8 @@ class Settings:
             raise GumihoError(f"logit_bias of token {odd} is {self.logit_bias[odd]}: give a number, or -inf to ban the token")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise GumihoError(f"seed is {self.seed}: give 0 to 2**64 - 1")
+        if self.rows is not None and self.rows < 2:
+            raise GumihoError(f"rows is {self.rows}: give 2 or more, or speculate=False for plain decoding")
         if isinstance(self.stop, str) or "" in self.stop:
             raise GumihoError(f"stop is {self.stop!r}: give a list of strings, none of them empty")
         for name, value, known in (("tree", self.tree, "fta"), ("accept", self.accept, "typical")):

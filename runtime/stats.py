@@ -9,7 +9,7 @@ class Stats:
     """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
 
     cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill. cycle_tokens: tokens emitted by
-    them. accepted[d]: cycles in which at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
+    them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
     """
 
     prompt_tokens: int = 0
@@ -18,6 +18,7 @@ class Stats:
     cycles: int = 0
     cycle_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
+    rows: dict[int, int] = field(default_factory=dict)
     prefill_ns: int = 0
     draft_ns: int = 0
     target_ns: int = 0
@@ -25,8 +26,10 @@ class Stats:
     seed: int | None = None
     finish_reason: str | None = None
 
-    def count(self, emitted: int, times: tuple[int, int, int]) -> None:
-        """One cycle: its tokens, of which the last is the target's own, and its nanoseconds of draft, target and host."""
+    def count(self, emitted: int, times: tuple[int, int, int], rows: int = 1) -> None:
+        """One cycle: its tokens, of which the last is the target's own, its nanoseconds of draft, target and host, and the rows
+        that were verified."""
+        self.rows[rows] = self.rows.get(rows, 0) + 1
         self.cycles += 1
         self.cycle_tokens += emitted
         self.accepted += [0] * (emitted - 1 - len(self.accepted))
@@ -50,6 +53,8 @@ class Stats:
             "host_ns",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        for rows, cycles in other.rows.items():
+            self.rows[rows] = self.rows.get(rows, 0) + cycles
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))
         for depth, count in enumerate(other.accepted):
             self.accepted[depth] += count
@@ -79,6 +84,7 @@ class Stats:
             "seed": self.seed,
             "finish_reason": self.finish_reason,
             "cycles": self.cycles,
+            "cycles_by_rows": {str(rows): self.rows[rows] for rows in sorted(self.rows)},
             "tau": round(self.tau, 3),
             "acceptance_by_depth": [round(n / max(1, self.cycles), 3) for n in self.accepted],
             "draft_us_per_cycle": round(self.draft_ns / per_cycle, 1),

@@ -1,7 +1,7 @@
 """Fixtures: bundles made by the real command line, each built once a session."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,20 @@ MakeBundle = Callable[..., Path]
 # The demo pair and an odd one for every backend: several tests share what these export to.
 EVERY_BACKEND = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", "--dtype", "fp32", "--rows", "8", "--capacity", "200")
 ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=11)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def whole_trees() -> Iterator[None]:
+    """Engines are compiled without measuring their passes, so that no cycle depends on what the machine does beside; where plans
+    are tested, costs are given."""
+
+    class Unmeasured:
+        def save(self, folder: Path) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.engines.measure", lambda decoder: Unmeasured())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import runtime
 from runtime.bundle import Bundle
@@ -39,14 +40,16 @@ def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
     return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 
 
-def decode(bundle: Path, texts: list[str], new_tokens: int) -> tuple[Stats, Stats]:
-    """Every prompt with speculation and without it, in turn, so that a ratio compares like with like; each added up."""
-    totals = Stats(), Stats()
+def decode(bundle: Path, texts: list[str], new_tokens: int) -> tuple[Stats, Stats, Stats]:
+    """Every prompt with whole trees, as the runtime plans it, and plainly, in turn, so that a ratio compares like with like; each
+    added up."""
+    totals = Stats(), Stats(), Stats()
     with runtime.load(bundle) as model:
+        ways: tuple[dict[str, Any], ...] = {"rows": model.bundle.manifest.rows}, {}, {"speculate": False}
         list(model.generate(texts[0], new_tokens).cycles())  # warm-up
         for text in texts:
-            for total, speculate in zip(totals, (True, False), strict=True):
-                generation = model.generate(text, new_tokens, speculate)
+            for total, way in zip(totals, ways, strict=True):
+                generation = model.generate(text, new_tokens, **way)
                 list(generation.cycles())
                 total.add(generation.stats)
     return totals
@@ -91,12 +94,13 @@ def main() -> None:
                 if (variant, rows) == (args.variants[0], args.rows[0]):
                     print(f"export: {seconds:.1f} s, peak {peak:.0f} MB resident")
                     print("memory in MB:", {k: round(v, 1) for k, v in memory(bundle).items()})
-                speculative, plain = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
+                speculative, planned, plain = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
                 print(
                     f"{variant or 'dynamic':20} R {rows:2}  tau {speculative['tau']:.2f}  "
                     f"draft {speculative['draft_us_per_cycle']:.0f} us  target {speculative['target_us_per_cycle']:.0f} us  "
                     f"host {speculative['host_us_per_cycle']:.0f} us  plain pass {plain['target_us_per_cycle']:.0f} us  "
-                    f"speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain  "
+                    f"speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain, "
+                    f"planned {planned['tokens_per_second'] / plain['tokens_per_second']:.2f} {planned['cycles_by_rows']}  "
                     f"by depth {speculative['acceptance_by_depth']}",
                     flush=True,
                 )

@@ -1,0 +1,49 @@
+"""What passes cost on this device, measured when engines are compiled."""
+
+from collections.abc import Callable
+from time import perf_counter_ns
+
+from .decoder import Decoder
+from .planner import Costs, sizes
+
+_CONTEXT = 128  # positions before a measured pass
+_HOST = 60_000.0  # nanoseconds; told apart from the engines' only in a real cycle
+_ENOUGH, _ALL = 1_000_000_000, 60_000_000_000  # nanoseconds after which a pass is not measured again, and no other one at all
+
+
+def measure(decoder: Decoder) -> Costs:
+    """Times the draft, and the target over as many rows as a tree may have, each a few times; the fastest counts.
+
+    On devices where draft and verification are one launch, that is the target's time and the draft's is none.
+    """
+    rows, static = decoder.manifest.rows, decoder.form.static
+    decoder.clear()
+    decoder.target.length[0] = decoder.drafter.length[0] = min(_CONTEXT, decoder.manifest.capacity - rows)
+    decoder.count[0] = 1
+    draft, verify = decoder.passes[0]
+
+    def cycle() -> None:
+        draft()
+        verify()
+        decoder.device.synchronize()
+
+    if static:
+        costs = Costs({1: _fastest(decoder.plain), rows: _fastest(cycle)}, 0.0, _HOST)
+    else:
+        cycle()  # a tree to verify
+        by_rows, started = {1: _fastest(decoder.plain), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
+        for size in sizes(rows):
+            if perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
+                by_rows.setdefault(size, _fastest(decoder.verification(size)) if size > 1 else 0.0)
+        costs = Costs(by_rows, _fastest(draft), _HOST)
+    decoder.clear()
+    return costs
+
+
+def _fastest(call: Callable[[], None]) -> float:
+    times: list[int] = []
+    while len(times) < 5 and sum(times) < _ENOUGH:
+        started = perf_counter_ns()
+        call()
+        times.append(perf_counter_ns() - started)
+    return float(min(times))

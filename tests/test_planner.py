@@ -1,0 +1,229 @@
+"""Plans: the rows that pay by brute force, drafting that rests and returns, and texts that no plan changes."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime import GumihoError, Model, load
+from runtime.backends.onnxruntime import Cpu
+from runtime.bundle import Bundle
+from runtime.decoder import Decoder
+from runtime.engines import find_engines
+from runtime.measure import measure
+from runtime.planner import FILE, Costs, Planner, sizes
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.end_to_end.test_forms import opened
+
+PROMPTS = ("def main(argv=None):\n", "class Reader:\n    def __init__(self", "import os\n")
+
+
+class Any:
+    """In a planner's place: drafts where it is told to, and verifies so many rows."""
+
+    def __init__(self, drafts: Callable[[int], bool], rows: Callable[[int], int]) -> None:
+        self._drafts, self._rows, self.cycles, self.steps = drafts, rows, 0, 0
+
+    def begin(self) -> None:
+        pass
+
+    @property
+    def drafts(self) -> bool:
+        return self._drafts(self.cycles + self.steps)
+
+    def rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
+        return self._rows(self.cycles)
+
+    def drafted(self, *_: object) -> None:
+        self.cycles += 1
+
+    def decoded(self, *_: object) -> None:
+        self.steps += 1
+
+
+def ids(model: Model, prompt: str | list[int], count: int, **more: object) -> list[int]:
+    generation = model.generate(prompt, count, **more)  # type: ignore[arg-type]
+    list(generation.cycles())
+    return generation.ids
+
+
+@pytest.fixture(scope="module")
+def model(demo_bundle: Path) -> Model:
+    return load(demo_bundle, threads=1)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.integers(1, 8), min_size=1, max_size=7),
+       st.integers(0, 2), st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]))  # fmt: skip
+def test_no_plan_changes_a_text(
+    model: Model, drafts: list[bool], rows: list[int], prompt: int, asked: dict[str, float]
+) -> None:
+    """Whenever drafting rests and returns, and whatever is verified."""
+    wanted = ids(model, PROMPTS[prompt], 90, speculate=False, **asked)
+    plan = Any(lambda i: drafts[i % len(drafts)], lambda i: rows[i % len(rows)])
+    model.decoder.planner = plan  # type: ignore[assignment]
+    assert ids(model, PROMPTS[prompt], 90, **asked) == wanted
+    assert plan.cycles + plan.steps > 0
+    model.decoder.planner = None
+
+
+@pytest.mark.parametrize("form", ["migraphx", "tensorrt", "cuda"])
+def test_no_plan_changes_a_text_on_accelerators(make_bundle: MakeBundle, form: str) -> None:
+    with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=True) as model:
+        for prompt in PROMPTS:
+            wanted = ids(model, prompt, 90, speculate=False)
+            for drafts in (lambda i: i % 3 == 0, lambda i: i > 60, lambda i: i < 5):
+                model.decoder.planner = Any(drafts, lambda i: 8)  # type: ignore[assignment]
+                assert ids(model, prompt, 90) == wanted
+            model.decoder.planner = None
+
+
+def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
+    """After few plain tokens its cache is what it would have been, so the next tree is the same; after many it lacks a piece."""
+    prompt, count = PROMPTS[0], 20
+    model.decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
+    text = [*model.encode(prompt), *ids(model, prompt, count)]
+    decoder = model.decoder
+    decoder._catch_up()
+    length = int(decoder.drafter.length[0])
+    found = decoder.drafter.rows(length)
+    assert length == decoder.drafted == len(text) - 2
+    decoder.planner = None
+    session = model.session()
+    session.generate(text, 1)
+    list(session._turn.cycles())  # type: ignore[union-attr]
+    np.testing.assert_allclose(decoder.drafter.rows(length), found, rtol=1e-4, atol=1e-5)
+
+    decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
+    begun = len(model.encode(prompt)) - 1
+    ids(model, prompt, 100)
+    decoder._catch_up()
+    assert (decoder.drafted, int(decoder.drafter.length[0])) == (begun, begun + len(decoder.later))
+    decoder.planner = None
+
+
+def test_sessions_go_on_from_what_is_whole(model: Model) -> None:
+    """Where the drafter left a piece out, a resumed turn has it read again."""
+    decoder, session = model.decoder, model.session()
+    decoder.planner = Any(lambda i: i >= 80, lambda i: 8)  # type: ignore[assignment]
+    turn = session.generate(PROMPTS[0], 120)
+    list(turn.cycles())
+    decoder.planner = None
+    more = [*session.ids, 5, 6, 7]
+    turn = session.generate(more, 40)
+    cycles = [cycle.path for cycle in turn.cycles()]
+    fresh = model.generate(more, 40)
+    assert [cycle.path for cycle in fresh.cycles()] == cycles
+    assert fresh.ids == turn.ids
+
+
+def costs(draft: float, row: float = 0.0, base: float = 1e6, rows: int = 8) -> Costs:
+    return Costs({size: base + row * size for size in sizes(rows)}, draft, 0.0)
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1e6), st.floats(0, 3e5))
+def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
+    """Of all sizes the one with the most expected tokens per time, scores being taken at their word at first."""
+    random = np.random.default_rng(seed)
+    planner, scores = Planner(costs(draft, row), 4), np.sort(-random.exponential(2, 8))[::-1]
+    scores[0] = 0.0
+    found = planner.rows(scores, np.array([0, *random.integers(1, 5, 7)]))
+    paces = {size: sum(np.exp(scores[:size])) / (1e6 + row * size) for size in sizes(8)}
+    assert paces[found] == pytest.approx(max(paces.values()))
+
+
+def simulate(planner: Planner, cost: Costs, accepted: Callable[[], int], tokens: int, text: int = 400) -> tuple[float, int]:
+    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted."""
+    scores, depths = -0.7 * np.arange(8.0), np.array([0, 1, 2, 3, 4, 5, 6, 7])
+    spent, made, drafted = 0.0, 0, 0
+    while made < tokens:
+        if made % text == 0:
+            planner.begin()
+        if planner.drafts:
+            rows = planner.rows(scores, depths)
+            depth = min(rows - 1, accepted())
+            planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), 0))
+            spent, made, drafted = spent + cost.draft + cost.target[rows], made + depth + 1, drafted + 1
+        else:
+            planner.decoded((0, int(cost.target[1]), 0))
+            spent, made = spent + cost.target[1], made + 1
+    return spent / made, drafted
+
+
+def test_drafting_that_never_pays_costs_two_percent() -> None:
+    cost = costs(draft=3e5, row=1e5)
+    pace, drafted = simulate(Planner(cost, 7), cost, lambda: 0, 4000)
+    assert pace < 1.02 * cost.target[1]
+    assert drafted > 0
+
+
+def test_drafting_that_pays_is_kept() -> None:
+    cost = costs(draft=2e5, row=2e4)
+    pace, _ = simulate(Planner(cost, 7), cost, lambda: 4, 4000)
+    assert pace < 1.02 * (cost.draft + cost.target[5]) / 5
+
+
+def test_a_text_that_changes_changes_the_plan() -> None:
+    cost = costs(draft=2e5, row=5e4)
+    planner = Planner(cost, 7)
+    assert simulate(planner, cost, lambda: 0, 1500)[0] > 0.98 * cost.target[1]
+    pace, _ = simulate(planner, cost, lambda: 5, 3000)
+    assert pace < 0.6 * cost.target[1]
+    pace, _ = simulate(planner, cost, lambda: 0, 3000)
+    assert pace < 1.05 * cost.target[1]
+
+
+def test_pauses_of_the_machine_change_nothing() -> None:
+    """Every tenth pass takes a hundred times as long."""
+    cost, turn = costs(draft=2e5, row=2e4), iter(range(10**6))
+    planner = Planner(cost, 7)
+    scores, depths = -0.3 * np.arange(8.0), np.arange(8)
+    for _ in range(300):
+        assert planner.drafts
+        rows, late = planner.rows(scores, depths), 100 if next(turn) % 10 == 0 else 1
+        planner.drafted(scores[:rows], depths[:rows], rows - 1, (200_000 * late, int(cost.target[rows]) * late, 0))
+    assert rows == 8
+
+
+def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle"))
+    read, made = Bundle(bundle), Cpu("", 1)
+    folder = find_engines(read, made)
+    assert Costs.load(folder) is None
+    engines, device = made.open(read, folder)
+    decoder = Decoder(read.manifest, read.manifest.form("cpu"), engines, device)
+    found = measure(decoder)
+    decoder.close()
+    assert tuple(found.target) == (1, 8, 2, 3, 4, 5, 6)
+    assert all(cost > 0 for cost in (*found.target.values(), found.draft, found.host))
+    found.save(folder)
+    assert Costs.load(folder) == found
+    with load(bundle, "cpu", threads=1) as model:
+        assert model.decoder.planner is not None
+        wanted = ids(model, PROMPTS[1], 120, speculate=False)
+        generation = model.generate(PROMPTS[1], 120)
+        cycles = list(generation.cycles())
+        assert generation.ids == wanted
+        counted = generation.stats.summary()["cycles_by_rows"]
+        assert sum(counted.values()) == generation.stats.cycles
+        assert {str(cycle.rows) for cycle in cycles[1:]} == counted.keys()
+        fixed = model.generate(PROMPTS[1], 120, rows=4)
+        list(fixed.cycles())
+        assert fixed.ids == wanted
+        assert fixed.stats.summary()["cycles_by_rows"].keys() <= {"4", "3", "2", "1"}
+    for damage in ("{", json.dumps({"target": 3}), "[]"):
+        (folder / FILE).write_text(damage)
+        with pytest.raises(GumihoError, match=r"costs.json is damaged .*: compile the engines again"):
+            load(bundle, "cpu")
+
+
+def test_rows_that_mean_nothing() -> None:
+    from runtime import Settings
+
+    with pytest.raises(GumihoError, match="rows is 1: give 2 or more"):
+        Settings(rows=1)
