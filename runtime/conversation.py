@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from .errors import GumihoError
 from .model import Model
@@ -13,6 +14,8 @@ _HELP = "/new forgets the conversation, /exit ends it, as the end of input does;
 
 def _lines() -> Iterator[str]:
     """What is typed, or piped in, a message a line."""
+    if sys.stdin is None:
+        raise GumihoError("there is no standard input to read messages from: give --prompt")
     asking = sys.stdin.isatty()
     while True:
         try:
@@ -34,7 +37,7 @@ def converse(model: Model, asked: Settings, system: str | None, describe: Callab
     model.chat(
         [*begun, {"role": "user", "content": ""}]
     )  # says at once where there is no template, or none for a system's words
-    if sys.stdin.isatty():
+    if sys.stdin and sys.stdin.isatty():
         print(_HELP, file=sys.stderr)
     for line in _lines():
         if line == "/exit":
@@ -45,17 +48,15 @@ def converse(model: Model, asked: Settings, system: str | None, describe: Callab
         messages.append({"role": "user", "content": line})
         try:
             turn, text = session.start(model.chat(messages), asked), ""
+            with suppress(KeyboardInterrupt):  # ends the answer
+                for piece in turn:
+                    text += piece
+                    print(piece, end="", flush=True)
         except GumihoError as error:
             messages.pop()
             status = 1
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error} (/new begins again)", file=sys.stderr)
             continue
-        try:
-            for piece in turn:
-                text += piece
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            turn.cancel()
         print(flush=True)
         messages.append({"role": "assistant", "content": text})
         if describe:

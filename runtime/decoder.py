@@ -34,7 +34,8 @@ class Cycle:
     """What one step emitted. The prefill counts as the first step, with no rows drafted.
 
     tokens: emitted ids; rows: verified, root included; path: accepted rows, the root first, so that ``tokens[i]`` is what row
-    ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows.
+    ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows, or where it is
+    cancelled behind this one.
     times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: where a trace was asked for.
     """
 
@@ -57,6 +58,20 @@ def walk(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list[int]
             path.append(row)
             token = take(row)
     return path
+
+
+def check(manifest: Manifest, prompt: Sequence[int]) -> None:
+    """Raises GumihoError for a prompt that is empty, too long or outside the vocabulary."""
+    if not prompt:
+        raise GumihoError("the prompt has no tokens: give at least one")
+    if len(prompt) > manifest.capacity:
+        raise GumihoError(
+            f"the prompt has {len(prompt)} tokens and the bundle's capacity is {manifest.capacity}: "
+            "shorten it, or export with a larger --capacity"
+        )
+    foreign = next((t for t in prompt if not 0 <= t < manifest.vocabulary), None)
+    if foreign is not None:
+        raise GumihoError(f"the prompt holds token id {foreign}, outside the vocabulary of {manifest.vocabulary}")
 
 
 _LATER = 32  # tokens that the drafter reads when it is asked again
@@ -99,6 +114,7 @@ class Decoder:
         # While nothing is drafted, the drafter's reading waits: the target's last rows, in turn, and the token after each.
         self.later = device.zeros((min(_LATER, form.chunk), manifest.hidden), manifest.dtype)
         self.waiting, self.turn = list[int](), 0
+        self.sound = manifest.capacity  # rows of the target's cache, from the first, that were read as in plain decoding
         self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
         self.passes = [device.fuse(self._draft("draft", n, self.tree), verify) for n in accepted]
 
@@ -139,7 +155,7 @@ class Decoder:
         """Has the caches forget everything. A generation that runs over them cannot go on."""
         self.writer, self.text, self.target.length[0], self.drafter.length[0] = None, ((), ()), 0, 0
         self.waiting.clear()
-        self.aligned = self.manifest.capacity
+        self.aligned = self.sound = self.manifest.capacity
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
         """Has the caches hold the first rows of a text, as ``Slab.rows`` gave them. Raises GumihoError where they do not fit."""
@@ -157,15 +173,15 @@ class Decoder:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, prompt, strict=False)))
         drafted = min(self.drafted, max(0, shared - 1))
         self.waiting.clear()
-        self.aligned = self.manifest.capacity
+        self.aligned = self.sound = self.manifest.capacity
         start = min(drafted if speculate else shared, len(prompt) - 1)
         self.target.length[0], self.drafter.length[0] = start, min(drafted, start)
         return start
 
     @property
     def cached(self) -> list[int]:
-        """The tokens whose rows are in the target's cache."""
-        return [*self.text[0], *self.text[1]][: int(self.target.length[0])]
+        """The tokens whose rows are in the target's cache, as they are in plain decoding."""
+        return [*self.text[0], *self.text[1]][: min(self.sound, int(self.target.length[0]))]
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
         """Fills the caches with what they lack of a prompt, in chunks, and readies its last row for the first draft.
@@ -214,12 +230,13 @@ class Decoder:
 
         Raises GumihoError for a prompt that is empty or does not fit.
         """
-        self.check(writer.prompt)
+        check(self.manifest, writer.prompt)
         prompt, speculate = writer.prompt, writer.settings.speculate
         stats.prompt_tokens, stats.seed, stats.finish_reason = len(prompt), writer.seed, writer.finish_reason
         if writer.finish_reason:
             return
         started = perf_counter_ns()
+        writer.begin()
         self.device.enter()
         if not resume:
             self.clear()
@@ -234,11 +251,12 @@ class Decoder:
         stats.prefill_ns = perf_counter_ns() - started
         rows, path, times, tree = 0, list[int](), (0, stats.prefill_ns, 0), None
         while True:
+            writer.interrupted()
             tokens = tuple(writer.ids[stats.tokens :])
             stats.tokens += len(tokens)
             stats.finish_reason = writer.finish_reason
             yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree)
-            if writer.interrupted():
+            if writer.ended():
                 stats.finish_reason = writer.finish_reason
                 return
             if self.writer is not writer:
@@ -343,7 +361,12 @@ class Decoder:
         settings = self.writer.settings
         if settings.accept == "typical":
             return lossy.typical(tokens, parents, self.take, self.writer.add, self.row, settings.temperature)
-        return (lossy.full_tree if settings.tree == "fta" else walk)(tokens, parents, self.take)
+        if settings.tree == "exact":
+            return walk(tokens, parents, self.take)
+        path = lossy.full_tree(tokens, parents, self.take)
+        borrowed = (i for i in range(1, len(path)) if parents[path[i]] != path[i - 1])
+        self.sound = min(self.sound, int(self.target.length[0]) + next(borrowed, len(path)))
+        return path
 
     def _tree(self, rows: int) -> Tree:
         names = ("tree_tokens", "tree_parent", "tree_depth", "tree_score")
@@ -360,16 +383,3 @@ class Decoder:
             for engine in engines.values():
                 engine.close()
             device.close()
-
-    def check(self, prompt: Sequence[int]) -> None:
-        """Raises GumihoError for a prompt that is empty, too long or outside the vocabulary."""
-        if not prompt:
-            raise GumihoError("the prompt has no tokens: give at least one")
-        if len(prompt) > self.manifest.capacity:
-            raise GumihoError(
-                f"the prompt has {len(prompt)} tokens and the bundle's capacity is {self.manifest.capacity}: "
-                "shorten it, or export with a larger --capacity"
-            )
-        foreign = next((t for t in prompt if not 0 <= t < self.manifest.vocabulary), None)
-        if foreign is not None:
-            raise GumihoError(f"the prompt holds token id {foreign}, outside the vocabulary of {self.manifest.vocabulary}")

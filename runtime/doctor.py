@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .backends import DEVICES, NAMES, Backend, backend
 from .bundle import Bundle
+from .command import run
 from .engines import find_engines, size
 from .errors import GumihoError
 
@@ -72,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=NAMES, help="look at this one alone")
     parser.add_argument("--device", default="", help=f"with --backend: {DEVICES}")
     args = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         if args.device and not args.backend:
             raise GumihoError("--device belongs to a backend: name it with --backend")
         bundle = Bundle(args.bundle) if args.bundle else None
@@ -88,10 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         if bundle:
             lines, ready = examine(bundle, found, devices)
             print("\n".join(lines))
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0 if ready else 1
+        return 0 if ready else 1
+
+    return run(work)
 
 
 if __name__ == "__main__":

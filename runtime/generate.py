@@ -6,10 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .backends import DEVICES, NAMES
+from .command import run as run_command
 from .conversation import converse
+from .decoder import check
 from .errors import GumihoError
 from .guide import Grammar
 from .lossless import Difference, differences
@@ -105,8 +107,17 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
 
 def settings(args: argparse.Namespace) -> Settings:
     """What the options ask for. Raises GumihoError for values that mean nothing."""
+    prompted = args.prompt is not None or args.prompt_file or args.prompts
     if args.compare and args.no_speculation:
         raise GumihoError("--compare decodes both ways, so leave out --no-speculation")
+    if args.compare and args.max_seconds < float("inf"):
+        raise GumihoError("--compare needs texts that end alike, so leave out --max-seconds")
+    if args.system and not args.chat:
+        raise GumihoError("--system begins a chat: add --chat")
+    for option, given in (("--compare", args.compare), ("--check-lossless", args.check_lossless), ("--trace", args.trace),
+                          ("--stats json", args.stats == "json")):  # fmt: skip
+        if given and args.chat and not prompted:
+            raise GumihoError(f"{option} is for prompts, not for conversations: give --prompt, or leave it out")
     return Settings(
         args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
         logit_bias=_biases(args.logit_bias), repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
@@ -123,11 +134,15 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file:
         return [_read(args.prompt_file, "the prompt")]
     if args.prompts:
-        lines = [line for line in _read(args.prompts, "the prompts").splitlines() if line.strip()]
+        lines = [line for line in _read(args.prompts, "the prompts").split("\n") if line.strip()]
         try:
             found = [json.loads(line) for line in lines]
-            prompts = [str(one["prompt"] if "prompt" in one else one["turns"][0]) for one in found]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            prompts = [one["prompt"] if "prompt" in one else one["turns"][0] for one in found]
+            if not all(isinstance(one, dict) and isinstance(prompt, str) for one, prompt in zip(found, prompts, strict=True)):
+                raise TypeError("a prompt is no text")
+            if any(isinstance(one.get("turns"), str) for one in found):
+                raise TypeError("turns are a text, and no list")
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise GumihoError(
                 f"{args.prompts} is no list of prompts ({error}): give a JSON object a line, with a 'prompt'"
             ) from None
@@ -135,6 +150,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             raise GumihoError(f"{args.prompts} is empty: give a JSON object a line, with a 'prompt'")
         return prompts
     try:
+        if sys.stdin is None:
+            raise GumihoError("there is no standard input to read the prompt from: give --prompt")
         return [sys.stdin.read()]
     except UnicodeDecodeError as error:
         raise GumihoError(f"the prompt cannot be read ({error}): give UTF-8 text") from None
@@ -169,8 +186,9 @@ def describe(stats: Stats) -> str:
     s = stats.summary()
     cached = f" ({s['cached_tokens']} of them known)" if s["cached_tokens"] else ""
     seed = "" if s["seed"] is None else f", seed {s['seed']}"
+    ended = f", finished by {s['finish_reason']}" if s["finish_reason"] else ""
     lines = [
-        f"{s['tokens']} tokens after {s['prompt_tokens']}{cached}, finished by {s['finish_reason']}{seed}; "
+        f"{s['tokens']} tokens after {s['prompt_tokens']}{cached}{ended}{seed}; "
         f"first token after {s['time_to_first_token_ms']} ms, then {s['tokens_per_second']} tokens/s",
         f"per cycle: tau {s['tau']} tokens, draft {s['draft_us_per_cycle']} us, target {s['target_us_per_cycle']} us, "
         f"host {s['host_us_per_cycle']} us ({s['cycles']} cycles)",
@@ -222,10 +240,10 @@ class Comparison:
 
 
 def total(generations: Sequence[Generation]) -> Stats:
-    """The stats of several generations, the first's seed and finish reason kept."""
+    """The stats of several generations, which have seeds and finish reasons of their own."""
     if len(generations) == 1:
         return generations[0].stats
-    stats = Stats(seed=generations[0].stats.seed, finish_reason=generations[0].stats.finish_reason)
+    stats = Stats(texts=0)
     for generation in generations:
         stats.add(generation.stats)
     return stats
@@ -270,6 +288,8 @@ def report(generations: Sequence[Generation], texts: Sequence[str], compared: Co
         ids = [generation.ids for generation in generations]
         one = len(texts) == 1
         content: dict[str, Any] = {"text": texts[0], "ids": ids[0]} if one else {"texts": texts, "ids": ids}
+        if not one:
+            content |= {"seeds": [g.stats.seed for g in generations], "finish_reasons": [g.finish_reason for g in generations]}
         content["stats"] = stats.summary()
         if compared:
             content |= {"plain" if not generations[0].settings.lossy else "exact": compared.other.summary(), "compare": compared.summary()}  # fmt: skip
@@ -288,6 +308,11 @@ def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
     if args.chat and not (args.prompt is not None or args.prompt_file or args.prompts):
         return converse(model, asked, args.system, describe if args.stats else None)
     prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
+    for i, prompt in enumerate(prompts if args.prompts else ()):
+        try:
+            check(model.bundle.manifest, prompt)
+        except GumihoError as error:
+            raise GumihoError(f"of {args.prompts}, prompt {i + 1}: {error}") from None
     if args.trace and len(prompts) > 1:
         raise GumihoError("--trace shows one text: give one prompt")
     ended = [run(model, prompt, asked, args.stats != "json", args.trace) for prompt in prompts]
@@ -301,33 +326,23 @@ def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
         ]
         compared = Comparison.of(generations, again)
     report(generations, texts, compared, args.stats)
-    if args.check_lossless:
-        return replay(model, generations)
-    return 1 if compared and compared.differ and not asked.lossy else 0
+    differ = compared is not None and compared.differ and not asked.lossy
+    replayed = replay(model, generations) if args.check_lossless else 0
+    return 1 if differ else replayed
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
+
+    def work() -> int:
         asked = settings(args)
         if args.trace:
             Trace.check(args.trace)
         with load(args.bundle, args.backend, args.device, args.threads) as model:
             return generate(model, args, asked)
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has gone; what is left in the buffer has nowhere to go either.
-        sys.stdout = None
-        return 141
 
-
-def _exit() -> NoReturn:
-    sys.exit(main())
+    return run_command(work)
 
 
 if __name__ == "__main__":
-    _exit()
+    sys.exit(main())

@@ -4,13 +4,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from .backends import Engine, backend, require
 from .bundle import Bundle, Form
 from .chat import ChatTemplate
-from .decoder import Cycle, Decoder
+from .decoder import Cycle, Decoder, check
 from .devices import Device
 from .engines import find_engines
 from .errors import GumihoError
@@ -23,6 +24,15 @@ from .text import TextStream
 from .writer import Writer
 
 
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise GumihoError("the prompt is neither text nor a list of token ids: give one of the two") from None
+
+
 class Generation:
     """One running generation: an iterator over pieces of text, or over cycles through ``cycles()``.
 
@@ -32,6 +42,7 @@ class Generation:
     def __init__(self, model: "Model", writer: Writer, resume: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
+        self.broken = False  # an error came out of it, and it cannot go on
         self._model, self._writer = model, writer
         self._cycles = model._start(self, writer, resume)
 
@@ -68,6 +79,10 @@ class Generation:
         """``iter``, with every cycle shown to ``watch`` as well."""
         known = self._writer.stream
         stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
+        if not known and self.ids:  # cycles were taken before
+            for token in self.ids:
+                stream.push(token)
+            stream.take()
         for cycle in self.cycles():
             if watch:
                 watch(cycle)
@@ -93,6 +108,7 @@ class Model:
         self.bundle = bundle
         self.decoder = Decoder(bundle.manifest, form, engines, device, costs)
         self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread that has the lock
         self._current: Generation | None = None
         self._closed = False
 
@@ -135,8 +151,8 @@ class Model:
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
         """``generate`` by settings that are made already. resume: go on from what the caches share with the prompt."""
         self._require_open()
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        self.decoder.check(ids)
+        ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        check(self.bundle.manifest, ids)
         return Generation(self, self.writer(ids, settings), resume)
 
     def writer(self, prompt: Sequence[int], settings: Settings) -> Writer:
@@ -154,25 +170,44 @@ class Model:
         return session
 
     def _start(self, generation: Generation, writer: Writer, resume: bool) -> Iterator[Cycle]:
-        with self._lock:
-            self._require_open()
+        with self._held():
             self._current = generation
             return self.decoder.generate(writer, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
-        with self._lock:
-            self._require_open()
+        with self._held():
+            if generation.broken:
+                raise GumihoError("this generation was broken off by an error: start it again")
             if generation.finish_reason is None and generation is not self._current:
                 raise GumihoError("another generation was started on this model: load the bundle once for each stream")
-            return next(cycles, None)
+            try:
+                return next(cycles, None)
+            except BaseException as error:
+                generation.broken = True
+                if isinstance(error, KeyboardInterrupt):
+                    generation.stats.finish_reason = "cancelled"
+                raise
 
     @contextmanager
     def idle(self) -> Iterator[Decoder]:
         """The decoder, between two cycles: nothing runs while it is held."""
-        with self._lock:
-            self._require_open()
+        with self._held():
             self.decoder.device.enter()
             yield self.decoder
+
+    @contextmanager
+    def _held(self, closed: bool = False) -> Iterator[None]:
+        """The model for this thread alone. closed: whether it may be closed."""
+        if self._holder == threading.get_ident():
+            raise GumihoError("the model is in the middle of a cycle: do this between two pieces, or cancel() the generation")
+        with self._lock:
+            if not closed:
+                self._require_open()
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _require_open(self) -> None:
         if self._closed:
@@ -180,7 +215,7 @@ class Model:
 
     def close(self) -> None:
         """Frees engines and buffers; waits for a running cycle. Closing twice is fine."""
-        with self._lock:
+        with self._held(closed=True):
             if not self._closed:
                 self._closed = True
                 self.decoder.close()

@@ -159,12 +159,22 @@ class Sampler:
         if self._guide:
             self._guide.mask(row)
         if new in s.forced:
+            token = s.forced[new]
+            if self._guide and not self._allows(token):
+                raise GumihoError(f"token {token}, forced at index {new}, is not what the grammar allows: change one of them")
             row[:] = -np.inf
-            row[s.forced[new]] = 0.0
+            row[token] = 0.0
         return row
 
+    def _allows(self, token: int) -> bool:
+        """Whether the grammar does, whatever else is asked."""
+        row = np.zeros(len(self._seen), np.float32)
+        assert self._guide
+        self._guide.mask(row)
+        return bool(row[token] == 0)
+
     def margin(self, row: np.ndarray, token: int) -> float:
-        """How much the logit of a token, behind which the text would go on, lacks to be the choice; inf where none is enough."""
+        """How much the logit of a token lacks to be the choice; inf where nothing is enough. Asks the processors again and again."""
         least, enough = 0.0, 1e-6
 
         def chosen(more: float) -> bool:
@@ -176,7 +186,7 @@ class Sampler:
             least, enough = enough, 2 * enough
             if enough > 1e6:
                 return np.inf
-        for _ in range(20):
+        for _ in range(30):
             middle = (least + enough) / 2
             least, enough = (least, middle) if chosen(middle) else (middle, enough)
         return enough
@@ -184,14 +194,14 @@ class Sampler:
     def choose(self, row: np.ndarray) -> int:
         """The token that follows a text, by the target's logits [V] behind it. Raises GumihoError where none may."""
         s, row = self.settings, self.processed(row)
+        best = row.max()
+        if np.isnan(best) or (s.temperature and best == np.inf):
+            raise GumihoError(
+                f"a logit at position {len(self._ids)} is {best}: look at the processors, and keep biases and penalties small"
+            )
         if not s.temperature:
             token = int(row.argmax())
         else:
-            best = row.max()
-            if not best < np.inf:
-                raise GumihoError(
-                    f"a logit at position {len(self._ids)} is {best}: look at the processors, and keep biases and penalties small"
-                )
             if best > -np.inf:
                 ids, values = kept(row, s.temperature, s.top_k, s.top_p, s.min_p)
                 able = values >= values.max() - _REACH
@@ -201,6 +211,7 @@ class Sampler:
                 token = 0
         if row[token] == -np.inf:
             raise GumihoError(
-                f"no token may follow at position {len(self._ids)}: grammar, banned and forced tokens leave none; loosen them"
+                f"no token may follow at position {len(self._ids)}: grammar, bans, biases, no_repeat_ngram and min_new_tokens leave "
+                "none; loosen them"
             )
         return token

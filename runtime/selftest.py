@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .backends import DEVICES, NAMES
+from .command import run as run_command
 from .errors import GumihoError
 from .lossless import differences
 from .model import Generation, Model, load
@@ -118,14 +119,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
     args = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
+        least = {"prompts": 1, "max_new_tokens": 1, "draws": 200}
+        for name, value in least.items():
+            if getattr(args, name) < value:
+                option = name.replace("_", "-")
+                raise GumihoError(f"--{option} is {getattr(args, name)}: give {value} or more, or little would be proven")
         with load(args.bundle, args.backend, args.device, args.threads) as model:
             return 0 if run(model, args) else 1
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    return run_command(work)
 
 
 def run(model: Model, args: argparse.Namespace) -> bool:
@@ -138,21 +142,20 @@ def run(model: Model, args: argparse.Namespace) -> bool:
         print(
             f"{'ok    ' if not defects else 'FAILED'}  identity, {named}: {compared} tokens, {ties} near-ties, {defects} defects"
         )
-    if args.draws:
-        prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
-        expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
-        for i, text in enumerate(drawn(model, prompt, args.draws)):
-            counts[text] += 1
-            if monotonic() - told > 10:
-                told = monotonic()
-                print(f"drawn {i + 1} of {args.draws} ...", file=sys.stderr)
-        value, freedom, chance = chi_squared(counts, expected, args.draws)
-        fair = chance > _SUSPICIOUS
-        well &= fair
-        print(
-            f"{'ok    ' if fair else 'FAILED'}  distribution: {args.draws} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} "
-            f"degrees of freedom, p = {chance:.3g}"
-        )
+    prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
+    expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
+    for i, text in enumerate(drawn(model, prompt, args.draws)):
+        counts[text] += 1
+        if monotonic() - told > 10:
+            told = monotonic()
+            print(f"drawn {i + 1} of {args.draws} ...", file=sys.stderr)
+    value, freedom, chance = chi_squared(counts, expected, args.draws)
+    fair = chance > _SUSPICIOUS and freedom > 0
+    well &= fair
+    print(
+        f"{'ok    ' if fair else 'FAILED'}  distribution: {args.draws} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} "
+        f"degrees of freedom, p = {chance:.3g}"
+    )
     return well
 
 

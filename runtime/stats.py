@@ -8,10 +8,11 @@ from typing import Any
 class Stats:
     """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
 
-    cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill. cycle_tokens: tokens emitted by
+    texts: that were added up. cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill. cycle_tokens: tokens emitted by
     them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
     """
 
+    texts: int = 1
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
@@ -42,6 +43,7 @@ class Stats:
     def add(self, other: "Stats") -> None:
         """Adds the counts and times of another generation."""
         for name in (
+            "texts",
             "prompt_tokens",
             "cached_tokens",
             "tokens",
@@ -65,11 +67,6 @@ class Stats:
         return self.cycle_tokens / self.cycles if self.cycles else 0.0
 
     @property
-    def seconds(self) -> float:
-        """Time in the decoder: prefill and cycles, without what the caller does between them."""
-        return (self.prefill_ns + self.draft_ns + self.target_ns + self.host_ns) / 1e9
-
-    @property
     def tokens_per_second(self) -> float:
         """Decoding speed, prefill left out."""
         spent = (self.draft_ns + self.target_ns + self.host_ns) / 1e9
@@ -90,6 +87,6 @@ class Stats:
             "draft_us_per_cycle": round(self.draft_ns / per_cycle, 1),
             "target_us_per_cycle": round(self.target_ns / per_cycle, 1),
             "host_us_per_cycle": round(self.host_ns / per_cycle, 1),
-            "time_to_first_token_ms": round(self.prefill_ns / 1e6, 2),
+            "time_to_first_token_ms": round(self.prefill_ns / 1e6 / max(1, self.texts), 2),
             "tokens_per_second": round(self.tokens_per_second, 1),
         }

@@ -3,6 +3,7 @@
 import secrets
 import threading
 from collections.abc import Sequence
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -45,20 +46,27 @@ class Writer:
         self._room = min(settings.max_new_tokens, fitting)
         self._full = "length" if settings.max_new_tokens <= fitting else "context"
         self.finish_reason: str | None = self._full if self._room < 1 else None
-        self._deadline = monotonic() + settings.max_seconds
+        self._deadline = inf
         self._cancelled = threading.Event()
+
+    def begin(self) -> None:
+        """The clock starts."""
+        self._deadline = monotonic() + self.settings.max_seconds
 
     def cancel(self) -> None:
         """From any thread: the text ends behind the cycle that runs."""
         self._cancelled.set()
 
+    def ended(self) -> bool:
+        """Whether the text has ended, or was cancelled."""
+        if self.finish_reason is None and self._cancelled.is_set():
+            self.finish_reason = "cancelled"
+        return self.finish_reason is not None
+
     def interrupted(self) -> bool:
-        """Looked at between cycles: whether the text was cancelled or its time is up."""
-        if self.finish_reason is None:
-            if self._cancelled.is_set():
-                self.finish_reason = "cancelled"
-            elif monotonic() >= self._deadline:
-                self.finish_reason = "time"
+        """Looked at between cycles: whether the text has ended, was cancelled, or its time is up."""
+        if not self.ended() and monotonic() >= self._deadline:
+            self.finish_reason = "time"
         return self.finish_reason is not None
 
     @property

@@ -161,6 +161,13 @@ def test_many_prompts(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureF
              for text in (PROMPT, "class A:", "import os\n")]  # fmt: skip
     assert made["texts"] == [one["text"] for one in alone]
     assert made["stats"]["tokens"] == sum(one["stats"]["tokens"] for one in alone)
+    assert made["finish_reasons"] == [one["stats"]["finish_reason"] for one in alone]
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n" + json.dumps({"prompt": "x = 1\n" * 999})
+    )
+    status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "long.jsonl")
+    assert (status, out) == (1, "")
+    assert "prompt 2: the prompt has" in err
 
 
 @pytest.mark.parametrize("named", [("--accept", "typical"), ("--tree", "fta")], ids=" ".join)
@@ -209,6 +216,11 @@ def test_a_trace_is_written(demo_bundle: Path, tmp_path: Path, capsys: pytest.Ca
         (["--chat"], "has no chat template"),
         (["--trace", "page.pdf"], "let it end in .html"),
         (["--trace", "nowhere/page.html"], "nowhere"),
+        (["--system", "be brief"], "--system begins a chat: add --chat"),
+        (["--compare", "--max-seconds", "1"], "leave out --max-seconds"),
+        (["--accept", "typical", "--top-k", "1"], "knows nothing of top_k"),
+        (["--accept", "typical", "--tree", "fta"], "two rules for the same choice"),
+        (["--rows", "1"], "rows is 1"),
     ],
 )  # fmt: skip
 def test_bad_settings(demo_bundle: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +231,22 @@ def test_bad_settings(demo_bundle: Path, argv: list[str], message: str, capsys: 
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"turns": []}'])
+@pytest.mark.parametrize("option", [["--compare"], ["--check-lossless"], ["--trace", "t.html"], ["--stats", "json"]])
+def test_proofs_are_for_prompts(demo_bundle: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = here(capsys, demo_bundle, "--chat", *option)
+    assert (status, out) == (1, "")
+    assert "is for prompts, not for conversations" in err
+
+
+def test_a_full_disk_behind_standard_output(demo_bundle: Path) -> None:
+    line = f"{sys.executable} -m runtime.generate {demo_bundle} --prompt x --max-new-tokens 3 > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 1
+    assert "standard output cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"turns": []}', '{"prompt": null}', '{"turns": "hello"}', "[" * 100_000])
 def test_bad_prompts(demo_bundle: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "p.jsonl")

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -278,3 +278,70 @@ def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_pa
 def test_manifest_round_trip(demo_bundle: Path) -> None:
     manifest = Bundle(demo_bundle).manifest
     assert Manifest.from_json(manifest.to_json(), Path("x")) == manifest
+
+
+def test_the_model_is_not_entered_twice(demo_bundle: Path, tmp_path: Path) -> None:
+    """From a callback or a processor, which run inside a cycle; the model goes on being usable."""
+    with load(demo_bundle) as model:
+        session = model.session()
+        tries: list[Callable[[], object]] = [
+            lambda: session.save(tmp_path / "s"), lambda: model.generate("x", 3), lambda: session.generate("x", 3), model.close,
+        ]  # fmt: skip
+        for attempt in tries:
+            for where in ("callback", "processors"):
+                call = (lambda *_: attempt()) if where == "callback" else [lambda *_: attempt()]  # noqa: B023
+                with pytest.raises(GumihoError, match="in the middle of a cycle"):
+                    list(model.generate(PROMPT, 5, **{where: call}).cycles())
+        assert not (tmp_path / "s").exists()
+        assert "".join(model.generate(PROMPT, 5))
+
+
+def test_a_broken_generation_does_not_go_on(demo_bundle: Path) -> None:
+    def fails(token: int, text: str) -> None:
+        seen.append(token)
+        if len(seen) == 5:
+            raise ZeroDivisionError
+
+    seen: list[int] = []
+    with load(demo_bundle) as model:
+        generation = model.generate(PROMPT, 50, callback=fails)
+        with pytest.raises(ZeroDivisionError):
+            list(generation)
+        with pytest.raises(GumihoError, match="broken off by an error"):
+            list(generation)
+        assert len(list(model.generate(PROMPT, 5).cycles())) > 0
+
+
+def test_the_last_cycle_says_why(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        assert list(model.generate(PROMPT, 50, max_seconds=0.0).cycles())[-1].finish_reason == "time"
+        generation = model.generate(PROMPT, 900, callback=lambda *_: generation.cancel())
+        assert list(generation.cycles())[-1].finish_reason == "cancelled"
+
+
+def test_pieces_behind_cycles(demo_bundle: Path) -> None:
+    """Go on where the cycles stopped, with whole characters."""
+    with load(demo_bundle) as model:
+        whole = "".join(model.generate(PROMPT, 40))
+        generation = model.generate(PROMPT, 40)
+        first = next(generation.cycles())
+        behind = "".join(generation)
+        assert "".join(model.generate(PROMPT, len(first.tokens))) + behind == whole
+
+
+@pytest.mark.parametrize("prompt", [b"def f", None, [[1, 2]], [1.5], 7])
+def test_prompts_of_other_kinds(demo_bundle: Path, prompt: object) -> None:
+    with load(demo_bundle) as model, pytest.raises(GumihoError, match="neither text nor a list of token ids"):
+        model.generate(prompt)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        ids = []
+        for kind in (int, np.int64):
+            generation = model.generate(
+                np.array([5, 6, 7]), kind(20), seed=kind(3), temperature=np.float32(1), banned=np.array([9])
+            )
+            list(generation.cycles())
+            ids.append(generation.ids)
+        assert ids[0] == ids[1]

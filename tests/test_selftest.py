@@ -73,3 +73,9 @@ def test_the_probability_of_a_deviation(freedom: int, seed: int) -> None:
 
 def test_impossible_texts_are_never_fair() -> None:
     assert chi_squared(Counter({(1,): 50, (2,): 1}), {(1,): 1.0}, 51)[2] == 0.0
+
+
+@pytest.mark.parametrize("option", [["--prompts", "0"], ["--max-new-tokens", "-4"], ["--draws", "3"]])
+def test_nothing_is_not_proof(bundle: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), *option]) == 1
+    assert f"{option[0]} is {option[1]}: give" in capsys.readouterr().err
