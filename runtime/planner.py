@@ -18,12 +18,12 @@ from .errors import GumihoError
 FILE = "costs.json"
 _SIZES = 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64
 _MEMORY = 0.97  # of a cycle ago, in what is counted
-_DOUBT = 2.0  # cycles for which scores are believed before anything was counted
+_DOUBT = 1.0  # cycles for which scores are believed before anything was counted
 _MARGIN = 0.02  # by which one way must be faster than the other to take over
-_TRIAL = 4  # trees after which drafting is judged
-_HOPELESS = 0.5  # of plain decoding's pace: trees that promise less are no longer tried
+_TRIAL = 6  # trees after which drafting is judged
+_HOPELESS = 0.4  # of plain decoding's pace: trees that promise less are no longer tried
 _TURN = 0.35  # of the promise, by which each tree changes it
-_REST = 32, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
+_REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
 
 
 def sizes(rows: int) -> tuple[int, ...]:
