@@ -200,7 +200,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise GumihoError("guided decoding needs llguidance: pip install 'gumiho-export[guided]'") from None
+        raise GumihoError("guided decoding needs llguidance: pip install 'llguidance>=1.1.2'") from None
     return llguidance
 
 

@@ -590,7 +590,7 @@ def test_a_grammar_that_the_vocabulary_cannot_spell() -> None:
 
 def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GumihoError, match="pip install 'gumiho-export\\[guided\\]'"):
+    with pytest.raises(GumihoError, match="pip install 'llguidance>=1.1.2'"):
         TINY.start(Grammar.regex("a"))
 
 
