@@ -30,9 +30,14 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
+def opening(system: str | None) -> list[dict[str, str]]:
+    """The messages that a conversation begins with."""
+    return [{"role": "system", "content": system}] if system else []
+
+
 def converse(model: Model, asked: Settings, system: str | None, describe: Callable[[Stats], str] | None) -> int:
     """Answers every message with all before it in mind. Returns the exit status."""
-    begun = [{"role": "system", "content": system}] if system else []
+    begun = opening(system)
     messages, session, status = list(begun), model.session(), 0
     model.chat(
         [*begun, {"role": "user", "content": ""}]

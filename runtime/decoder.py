@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from . import lossy
-from .backends import Engine
+from .backends import Engine, close
 from .bundle import Form, Manifest
 from .cache import Slab
 from .devices import Array, Device
@@ -34,9 +34,8 @@ class Cycle:
     """What one step emitted. The prefill counts as the first step, with no rows drafted.
 
     tokens: emitted ids; rows: verified, root included; path: accepted rows, the root first, so that ``tokens[i]`` is what row
-    ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows, or where it is
-    cancelled behind this one.
-    times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: where a trace was asked for.
+    ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows, or
+    where it is cancelled behind this one. times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: where a trace was asked for.
     """
 
     tokens: tuple[int, ...]
@@ -167,16 +166,22 @@ class Decoder:
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
         """Has the caches forget all but what they share with a prompt. Returns how many of its tokens need not be read again.
 
-        The drafter's row of a token is made of the token behind it, so it shares one less; what it has not read yet, it reads
-        with the target.
+        What the drafter has not read yet, it reads with the target.
         """
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, prompt, strict=False)))
-        drafted = min(self.drafted, max(0, shared - 1))
+        shared, drafted = self.shared(prompt)
         self.waiting.clear()
         self.aligned = self.sound = self.manifest.capacity
         start = min(drafted if speculate else shared, len(prompt) - 1)
         self.target.length[0], self.drafter.length[0] = start, min(drafted, start)
         return start
+
+    def shared(self, text: Sequence[int]) -> tuple[int, int]:
+        """Rows of the target's and of the drafter's cache that are those of a text, from its beginning.
+
+        The drafter's row of a token is made of the token behind it, so it shares one less.
+        """
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
+        return shared, min(self.drafted, max(0, shared - 1))
 
     @property
     def cached(self) -> list[int]:
@@ -380,6 +385,4 @@ class Decoder:
             device.synchronize()
         finally:
             self.__dict__.clear()
-            for engine in engines.values():
-                engine.close()
-            device.close()
+            close(engines, device)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import golden
-from .backends import Backend
+from .backends import Backend, close
 from .bundle import Bundle
 from .decoder import Decoder
 from .errors import GumihoError
@@ -60,19 +60,17 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
     """Replays the golden run through fresh engines, and measures what their passes cost."""
     engines, device = backend.open(bundle, folder)
 
-    def close() -> None:
-        for engine in engines.values():
-            engine.close()
-        device.close()
+    def free() -> None:
+        close(engines, device)
 
     try:
         errors = golden.replay(bundle, backend.NAME, engines, device)
         progress("measuring passes")
         decoder = Decoder(bundle.manifest, bundle.manifest.form(backend.NAME), engines, device)
-        close = decoder.close
+        free = decoder.close
         measure(decoder).save(folder)
     finally:
-        close()
+        free()
     return errors
 
 

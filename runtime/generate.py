@@ -10,7 +10,7 @@ from typing import Any
 
 from .backends import DEVICES, NAMES
 from .command import run as run_command
-from .conversation import converse
+from .conversation import converse, opening
 from .decoder import check
 from .errors import GumihoError
 from .guide import Grammar
@@ -105,9 +105,13 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
     return Grammar.lark(_read(Path(args.grammar), "the grammar")) if args.grammar is not None else None
 
 
+def prompted(args: argparse.Namespace) -> bool:
+    """Whether a prompt is among the options."""
+    return args.prompt is not None or bool(args.prompt_file or args.prompts)
+
+
 def settings(args: argparse.Namespace) -> Settings:
     """What the options ask for. Raises GumihoError for values that mean nothing."""
-    prompted = args.prompt is not None or args.prompt_file or args.prompts
     if args.compare and args.no_speculation:
         raise GumihoError("--compare decodes both ways, so leave out --no-speculation")
     if args.compare and args.max_seconds < float("inf"):
@@ -116,7 +120,7 @@ def settings(args: argparse.Namespace) -> Settings:
         raise GumihoError("--system begins a chat: add --chat")
     for option, given in (("--compare", args.compare), ("--check-lossless", args.check_lossless), ("--trace", args.trace),
                           ("--stats json", args.stats == "json")):  # fmt: skip
-        if given and args.chat and not prompted:
+        if given and args.chat and not prompted(args):
             raise GumihoError(f"{option} is for prompts, not for conversations: give --prompt, or leave it out")
     return Settings(
         args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
@@ -160,8 +164,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
     if not args.chat:
         return model.encode(prompt)
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    return model.chat([*system, {"role": "user", "content": prompt}])
+    return model.chat([*opening(args.system), {"role": "user", "content": prompt}])
 
 
 def run(model: Model, prompt: Sequence[int], asked: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
@@ -305,7 +308,7 @@ def report(generations: Sequence[Generation], texts: Sequence[str], compared: Co
 
 def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
     notices(model, args, asked)
-    if args.chat and not (args.prompt is not None or args.prompt_file or args.prompts):
+    if args.chat and not prompted(args):
         return converse(model, asked, args.system, describe if args.stats else None)
     prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
     for i, prompt in enumerate(prompts if args.prompts else ()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .backends import Backend, Engine
+from .backends import Backend, Engine, close
 from .bundle import Bundle
 from .cache import Slab
 from .devices import Call, Device
@@ -102,9 +102,7 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
     try:
         return replay(bundle, backend.NAME, engines, device)
     finally:
-        for engine in engines.values():
-            engine.close()
-        device.close()
+        close(engines, device)
 
 
 def _pad(array: np.ndarray, rows: int) -> np.ndarray:

@@ -33,8 +33,8 @@ def measure(decoder: Decoder) -> Costs:
         cycle()  # a tree to verify
         by_rows, started = {1: _fastest(decoder.plain), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
         for size in sizes(rows):
-            if perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
-                by_rows.setdefault(size, _fastest(decoder.verification(size)) if size > 1 else 0.0)
+            if size not in by_rows and perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
+                by_rows[size] = _fastest(decoder.verification(size))
         costs = Costs(by_rows, _fastest(draft), _HOST)
     decoder.clear()
     return costs

@@ -8,7 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from .backends import Engine, backend, require
+from .backends import Engine, backend, close, require
 from .bundle import Bundle, Form
 from .chat import ChatTemplate
 from .decoder import Cycle, Decoder, check
@@ -246,7 +246,5 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     try:
         return Model(opened, form, engines, memory, costs)
     except GumihoError:
-        for engine in engines.values():
-            engine.close()
-        memory.close()
+        close(engines, memory)
         raise

@@ -107,7 +107,7 @@ class Sampler:
         self._seen[list(prompt)] = True
         self._counts = np.zeros(vocabulary, np.float32)
         self._runs: dict[tuple[int, ...], set[int]] = {}  # what has followed each run of no_repeat_ngram - 1 tokens
-        for end in range(1, len(prompt) + 1):
+        for end in range(1, len(prompt) + 1) if settings.no_repeat_ngram else ():
             self._note(end)
         s = settings
         self._idle = not (
@@ -199,19 +199,14 @@ class Sampler:
             raise GumihoError(
                 f"a logit at position {len(self._ids)} is {best}: look at the processors, and keep biases and penalties small"
             )
-        if not s.temperature:
-            token = int(row.argmax())
-        else:
-            if best > -np.inf:
-                ids, values = kept(row, s.temperature, s.top_k, s.top_p, s.min_p)
-                able = values >= values.max() - _REACH
-                ids, values = ids[able], values[able]
-                token = int(ids[(values + noise(self.seed, len(self._ids), ids)).argmax()])
-            else:
-                token = 0
-        if row[token] == -np.inf:
+        if best == -np.inf:
             raise GumihoError(
                 f"no token may follow at position {len(self._ids)}: grammar, bans, biases, no_repeat_ngram and min_new_tokens leave "
                 "none; loosen them"
             )
-        return token
+        if not s.temperature:
+            return int(row.argmax())
+        ids, values = kept(row, s.temperature, s.top_k, s.top_p, s.min_p)
+        able = values >= values.max() - _REACH
+        ids, values = ids[able], values[able]
+        return int(ids[(values + noise(self.seed, len(self._ids), ids)).argmax()])

@@ -55,12 +55,7 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Writes the text and what the caches hold of it to a file, whole or not at all."""
         with self._model.idle() as decoder:
-            shared = 0
-            for ours, theirs in zip(self.ids, decoder.cached, strict=False):
-                if ours != theirs:
-                    break
-                shared += 1
-            drafted = min(decoder.drafted, max(0, shared - 1))
+            shared, drafted = decoder.shared(self.ids)
             content = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),

@@ -54,10 +54,11 @@ class Settings:
     Choice, in the order of the steps (``sampling``): logit_bias: by token id. repetition_penalty: divides positive and
     multiplies negative logits of tokens in prompt or text. presence_penalty, frequency_penalty: taken off the logits of tokens
     in the text, once and as often as they are there. no_repeat_ngram: length of token runs that may not come twice, 0 for any.
-    banned: token ids. processors: change the logits, by them and the text alone. grammar: what the text must be. forced: token ids, by index among the new
-    tokens. temperature: 0 for the most likely token. top_k: 0 for all. top_p, min_p: as shares of 1. seed: None for a fresh one.
+    banned: token ids. processors: change the logits, by them and the text alone. grammar: what the text must be. forced: token
+    ids, by index among the new tokens. temperature: 0 for the most likely token. top_k: 0 for all. top_p, min_p: as shares of 1.
+    seed: None for a fresh one.
 
-    Ways. speculate: False for plain decoding. rows: of each tree to verify, 1 and more; None for as many as pay, by what was
+    Ways. speculate: False for plain decoding. rows: of each tree to verify, 2 and more; None for as many as pay, by what was
     measured and counted (``planner``). tree ``fta`` and accept ``typical`` change the output (``lossy``). trace: cycles
     carry their trees.
     """
@@ -123,10 +124,11 @@ class Settings:
         if (self.tree, self.accept) == ("fta", "typical"):
             raise GumihoError("tree 'fta' and accept 'typical' are two rules for the same choice: leave one of them out")
         # Medusa's rule looks at the distribution alone: whatever else is asked of a token it would pass by.
-        defaults = {field.name: field.default for field in fields(self)}
-        asked = [name for name in _STEPS if getattr(self, name) and getattr(self, name) != defaults[name]]
-        if self.accept == "typical" and asked:
-            raise GumihoError(f"accept 'typical' knows nothing of {asked[0]}: leave one of the two out")
+        if self.accept == "typical":
+            defaults = {field.name: field.default for field in fields(self)}
+            asked = (name for name in _STEPS if getattr(self, name) and getattr(self, name) != defaults[name])
+            if name := next(asked, ""):
+                raise GumihoError(f"accept 'typical' knows nothing of {name}: leave one of the two out")
 
     @property
     def lossy(self) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 class Stats:
     """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
 
-    texts: that were added up. cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill. cycle_tokens: tokens emitted by
-    them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
+    texts: that were added up. cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill.
+    cycle_tokens: tokens emitted by them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which
+    at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
     """
 
     texts: int = 1

@@ -62,6 +62,13 @@ NAMES = tuple(_MODULES)
 DEVICES = "which of the backend's devices: cuda and tensorrt 0, 1, …; migraphx gpu, gpu:1, … or ref, its reference on the processor (the first)"
 
 
+def close(engines: Mapping[str, Engine], device: Device) -> None:
+    """Frees what ``Backend.open`` gave: engines first, since they use the device's stream."""
+    for engine in engines.values():
+        engine.close()
+    device.close()
+
+
 def require(name: str) -> None:
     """Raises GumihoError for a name that is no backend's."""
     if name not in _MODULES:
