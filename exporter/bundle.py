@@ -47,7 +47,7 @@ def _is_matrix(name: str, source: Source) -> bool:
 class Plan:
     """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends.
 
-    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int4`` or ``fp8``.
+    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int8``, ``int4`` or ``fp8``.
     """
 
     pair: Pair
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return {name: layout(name, self.pair, self.tree, self.capacity) for name in self.backends}
+        return {name: layout(name, self.pair, self.tree, self.capacity, "target" in self.quantized) for name in self.backends}
 
     @property
     def positions(self) -> int:
@@ -68,17 +68,18 @@ class Plan:
 
     @property
     def codes(self) -> tuple[torch.dtype, ...]:
-        """How the backends want 4-bit codes kept: one way, or both."""
+        """How the backends want codes of 4 and 8 bits kept: one way, or both."""
         return tuple(c for c in (torch.uint8, torch.int8) if any(BACKENDS[name].codes == c for name in self.backends))
 
     @property
     def block(self) -> int:
-        """4-bit numbers that share a scale, the same for all backends, so that they compute the same."""
+        """Numbers of 4 or 8 bits that share a scale, the same for all backends, so that they compute the same."""
         return max(BACKENDS[name].block for name in self.backends)
 
     def schemes(self, codes: torch.dtype) -> dict[str, Scheme]:
-        """codes: how those of 4 bits are kept."""
-        return {name: Scheme(0, FP8) if to == "fp8" else Scheme(self.block, codes) for name, to in self.quantized.items()}
+        """codes: how those of 4 and 8 bits are kept."""
+        known = {"fp8": Scheme(0, FP8), "int8": Scheme(self.block, codes, 8), "int4": Scheme(self.block, codes)}
+        return {name: known[to] for name, to in self.quantized.items()}
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for the reader."""
@@ -295,32 +296,37 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
     return held, passed
 
 
-def _precision(model: ir.Model, dtype: torch.dtype) -> str:
-    """What a graph's products are computed in: the bundle's dtype, or int8 where their rows are rounded to it."""
-    rounds = any(node.attributes.get_int("accuracy_level", 0) == 4 for node in model.graph)
+def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
+    """What a graph's products are computed in: the bundle's dtype, or int8 where their rows are rounded to it, as the CPU does."""
+    rounds = backend == "cpu" and any(node.attributes.get_int("accuracy_level", 0) == 4 for node in model.graph)
     return "int8" if rounds else _DTYPE_NAMES[dtype]
 
 
 def _graphs(
-    plan: Plan, backend: str, dialect: type[Plain], kind: str, locations: Mapping[str, dict[str, Location]], folder: Path
+    plan: Plan,
+    backend: str,
+    dialects: tuple[type[Plain], type[Plain]],
+    kind: str,
+    locations: Mapping[str, dict[str, Location]],
+    folder: Path,
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
     made, graphs, schemes = plan.layouts[backend], {}, plan.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
-    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, dialect, schemes)
+    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, *dialects, schemes)
     for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
         model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
         operators.check(model, backend)
         ports = _ports(model.graph.inputs), _ports(model.graph.outputs)
-        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype), *ports)
+        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *ports)
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
     return graphs
 
 
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
     made, spare = plan.layouts[backend], BACKENDS[backend].spare
-    graphs = _graphs(plan, backend, made.dialect, backend, locations, folder)
-    others = _graphs(plan, backend, spare, f"{backend}-{spare.__name__.lower()}", locations, folder) if spare else {}
+    graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
+    others = _graphs(plan, backend, (spare, spare), f"{backend}-{spare.__name__.lower()}", locations, folder) if spare else {}
     return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, others)
 
 
@@ -333,7 +339,8 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
     for codes in others:
         found[codes] = dict(places)
         for name in plan.quantized:
-            again = {n: recoded(place, packer.bundle) for n, place in places[name].items() if place.dtype == first}
+            bits = plan.schemes(codes)[name].bits
+            again = {n: recoded(place, packer.bundle, bits) for n, place in places[name].items() if place.dtype == first}
             found[codes][name] = places[name] | packer.pack(_RECODED.format(name), again)
     return {codes: {**models, "extend": models["draft"]} for codes, models in found.items()}
 
@@ -363,7 +370,8 @@ def write(plan: Plan, folder: Path) -> Manifest:
 
     codes, weights = plan.codes[0], golden.Weights(folder)
     capacity = min(plan.capacity, golden.positions(plan.tree.rows))
-    eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), plan.schemes(codes))
+    dialect = weights.dialect()
+    eager = pair.modules(plan.tree, capacity, plan.positions, dialect, dialect, plan.schemes(codes))
     for name in ("target", "draft"):
         weights.fill(eager[name], locations[codes][name])
     np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], plan.dtype))  # type: ignore[arg-type]

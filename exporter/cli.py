@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .pair import Pair
 
 _DEFAULT_CAPACITY = 2048
-_QUANTIZED = ("int4", "fp8")
+_QUANTIZED = ("int8", "int4", "fp8")
 
 
 def parser() -> argparse.ArgumentParser:

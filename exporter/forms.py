@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphs.ops import Basic, Contrib, Decomposed, Plain, Standard
+from graphs.ops import Basic, Contrib, Decomposed, Exact, Plain, Standard
 from graphs.tree import TreeConfig
 
 from .pair import Pair
@@ -18,14 +18,14 @@ _STEP = 64  # positions of caches in place: TensorRT wants every address it is g
 class Needs:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
     computes in, the default first. quantized: what weights may be quantized to. spare: a dialect to fall back on where the device
-    cannot do with the first. codes, block: of int4 weights, see ``Scheme``.
+    cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``.
     """
 
     dialect: type[Plain]
     rows: int
     static: bool
     dtypes: tuple[torch.dtype, ...]
-    quantized: tuple[str, ...] = ("int4",)
+    quantized: tuple[str, ...] = ("int4", "int8")
     spare: type[Plain] | None = None
     codes: torch.dtype = torch.uint8
     block: int = 32
@@ -37,7 +37,8 @@ BACKENDS: Mapping[str, Needs] = {
     "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,)),
     # CUDA graphs need every shape to be known.
     "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU),
-    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU),
+    # It takes MatMulNBits of 4 bits alone, and DequantizeLinear of both.
+    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU, codes=torch.int8),
     # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
     "tensorrt": Needs(
         Standard, rows=64, static=True, dtypes=_GPU, quantized=("int4", "fp8"), spare=Decomposed, codes=torch.int8, block=64
@@ -49,26 +50,28 @@ BACKENDS: Mapping[str, Needs] = {
 class Layout:
     """How a backend's graphs are traced.
 
-    slots: positions of the caches. chunk: rows of a prefill pass. static: of every pass. pinned: by graph, sizes of its axes that
+    dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: of every pass. pinned: by graph, sizes of its axes that
     are static.
     """
 
     dialect: type[Plain]
+    drafting: type[Plain]
     slots: int
     chunk: int
     static: bool
     pinned: Mapping[str, Mapping[str, int]]
 
 
-def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int) -> Layout:
-    """The layout of a backend's graphs for a pair, its tree, and the positions a text may take."""
+def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: bool) -> Layout:
+    """The layout of a backend's graphs for a pair, its tree, and the positions a text may take. quantized: whether the target is."""
     needs = BACKENDS[backend]
-    dialect = needs.dialect
+    dialect = drafting = needs.dialect
     # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
     if dialect is Contrib and any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim)):
-        dialect = Standard
+        dialect = drafting = Standard
     if not needs.static:
-        return Layout(dialect, capacity, min(_CHUNK, capacity), False, {"target": {}, "draft": {}, "extend": {}})
+        sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
+        return Layout(Exact if quantized else dialect, drafting, capacity, min(_CHUNK, capacity), False, sizes)
     rows, accepted = tree.rows, tree.depth + 1
     # Rows of a padded pass that do not count are written behind those that do, so the last pass of a text needs room for them.
     slots = capacity if dialect.appends else -(-(capacity + rows) // _STEP) * _STEP
@@ -77,7 +80,7 @@ def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int) -> Layout:
         "draft": {"accepted": accepted, "rows": rows},
         "extend": {"accepted": rows, "rows": rows},
     }
-    return Layout(dialect, slots, rows, True, pinned)
+    return Layout(dialect, drafting, slots, rows, True, pinned)
 
 
 def tables(layouts: Mapping[str, Layout], tree: TreeConfig, capacity: int) -> int:

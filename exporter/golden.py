@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphs.drafter import Drafter
-from graphs.ops import Plain, dequantize
+from graphs.ops import Plain, bits_of, dequantize
 from graphs.target import Target
 from runtime.decoder import walk
 
@@ -64,7 +64,7 @@ class Weights:
             if scale is None:
                 numbers = self._numbers[: part.numel()].view(part.shape).copy_(part)
             else:
-                numbers = dequantize(part, scale[start : start + rows]).float()
+                numbers = dequantize(part, scale[start : start + rows], bits_of(part, x.shape[1])).float()
             made.append(x[:, start : start + rows] @ numbers if transposed else x @ numbers.T)
         return torch.stack(made).sum(0) if transposed else torch.cat(made, dim=-1)
 

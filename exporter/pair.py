@@ -127,17 +127,16 @@ class Pair:
         capacity: int,
         positions: int,
         ops: type[Plain] = Plain,
+        drafting: type[Plain] = Plain,
         schemes: Mapping[str, Scheme] = _NUMBERS,
     ) -> dict[str, Target | Drafter]:
         """The graphs of a bundle, without weights (on the meta device).
 
-        schemes: how the weights of ``target`` and ``draft`` are quantized, where they are.
+        ops, drafting: the dialects of target and drafter. schemes: how the weights of ``target`` and ``draft`` are quantized, where they are.
         """
         with torch.device("meta"):
             grown, cut = (
-                Drafter(
-                    self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, ops.drafting(), schemes.get("draft")
-                )
+                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, drafting, schemes.get("draft"))
                 for t in (tree, None)
             )
             return {

@@ -23,10 +23,10 @@ from .weights import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose outputs grow with past_length: what the tracer was told of their shape does not hold.
-_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention")
+_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT4,  # two codes to a byte
+    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
 
@@ -94,7 +94,8 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
     outputs = {id(value) for value in model.graph.outputs}
     for node in model.graph:
         for value in node.outputs:
-            if node.op_type in _SIZED_BY_DATA and id(value) not in outputs:
+            # Double precision is computed in by ``Exact``'s attention alone.
+            if (node.op_type in _SIZED_BY_DATA or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
                 value.shape = None
     for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
         for axis, dim in enumerate(value.shape or ()):
@@ -104,10 +105,22 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
 
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
     dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
-    if dtype == ir.DataType.INT4:  # of one axis for the blocks, whose last byte's halves are numbers of their own
-        *rows, blocks, half = place.shape
-        shape = ir.Shape([*rows, 2 * blocks * half])
     return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
+
+
+def _name_codes(model: ir.Model) -> None:
+    """Gives two's complement codes the shape [N, K] that DequantizeLinear wants, and those of 4 bits their type."""
+    for node in model.graph:
+        if node.op_type != "DequantizeLinear" or node.inputs[0].dtype != ir.DataType.INT8:
+            continue
+        value, block = node.inputs[0], node.attributes["block_size"].as_int()
+        codes = value.const_value
+        *rows, blocks, width = codes.shape
+        dtype = ir.DataType.INT8 if width == block else ir.DataType.INT4  # two to a byte
+        value.shape, value.type = ir.Shape([*rows, blocks * block]), ir.TensorType(dtype)
+        value.const_value = ir.ExternalTensor(
+            codes.location, codes.offset, codes.length, dtype, shape=value.shape, name=value.name, base_dir=codes.base_dir
+        )
 
 
 def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) -> None:
@@ -176,6 +189,7 @@ def trace(
             tensor = _external(name, locations[name], bundle)
             value.const_value, value.shape, value.type = tensor, tensor.shape, ir.TensorType(tensor.dtype)
     _split_parts(model, locations, bundle)
+    _name_codes(model)
     _simplify(model)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():

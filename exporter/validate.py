@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from graphs.drafter import Drafter
-from graphs.ops import dequantize
+from graphs.ops import bits_of, dequantize
 from runtime.model import load
 
 from .bundle import Plan
@@ -38,7 +38,9 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     sources = plan.sources()["weights/target.bin"]
     for name, scale in ((n, scale_of(n)) for n in numbers):
         if name != scale and scale in sources:
-            numbers[name] = dequantize(sources[name].whole(), sources[scale].whole()).float()
+            codes = sources[name].whole()
+            bits = bits_of(codes, numbers[name].shape[1])
+            numbers[name] = dequantize(codes, sources[scale].whole(), bits).float()
     llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in numbers.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.ops import FP8, Scheme
+from graphs.ops import FP8, Scheme, turned
 
 ALIGNMENT = 4096
 NOTES = ".notes"  # in an unfinished bundle: what has been packed
@@ -74,16 +74,24 @@ def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor
         scale = (values.float().abs().amax(-1, keepdim=True) / most).to(dtype)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         return (values.float() / scale.float()).clamp_(-most, most).to(FP8), scale[..., 0]
-    return _quantize4(values, scheme, dtype)
+    blocks = values.float().unflatten(-1, (-1, scheme.block))
+    codes, scale = (_quantize8 if scheme.bits == 8 else _quantize4)(blocks, dtype)
+    return (codes if scheme.codes == torch.int8 else turned(codes, scheme.bits)).view(scheme.codes), scale
 
 
-def _quantize4(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """4-bit codes and scales.
+def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two's complement codes, and scales by which a block's largest number is 127 long."""
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).to(dtype)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (blocks / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale[..., 0]
+
+
+def _quantize4(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two's complement codes, two to a byte, and scales.
 
     A block's scale is the one of ``_STEPS`` with the smallest squared error: over a matrix a fifth less than with 7 steps
     alone, for trained weights as for Gaussian ones.
     """
-    blocks = values.float().unflatten(-1, (-1, scheme.block))
     largest = blocks.abs().amax(-1, keepdim=True)
     scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
     for steps in _STEPS:
@@ -92,8 +100,7 @@ def _quantize4(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tens
         error = (_codes(blocks, tried) * tried - blocks).square().sum(-1, keepdim=True)
         scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
     codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
-    packed = codes[..., 0::2] & 15 | codes[..., 1::2] << 4
-    return (packed if scheme.codes == torch.int8 else packed ^ 0x88).view(scheme.codes), scale[..., 0].to(dtype)
+    return codes[..., 0::2] & 15 | codes[..., 1::2] << 4, scale[..., 0].to(dtype)
 
 
 def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
@@ -123,14 +130,14 @@ def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> 
     return {name: Source(shapes[0], codes, scheme.codes), scale_of(name): Source(shapes[1], scales, dtype)}
 
 
-def recoded(place: Location, bundle: Path) -> Source:
-    """Packed 4-bit codes as the other type has them: the top bit of each is turned."""
+def recoded(place: Location, bundle: Path, bits: int) -> Source:
+    """Packed codes, of so many bits, as the other type has them."""
     other = torch.int8 if place.dtype == torch.uint8 else torch.uint8
     rows = max(1, _SLICE_ELEMENTS // prod(place.shape[1:]))
 
     def slices() -> Iterator[Tensor]:
         for part in place.mapped(bundle).view(torch.uint8).split(rows):
-            yield (part ^ 0x88).view(other)
+            yield turned(part, bits).view(other)
 
     return Source(place.shape, slices, other)
 

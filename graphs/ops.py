@@ -23,14 +23,16 @@ FP8 = torch.float8_e4m3fn
 class Scheme:
     """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code.
 
-    codes: torch.float8_e4m3fn are numbers of their own, [..., N, K], with a scale a row, [..., N]. All others are of 4 bits,
-    [..., N, K / block, block / 2], with a scale a block, [..., N, K / block]: two to a byte, the first in the low bits;
-    torch.int8 says that they are two's complement, as ONNX has them, torch.uint8 that each is 8 more than it means, as
-    MatMulNBits wants them. block: numbers of a row that share a scale; 0 for whole rows, as fp8 has them.
+    codes: torch.float8_e4m3fn are numbers of their own, [..., N, K], with a scale a row, [..., N]. All others have a scale a
+    block, [..., N, K / block], and are of 8 bits, [..., N, K / block, block], or of 4, [..., N, K / block, block / 2]: two to a
+    byte, the first in the low bits. torch.int8 says that they are two's complement, as ONNX has them, torch.uint8 that each is
+    half its range more than it means, as MatMulNBits wants them. block: numbers of a row that share a scale; 0 for whole rows,
+    as fp8 has them.
     """
 
     block: int
     codes: torch.dtype
+    bits: int = 4
 
     def fits(self, inputs: int) -> bool:
         """Whether rows of so many numbers are whole blocks. Matrices of others are not quantized."""
@@ -41,16 +43,26 @@ class Scheme:
         if not self.block:
             return shape, shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
-        return (*blocks, self.block // 2), blocks
+        return (*blocks, self.block * self.bits // 8), blocks
 
 
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """The numbers that ``Scheme`` codes and scales stand for, [..., N, K] of the scales' dtype."""
+def bits_of(codes: Tensor, inputs: int) -> int:
+    """Of a code, where a row has so many."""
+    return 8 if codes.dtype == FP8 else 8 * codes.shape[-2] * codes.shape[-1] // inputs
+
+
+def turned(codes: Tensor, bits: int) -> Tensor:
+    """Codes of either kind, of so many bits, as bytes of the other: the top bit of each is turned."""
+    return codes.view(torch.uint8) ^ (0x80 if bits == 8 else 0x88)
+
+
+def dequantize(codes: Tensor, scale: Tensor, bits: int = 4) -> Tensor:
+    """The numbers that ``Scheme`` codes and scales stand for, [..., N, K] of the scales' dtype. bits: of codes other than fp8."""
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
-    moved = codes.view(torch.uint8) ^ 0x88 if codes.dtype == torch.int8 else codes
-    pairs = torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
-    return ((pairs.to(scale.dtype) - 8) * scale[..., None]).flatten(-2)
+    moved = turned(codes, bits) if codes.dtype == torch.int8 else codes
+    whole = moved if bits == 8 else torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
+    return ((whole.to(scale.dtype) - 2 ** (bits - 1)) * scale[..., None]).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -102,11 +114,6 @@ class Plain:
     accuracy_level = 0  # of MatMulNBits: 4 lets it round what it multiplies to int8, 0 says nothing
 
     @classmethod
-    def drafting(cls) -> type["Plain"]:
-        """The drafter's spelling, which may be less exact: what it drafts changes no token."""
-        return cls
-
-    @classmethod
     def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes where there is a scale; bias: [N] -> [n, N].
 
@@ -115,11 +122,12 @@ class Plain:
         if scale is None:
             return F.linear(x, weight, bias)
         outputs, inputs = weight.shape[0], x.shape[1]
-        block = 0 if weight.dtype == FP8 else 2 * weight.shape[2]
+        block = 0 if weight.dtype == FP8 else inputs // weight.shape[1]
+        bits = bits_of(weight, inputs)
         if not is_in_onnx_export():
             rows = max(1, _SLICE_ELEMENTS // inputs)
             slices = zip(weight.split(rows), scale.split(rows), strict=True)
-            out = torch.cat([x @ dequantize(*part).T for part in slices], dim=-1)
+            out = torch.cat([x @ dequantize(*part, bits).T for part in slices], dim=-1)
         elif weight.dtype != torch.uint8:
             numbers = ops.symbolic(
                 "DequantizeLinear",
@@ -131,10 +139,11 @@ class Plain:
             )
             out = F.linear(x, numbers)
         else:
+            level = 4 if bits == 8 else cls.accuracy_level  # ONNX Runtime has no kernel of 8 bits for any other on the CPU
             out = ops.symbolic(
                 "com.microsoft::MatMulNBits",
                 (x, weight, scale),
-                {"K": inputs, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": cls.accuracy_level},
+                {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": level},
                 dtype=x.dtype,
                 shape=[x.shape[0], outputs],
                 version=1,
@@ -323,10 +332,11 @@ class Standard(Plain):
             )
             for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
         )
-        return _join(cls._attention(q, keys, values, sight)), keys, values
+        return _join(cls._attention(q, keys, values, sight, past_length + q.shape[2])), keys, values
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
+        """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
         # Scaled here: TensorRT would scale queries and keys by the root each, which is a pass over the whole cache.
         inputs = (q * q.shape[-1] ** -0.5, keys, values, None if sight is None else sight[None, None])
         return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)
@@ -336,7 +346,7 @@ class Decomposed(Standard):
     """``Standard`` with attention spelled out, for devices whose fused one cannot be built or is wrong."""
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
         assert sight is not None
         _, heads, n, d = q.shape
         kv_heads = keys.shape[1]
@@ -353,10 +363,7 @@ class Contrib(Standard):
     """
 
     opset = 23  # the last one that the ONNX Runtime of Python 3.10 knows
-
-    @classmethod
-    def drafting(cls) -> type[Plain]:
-        return Rounding
+    accuracy_level = 4
 
     @staticmethod
     def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
@@ -426,12 +433,41 @@ class Contrib(Standard):
         return cls._grouped(rows, q, k, rows.v, (before[0], before[1]), past, bias, rotary=False)[0], own
 
 
-class Rounding(Contrib):
-    """``Contrib`` whose int4 products round their rows to int8. A rounding turns over on differences as small as another order
-    of summation makes: a target spelled so would choose otherwise over a tree than over one row.
+class Exact(Standard):
+    """For quantized targets on ONNX Runtime's CPU provider: a row's numbers are the same to the last bit whatever other rows there
+    are, and wherever its ancestors lie among them.
+
+    The products round the rows they multiply to int8, and a rounding turns over on differences as small as another order of
+    summation makes; a few layers on, these decide between tokens. The products themselves add up each row alike; attention,
+    whose order follows the places of the rows, adds up in double precision, where that order is lost when the sum is rounded.
     """
 
     accuracy_level = 4
+
+    @staticmethod
+    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+        """When traced: the rows' part of the mask as a bias in double precision, behind zeros for the past."""
+        if not is_in_onnx_export():
+            return Plain.sight(mask, rows, past_length, cache)
+        own = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
+        return Contrib._bias(own, past_length, torch.float64)[0, 0]
+
+    @staticmethod
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
+        """The shapes given here are short of the past: it is data."""
+        assert sight is not None
+        _, heads, n, d = q.shape
+        kv_heads = keys.shape[1]
+        zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
+        k, v = (
+            ops.symbolic("Slice", (cache, zero, used, axis), {}, dtype=cache.dtype, shape=[1, kv_heads, n, d], version=13)
+            for cache in (keys, values)
+        )
+        grouped = (q * d**-0.5).reshape(1, kv_heads, -1, d)
+        shape = [1, kv_heads, grouped.shape[2], n]
+        scores = ops.symbolic("com.microsoft::FusedMatMul", (grouped, k), {"transB": 1}, dtype=q.dtype, shape=shape, version=1)
+        weights = (scores.double() + torch.cat([sight] * (heads // kv_heads))).softmax(-1)
+        return (weights @ v.double()).to(q.dtype).reshape(1, heads, -1, d)
 
 
 class Basic(Plain):

@@ -33,7 +33,7 @@ class Graph:
 
     file: relative to the bundle, as are the weights it names. weights: bytes of those. reads: bytes of weights that a pass reads,
     a matrix that is multiplied twice counted twice and an embedding not at all. precision: of its products, the bundle's dtype, or
-    int8 where the rows of a pass are rounded to meet int4 weights.
+    int8 where the rows of a pass are rounded to meet quantized weights.
     """
 
     file: str
