@@ -24,11 +24,11 @@ from runtime.errors import GumihoError
 from . import golden, operators
 from .forms import BACKENDS, Layout, layout, tables
 from .pair import Pair
-from .trace import trace
+from .trace import handed, trace
 from .weights import ALIGNMENT, NOTES, Location, Packer, Source, quantized, recoded
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
-_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16"}
+_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SAME = f"{NOTES}/same"  # in an unfinished bundle: what is to be written
 _RECODED = "weights/{}-signed.bin"
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -297,7 +297,7 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
 
 
 def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
-    """What a graph's products are computed in: the bundle's dtype, or int8 where their rows are rounded to it, as the CPU does."""
+    """What a graph's products are computed in: its weights' dtype, or int8 where their rows are rounded to it, as the CPU does."""
     rounds = backend == "cpu" and any(node.attributes.get_int("accuracy_level", 0) == 4 for node in model.graph)
     return "int8" if rounds else _DTYPE_NAMES[dtype]
 
@@ -374,7 +374,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
     eager = pair.modules(plan.tree, capacity, plan.positions, dialect, dialect, plan.schemes(codes))
     for name in ("target", "draft"):
         weights.fill(eager[name], locations[codes][name])
-    np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], plan.dtype))  # type: ignore[arg-type]
+    np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], handed(plan.dtype)))  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
 
@@ -387,7 +387,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         depth=plan.tree.depth,
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
-        dtype=_DTYPE_NAMES[plan.dtype],
+        dtype=_DTYPE_NAMES[handed(plan.dtype)],
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,

@@ -18,7 +18,8 @@ _STEP = 64  # positions of caches in place: TensorRT wants every address it is g
 class Needs:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
     computes in, the default first. quantized: what weights may be quantized to. spare: a dialect to fall back on where the device
-    cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``.
+    cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``. drafter: what the drafter's weights are
+    quantized to unless asked otherwise: what was measured as best, ``none`` where nothing was.
     """
 
     dialect: type[Plain]
@@ -29,19 +30,21 @@ class Needs:
     spare: type[Plain] | None = None
     codes: torch.dtype = torch.uint8
     block: int = 32
+    drafter: str = "none"
 
 
 _GPU = (torch.float16, torch.float32)
+_BF16 = (*_GPU, torch.bfloat16)
 BACKENDS: Mapping[str, Needs] = {
     # On a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4.
     "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,)),
     # CUDA graphs need every shape to be known.
     "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU),
     # It takes MatMulNBits of 4 bits alone, and DequantizeLinear of both.
-    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_GPU, codes=torch.int8),
+    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
     # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
     "tensorrt": Needs(
-        Standard, rows=64, static=True, dtypes=_GPU, quantized=("int4", "fp8"), spare=Decomposed, codes=torch.int8, block=64
+        Standard, rows=64, static=True, dtypes=_BF16, quantized=("int4", "fp8"), spare=Decomposed, codes=torch.int8, block=64
     ),
 }
 

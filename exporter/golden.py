@@ -106,7 +106,7 @@ def positions(rows: int) -> int:
 
 @torch.inference_mode()
 def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches."""
+    """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches of dtype."""
     run: dict[str, Tensor] = {}
     target_caches, draft_caches = empty(target, dtype), empty(drafter, dtype)
     vocabulary = target.embed_tokens.num_embeddings

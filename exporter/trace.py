@@ -31,6 +31,11 @@ _DTYPES = {
 }  # fmt: skip
 
 
+def handed(dtype: torch.dtype) -> torch.dtype:
+    """What caches, hidden rows and logits are handed over in, by the dtype of weights: numpy and some backends know no bfloat16."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
 def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
     """Key and value of every layer in turn, [1, kv heads, S, d]."""
     return [torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype) for _ in range(2 * layers)]
@@ -45,7 +50,7 @@ def signature(
 ) -> tuple[list[Input], list[str]]:
     """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
 
-    sizes: of the axes ``rows`` and ``accepted`` that are static; the others are symbolic.
+    dtype: of caches and hidden rows. sizes: of the axes ``rows`` and ``accepted`` that are static; the others are symbolic.
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
@@ -158,9 +163,9 @@ def trace(
 ) -> ir.Model:  # fmt: skip
     """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read.
 
-    sizes: see ``signature``.
+    dtype: of weights. sizes: see ``signature``.
     """
-    inputs, outputs = signature(module, dtype, sizes)
+    inputs, outputs = signature(module, handed(dtype), sizes)
     dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
     past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
     dynamic["caches"] = [dynamic.pop(name) for name in past]

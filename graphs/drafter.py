@@ -58,7 +58,8 @@ class Drafter(nn.Module):
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""
-        return self.fc(torch.cat((F.embedding(tokens, self.embed_tokens.weight), hidden), dim=-1))
+        embedded = F.embedding(tokens, self.embed_tokens.weight)
+        return self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
 
     def log_probs(self, y: Tensor) -> Tensor:
         return self.lm_head(y).float().log_softmax(-1)
@@ -80,7 +81,7 @@ class Drafter(nn.Module):
         present: list[Tensor] = []
         pasts: list[Past] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
-            rows = layer.project(x, self.rotary, position)
+            rows = layer.project(x, self.rotary, position, key.dtype)
             attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
             x = layer.finish(x, attended)
             present += written
@@ -96,7 +97,7 @@ class Drafter(nn.Module):
             x = self.fuse(tokens, hidden)
             position = (length + len(beside[0])).expand(tokens.shape[0])
             for layer, past, siblings in zip(self.layers, pasts, beside, strict=True):
-                rows = layer.project(x, self.rotary, position)
+                rows = layer.project(x, self.rotary, position, past.cache[0].dtype)
                 attended, own = self.ops.peek(rows, past, siblings, slots)
                 siblings.append(own)
                 x = layer.finish(x, attended)

@@ -78,9 +78,9 @@ class Attention(nn.Module):
         self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, *how)
 
-    def forward(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
-        """x: [n, H], position: int64 [n]."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
+        """x: [n, H], position: int64 [n], dtype: of the caches."""
+        q, k, v = (project(x).to(dtype) for project in (self.q_proj, self.k_proj, self.v_proj))
         return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
 
 
@@ -106,11 +106,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape, ops)
         self.mlp = MLP(shape, ops, scheme)
 
-    def project(self, x: Tensor, rotary: Rotary, position: Tensor) -> Rows:
-        """x: [n, H], position: int64 [n]."""
-        return self.self_attn(self.input_layernorm(x), rotary, position)
+    def project(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
+        """x: [n, H], position: int64 [n], dtype: of the caches."""
+        return self.self_attn(self.input_layernorm(x), rotary, position, dtype)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [n, H], attended: [n, heads * head dim] -> [n, H]."""
-        x = x + self.self_attn.o_proj(attended)
+        x = x + self.self_attn.o_proj(attended.to(x.dtype))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -40,10 +40,10 @@ class Target(nn.Module):
         x = F.embedding(tokens, self.embed_tokens.weight)
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
-            rows = layer.project(x, self.rotary, position)
+            rows = layer.project(x, self.rotary, position, key.dtype)
             attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
             x = layer.finish(x, attended)
             present += written
         hidden = self.norm(x)
-        logits = self.lm_head(hidden)
-        return logits.argmax(-1), logits, hidden, *present
+        logits = self.lm_head(hidden).to(caches[0].dtype)
+        return logits.argmax(-1), logits, hidden.to(caches[0].dtype), *present

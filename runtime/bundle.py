@@ -32,7 +32,7 @@ class Graph:
     """A graph of the bundle.
 
     file: relative to the bundle, as are the weights it names. weights: bytes of those. reads: bytes of weights that a pass reads,
-    a matrix that is multiplied twice counted twice and an embedding not at all. precision: of its products, the bundle's dtype, or
+    a matrix that is multiplied twice counted twice and an embedding not at all. precision: of its products, that of its weights, or
     int8 where the rows of a pass are rounded to meet quantized weights.
     """
 
@@ -85,8 +85,8 @@ class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
     capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown, for the reader. weights: how those of ``target`` and ``draft`` are quantized, for the reader; others are kept in
-    dtype. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and sha256.
+    it is grown, for the reader. dtype: of caches, hidden rows and logits. weights: how those of ``target`` and ``draft`` are
+    quantized, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and sha256.
     """
 
     capacity: int
