@@ -85,7 +85,7 @@ class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
     capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown, for the reader. weights: how those of ``target`` and ``draft`` are quantized, for the reader; others are kept in
+    it is grown, and of how many tokens, for the reader. weights: how those of ``target`` and ``draft`` are quantized, for the reader; others are kept in
     dtype. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and sha256.
     """
 
