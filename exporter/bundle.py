@@ -128,7 +128,8 @@ class Plan:
             file: [(name, source.shape, str(source.dtype(self.dtype))) for name, source in own.items()]
             for file, own in self.sources().items()
         }
-        return json.dumps([kept, self.block, self.pair.target.identity(), self.pair.drafter.identity()])
+        drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
+        return json.dumps([kept, self.block, drafted, self.pair.target.identity(), self.pair.drafter.identity()])
 
     def disk(self) -> int:
         """Bytes the disk must hold at the worst: weights, and graphs, golden run and engines beside them."""
@@ -138,7 +139,9 @@ class Plan:
         """Bytes that are the same in another place, and stored once: of embeddings, and of lm_head however it is kept."""
         tied, met, again = self.pair.target_config.tie_word_embeddings, set[str](), 0
         for file, sources in self.sources().items():
-            for name in {"embed_tokens.weight", "lm_head.weight", "lm_head.scale"} & sources.keys():
+            trimmed = file == "weights/draft.bin" and self.pair.draft_vocabulary is not None
+            heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
+            for name in ({"embed_tokens.weight"} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)), name
                 if name != "embed_tokens.weight" and "lm_head.scale" in sources:
                     content = f"{name} in {sources['lm_head.weight'].fixed}"
@@ -391,7 +394,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
-        tree=asdict(plan.tree),
+        tree=asdict(plan.tree) | {"vocabulary": pair.drafted},
         sources={"target": pair.target.source, "drafter": pair.drafter.source},
         files=files,
     )

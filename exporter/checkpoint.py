@@ -7,7 +7,7 @@ repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``m
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ def _drafter_name(name: str) -> str | None:
     while name.startswith("model."):
         name = name.removeprefix("model.")
     name = re.sub(r"^mlp\.mlp\.", "mlp.", name)
-    # The target's own lm_head is used: a copy of it, or a list of the tokens a trimmed one keeps, changes no output.
-    return None if "rotary_emb" in name or name in ("lm_head.weight", "token_map") else name
+    return None if "rotary_emb" in name else name
 
 
 class Checkpoint:
@@ -223,8 +222,8 @@ class Checkpoint:
                 return rows
             return self._load_pickle(file)[stored][start:stop].clone()
 
-    def require(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Every expected tensor is there with its shape, and no other tensor is."""
+    def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
+        """Every expected tensor is there with its shape, and no other tensor is, but for optional ones."""
         for name, shape in expected.items():
             if name not in self:
                 raise GumihoError(f"{self.kind} '{self.source}' lacks the tensor '{name}', expected with shape {list(shape)}")
@@ -232,7 +231,7 @@ class Checkpoint:
                 found = list(self.shape(name))
                 raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' has shape {found}, expected {list(shape)}")
             self.check_dtype(name)
-        surplus = sorted(self.names() - set(expected))
+        surplus = sorted(self.names() - set(expected) - optional)
         if surplus:
             raise GumihoError(
                 f"{self.kind} '{self.source}' holds the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no Llama "

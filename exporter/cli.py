@@ -46,6 +46,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
     )
+    parser.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="let the drafter draft the N most frequent tokens alone, which makes its lm_head smaller "
+        "(the checkpoint's token_map; else all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-text", nargs="+", type=Path, default=[], metavar="FILE",
+        help="what --draft-vocab counts: texts, or .jsonl with 'prompt', 'text' or 'turns' (none: the oldest tokens)",
+    )  # fmt: skip
     tree = parser.add_argument_group("draft tree")
     tree.add_argument(
         "--policy", choices=("dynamic", "chain"), default="dynamic", help="a tree, or one chain as vLLM drafts it"
@@ -95,9 +104,7 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
         raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
     top_k = 1 if chain else args.top_k or 14
     beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows))
-    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or 35, beam, reference).fitted(
-        pair.target_shape.vocabulary
-    )
+    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or 35, beam, reference).fitted(pair.drafted)
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":
@@ -107,10 +114,32 @@ def open_pair(args: argparse.Namespace) -> "Pair":
     return Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
 
 
+def trim(args: argparse.Namespace, pair: "Pair") -> None:
+    """Gives a pair the draft vocabulary that the options ask for. Raises GumihoError for what cannot be."""
+    from .bundle import eos_token_ids
+    from .vocabulary import frequent
+
+    size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
+    if size is None:
+        if args.draft_text:
+            raise GumihoError("--draft-text is what --draft-vocab counts: say with it how many tokens to draft")
+        return
+    if not len(ends) < size <= vocabulary:
+        raise GumihoError(
+            f"--draft-vocab is {size}: give {len(ends) + 1} to {vocabulary}, the target's vocabulary, "
+            f"of which those that end a text ({len(ends)}) are always drafted"
+        )
+    if args.draft_text and pair.tokenizer is None:
+        raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")
+    whole = size == vocabulary
+    pair.draft_vocabulary = None if whole else frequent(size, vocabulary, pair.tokenizer, args.draft_text, ends)
+
+
 def plan(args: argparse.Namespace) -> "Plan":
     from .bundle import Plan
 
     pair = open_pair(args)
+    trim(args, pair)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
     if not 4 <= capacity <= limit:
@@ -163,6 +192,7 @@ def describe(plan: "Plan", out: Path) -> str:
         f"tree      {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
         + (", the reference's quirks" if tree.reference else ""),
         f"capacity  {plan.capacity} positions",
+        *trimmed(plan),
         *quantization(plan),
         *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
@@ -170,6 +200,12 @@ def describe(plan: "Plan", out: Path) -> str:
         f"memory    {plan.memory() / 1e9:.2f} GB at the peak, mapped weights included",
     ]
     return "\n".join(lines)
+
+
+def trimmed(plan: "Plan") -> list[str]:
+    """What is drafted, where that is not every token."""
+    found = plan.pair.draft_vocabulary
+    return [f"drafts    {len(found.ids)} of {plan.pair.target_shape.vocabulary} tokens, {found.origin}"] if found else []
 
 
 def quantization(plan: "Plan") -> list[str]:
@@ -219,7 +255,7 @@ def export(args: argparse.Namespace) -> None:
     bundle.require_space(wanted.disk(), out)
     if args.dry_run:
         return
-    lines = quantization(wanted)
+    lines = [*trimmed(wanted), *quantization(wanted)]
     with bundle.staged(out, args.overwrite, same=wanted.same()) as folder:
         manifest = bundle.write(wanted, folder)
         lines += forecast(manifest)
@@ -260,6 +296,11 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     if args.weights or args.draft_weights:
         raise GumihoError(
             "--weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
+        )
+    if args.draft_vocab is not None or args.draft_text:
+        raise GumihoError(
+            "--draft-vocab and --draft-text mean nothing to --backend vllm, whose drafter has a row of lm_head for every token: "
+            "leave them out"
         )
     if len(args.backend) > 1:
         raise GumihoError("--backend vllm writes no bundle: export for the other backends in a run of their own")

@@ -19,10 +19,12 @@ from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
 
 from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
+from .vocabulary import DraftVocabulary, token_map
 from .weights import Source
 
 _SLICE_ELEMENTS = 16 << 20
 _NUMBERS: Mapping[str, Scheme] = {}
+_OPTIONAL = frozenset(("lm_head.weight", "token_map"))  # of a drafter; a whole lm_head is the target's own, so no copy is read
 
 
 class Pair:
@@ -57,7 +59,7 @@ class Pair:
         if not self.draft_shape.layers:
             raise GumihoError(f"drafter '{self.drafter.source}' lacks the tensor 'layers.0.self_attn.q_proj.weight'")
         self.target.require(self._expected_target())
-        self.drafter.require(self._expected_drafter())
+        self.drafter.require(self._expected_drafter(), _OPTIONAL)
         theirs, ours = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
         if theirs is not None and ours is not None and theirs != ours:
             token = next((t for t in theirs if ours.get(t) != theirs[t]), None) or next(t for t in ours if t not in theirs)
@@ -65,6 +67,26 @@ class Pair:
                 f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': its tokenizer gives "
                 f"{token!r} the id {theirs.get(token)}, expected {ours.get(token)}"
             )
+
+    @cached_property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """What the drafter may draft, None for all tokens: what its ``token_map`` says, unless something else is assigned."""
+        if "token_map" not in self.drafter:
+            return None
+        name, hidden, rows = "lm_head.weight", self.target_shape.hidden, None
+        if name in self.drafter:
+            rows, *width = self.drafter.shape(name)
+            if width != [hidden]:
+                raise GumihoError(
+                    f"drafter '{self.drafter.source}': tensor '{name}' has shape {[rows, *width]}, expected {[rows, hidden]}"
+                )
+            self.drafter.check_dtype(name)
+        return token_map(self.drafter.read("token_map"), self.target_shape.vocabulary, rows, self.drafter.source)
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens the drafter may draft."""
+        return len(self.draft_vocabulary.ids) if self.draft_vocabulary else self.target_shape.vocabulary
 
     @staticmethod
     def _vocabulary(folder: Path) -> dict[str, int] | None:
@@ -134,11 +156,14 @@ class Pair:
 
         ops, drafting: the dialects of target and drafter. schemes: how the weights of ``target`` and ``draft`` are quantized, where they are.
         """
+        trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             grown, cut = (
-                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, drafting, schemes.get("draft"))
+                Drafter(
+                    self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, drafting, schemes.get("draft"), trimmed
+                )
                 for t in (tree, None)
-            )
+            )  # fmt: skip
             return {
                 "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target")).eval(),
                 "draft": grown.eval(),
@@ -158,7 +183,7 @@ class Pair:
         sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
         sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
-        sources["lm_head.weight"] = target["lm_head.weight"]
+        sources |= self._draft_head(target["lm_head.weight"])
         h = self.draft_shape.hidden
         input_major = scheme is None or not scheme.fits(h)
         if heads:
@@ -175,6 +200,26 @@ class Pair:
                     sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
                     sources["heads.first.bias"] = replace(stacked, shape=(heads * h,))
         return sources | self._rotary(self.draft_config, positions)
+
+    def _draft_head(self, whole: Source) -> dict[str, Source]:
+        """The drafter's lm_head, and which tokens its rows stand for where they are not all. whole: the target's lm_head."""
+        if self.draft_vocabulary is None:
+            return {"lm_head.weight": whole}
+        ids = self.draft_vocabulary.ids
+
+        def rows() -> Iterator[Tensor]:
+            start = 0
+            for part in whole.slices():
+                inside = ids[(ids >= start) & (ids < start + len(part))] - start
+                start += len(part)
+                if len(inside):
+                    yield part[inside]
+
+        trimmed = Source((len(ids), whole.shape[1]), rows)
+        return {
+            "token_ids": Source((len(ids),), lambda: iter((ids,)), torch.int64),
+            "lm_head.weight": self._tensor(self.drafter, "lm_head.weight") if self.draft_vocabulary.own_rows else trimmed,
+        }
 
     @staticmethod
     def _tensor(checkpoint: Checkpoint, name: str) -> Source:

@@ -26,7 +26,7 @@ Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
+    torch.int64: ir.DataType.INT64, torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
 

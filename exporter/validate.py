@@ -79,7 +79,9 @@ def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tenso
     module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(plan.codes[0]))["draft"]
     assert isinstance(module, Drafter)
     state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}
-    module.load_state_dict({n: t if t.itemsize == 1 else t.float() for n, t in state.items()}, assign=True)
+    module.load_state_dict(
+        {n: t.float() if t.is_floating_point() and t.itemsize > 1 else t for n, t in state.items()}, assign=True
+    )
     caches = [
         example for name, example, _ in signature(module, torch.float32)[0] if name.startswith(("past_key", "past_value"))
     ]

@@ -19,10 +19,8 @@ Read off vLLM pull request 43544 (open; commit 7f27511) and, where marked *, off
 - One weight file of any size will do (``model_executor/model_loader/weight_utils.py``*), so there are no shards.
 """
 
-import copy
 import json
 import os
-import re
 import shlex
 import struct
 from collections.abc import Iterator
@@ -53,33 +51,21 @@ def _vllm_name(name: str) -> str:
     return name if name.startswith(("mlp.", "lm_head.", "token_map")) else f"model.{name}"
 
 
-def _whole(pair: Pair) -> Checkpoint:
-    """The drafter with its own ``lm_head.weight`` and ``token_map``, which our own runtime passes over."""
-    whole = copy.copy(pair.drafter)
-    whole._where = dict(whole._where)
-    for file in whole._weight_files():
-        for stored in whole._open(file):
-            name = re.sub(r"^(model\.)+", "", stored)
-            if name in ("lm_head.weight", "token_map"):
-                whole._where[name] = file, stored
-    return whole
-
-
-def _trimmed(pair: Pair, drafter: Checkpoint) -> bool:
+def _trimmed(pair: Pair) -> bool:
     """Whether the drafter has an ``lm_head`` that vLLM cannot take."""
     name, shape = "lm_head.weight", (pair.target_shape.vocabulary, pair.target_shape.hidden)
-    return name in drafter and drafter.shape(name) != shape
+    return name in pair.drafter and pair.drafter.shape(name) != shape
 
 
-def _tensors(pair: Pair, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[str, torch.dtype]]:
+def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """The tensors to write, by the checkpoint's names, with the dtype each gets. Raises GumihoError for what vLLM cannot run."""
     if pair.heads and pair.blocks != _RESIDUAL_BLOCKS:
         raise GumihoError(
             f"drafter '{pair.drafter.source}' has heads of {pair.blocks} residual blocks and vLLM knows heads of "
             f"{_RESIDUAL_BLOCKS} only: export it for another --backend"
         )
-    drafter, found = _whole(pair), dict[str, torch.dtype]()
-    names = drafter.names() - ({"lm_head.weight"} if _trimmed(pair, drafter) else set())
+    drafter, found = pair.drafter, dict[str, torch.dtype]()
+    names = drafter.names() - ({"lm_head.weight"} if _trimmed(pair) else set())
     for name in names:
         if name != "token_map":
             drafter.check_dtype(name)
@@ -88,7 +74,7 @@ def _tensors(pair: Pair, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[st
         if found[name] not in _CODES:
             raise GumihoError(f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32")
     # The widest first, which keeps every tensor aligned to its elements, as the safetensors library does it.
-    return drafter, {name: found[name] for name in sorted(names, key=lambda n: (-found[n].itemsize, n))}
+    return {name: found[name] for name in sorted(names, key=lambda n: (-found[n].itemsize, n))}
 
 
 def _config(pair: Pair) -> dict[str, Any]:
@@ -136,8 +122,7 @@ def _slices(drafter: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tens
 
 def size(pair: Pair, dtype: torch.dtype | None = None) -> int:
     """Bytes the disk must hold. Raises GumihoError, before anything is written, for a drafter that vLLM cannot run."""
-    drafter, tensors = _tensors(pair, dtype)
-    return sum(prod(drafter.shape(name)) * stored.itemsize for name, stored in tensors.items()) + _BESIDE
+    return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _BESIDE
 
 
 def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
@@ -145,7 +130,7 @@ def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
 
     dtype: of all weights; None keeps each as it is stored.
     """
-    drafter, tensors = _tensors(pair, dtype)
+    drafter, tensors = pair.drafter, _tensors(pair, dtype)
     header, end = dict[str, Any](__metadata__=_MARK), 0
     for name, stored in tensors.items():
         shape, start = drafter.shape(name), end
@@ -192,8 +177,7 @@ def lines(pair: Pair, out: Path) -> list[str]:
         f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(text)}",
         "note: it takes a vLLM that has the method 'gumiho' (pull request 43544), on its V1 model runner",
     ]
-    whole = _whole(pair)
-    if _trimmed(pair, whole):
-        found, wanted = list(whole.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
+    if _trimmed(pair):
+        found, wanted = list(pair.drafter.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
         said.append(f"note: its lm_head of shape {found} is left out, vLLM takes {wanted} only: the target's is used instead")
     return said

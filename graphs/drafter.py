@@ -37,12 +37,15 @@ class Drafter(nn.Module):
     """The drafter of a pair; without a tree it is cut off before it, and only extends its caches.
 
     shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first. scheme: how its
-    matrices are quantized, all but the embedding.
+    matrices are quantized, all but the embedding. trimmed: how many tokens it may draft, where that is not the whole vocabulary:
+    rows of lm_head, whose tokens are ``token_ids``, int64 [trimmed].
     """
+
+    token_ids: nn.Parameter | None
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Plain] = Plain, scheme: Scheme | None = None,
+        ops: type[Plain] = Plain, scheme: Scheme | None = None, trimmed: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
@@ -51,7 +54,9 @@ class Drafter(nn.Module):
         self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, scheme)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
         if tree:
-            self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, scheme)
+            self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, scheme)
+            ids = nn.Parameter(torch.empty(trimmed, dtype=torch.int64), requires_grad=False) if trimmed else None
+            self.register_parameter("token_ids", ids)
             used = tree.depth - tree.serial_steps
             if used > 0:
                 self.heads = Heads(used, shape.hidden, blocks, ops, scheme)
@@ -62,6 +67,7 @@ class Drafter(nn.Module):
         return self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
 
     def log_probs(self, y: Tensor) -> Tensor:
+        """Of the tokens it may draft. y: [n, H] -> fp32 [n, V], or [n, trimmed]."""
         return self.lm_head(y).float().log_softmax(-1)
 
     def forward(
@@ -109,4 +115,4 @@ class Drafter(nn.Module):
 
         last = count - 1
         pending, y = self.ops.gather(tokens, last), self.ops.gather(x, last)
-        return *grow(self.tree, pending, y, self.log_probs, step, heads, self.ops), *present
+        return *grow(self.tree, pending, y, self.log_probs, step, heads, self.token_ids, self.ops), *present

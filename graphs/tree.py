@@ -102,23 +102,28 @@ class _Nodes:
 
 def grow(
     tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor], Tensor], step: Step, heads: Heads,
-    ops: type[Plain] = Plain,
+    token_ids: Tensor | None = None, ops: type[Plain] = Plain,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Grows the tree below the pending token.
 
     pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] -> fp32 [n, V].
+    token_ids: int64 [V], the target's tokens that those are of, where they are not all of them.
     Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32 [R]); parents come before children.
     """
     device = pending.device
     nodes = _Nodes([pending], [torch.zeros(1, device=device)], [torch.zeros(1, dtype=torch.int64, device=device)], [0])
 
+    def target_id(index: Tensor) -> Tensor:
+        return index if token_ids is None else ops.gather(token_ids, index)
+
     def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keeps the level's best nodes: scores, tokens, and the rank of each one's parent among the expanded nodes."""
         score, index = ops.top_k(options.reshape(-1), tree.kept(depth))
-        return score, ops.gather(tokens.reshape(-1), index), ops.quotient(index, options.shape[1])
+        return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.quotient(index, options.shape[1])
 
     # Level 1: the best tokens of the serial step that has just read the newly accepted tokens.
     score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tried(1)))
+    token = target_id(token)
     nodes.add(token, score, torch.zeros_like(token), 1)
     first, made = 1, hidden.expand(token.shape[0], -1)  # where the level begins among the nodes; what drafted each token
     previous: tuple[Tensor, Tensor] | None = None

@@ -85,8 +85,9 @@ class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
     capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown, for the reader. dtype: of caches, hidden rows and logits. weights: how those of ``target`` and ``draft`` are
-    quantized, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path -> bytes and sha256.
+    it is grown, and of how many tokens, for the reader. dtype: of caches, hidden rows and logits. weights: how those of ``target``
+    and ``draft`` are quantized, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path ->
+    bytes and sha256.
     """
 
     capacity: int

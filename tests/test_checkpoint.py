@@ -148,16 +148,15 @@ def test_stored_dtypes_come_back_bit_for_bit(
 
 @pytest.mark.parametrize("container", [bin_file, safetensors_file])
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model."])
-def test_what_a_drafter_copies_or_buffers_is_ignored(
+def test_what_a_drafter_buffers_is_ignored_and_what_it_copies_has_its_bare_name(
     tmp_path: Path, drafter_state: State, container: Callable[[Path, State], None], prefix: str
 ) -> None:
-    extra = {
-        f"{prefix}lm_head.weight": torch.ones(61, 16),
-        f"{prefix}token_map": torch.arange(61),
+    copied = {"lm_head.weight": torch.ones(61, 16), "token_map": torch.arange(61)}
+    extra = {f"{prefix}{name}": tensor for name, tensor in copied.items()} | {
         f"{prefix}rotary_emb.inv_freq": torch.ones(4),
         f"{prefix}layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
-    same(Checkpoint(str(folder_of(tmp_path, drafter_state | extra, container)), "drafter"), drafter_state)
+    same(Checkpoint(str(folder_of(tmp_path, drafter_state | extra, container)), "drafter"), drafter_state | copied)
 
 
 def test_a_targets_rotary_buffers_are_ignored(tmp_path: Path, target_state: State) -> None:
