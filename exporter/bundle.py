@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ def _is_matrix(name: str, source: Source) -> bool:
 class Plan:
     """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends.
 
-    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int8``, ``int4`` or ``fp8``.
+    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int8``, ``int4`` or ``fp8``. link: leave what can be
+    left in the checkpoints' own files.
     """
 
     pair: Pair
@@ -56,6 +57,7 @@ class Plan:
     dtype: torch.dtype = torch.float32
     backends: tuple[str, ...] = ("cpu",)
     quantized: Mapping[str, str] = field(default_factory=dict)
+    link: bool = False
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -93,14 +95,39 @@ class Plan:
         return {"target": self.pair.target_sources(self.positions), "draft": draft}
 
     def sources(self) -> dict[str, dict[str, Source]]:
-        """What is packed, by file, but for codes that are kept a second way."""
+        """What is packed, by file, but for codes that are kept a second way. Of what is linked, and of nothing else, it says where it
+        is stored.
+        """
         schemes, made = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, numbers in self._numbers().items():
             how, own = schemes.get(model), made.setdefault(f"weights/{model}.bin", {})
             for name, source in numbers.items():
                 whole = how is not None and _is_matrix(name, source) and how.fits(source.shape[-1])
-                own |= quantized(source, name, how, self.dtype) if how and whole else {name: source}
+                own |= quantized(source, name, how, self.dtype) if how and whole else {name: self._left(source)}
         return made
+
+    def _left(self, source: Source) -> Source:
+        return source if self.link and source.linkable(self.dtype) else replace(source, stored=None)
+
+    def linked(self) -> int:
+        """Bytes that stay in the checkpoints' files."""
+        places = {s.stored: s.nbytes(self.dtype) for own in self.sources().values() for s in own.values() if s.stored}
+        return sum(places.values())
+
+    def require_links(self) -> None:
+        """Raises GumihoError where links are wanted and nothing of the target can be linked, saying why."""
+        target = self.pair.target
+        if not self.link or any(source.stored for source in self.sources()["weights/target.bin"].values()):
+            return
+        where, kept = f"target '{target.source}'", ", ".join(sorted(target.dtypes()))
+        if all(target.stored(name) is None for name in target.names()):
+            raise GumihoError(
+                f"{where} is kept in pickled files, and only .safetensors can be linked: leave --link-weights out"
+            )
+        raise GumihoError(
+            f"{where} is kept in {kept} and the bundle in {_DTYPE_NAMES[self.dtype]}, so nothing of it can be linked: "
+            "choose the target's own with --dtype where the backend computes in it, or leave --link-weights out"
+        )
 
     def kept(self) -> list[str]:
         """Names of the matrices that are not quantized though the others of their model are: their rows are no whole blocks."""
@@ -116,7 +143,7 @@ class Plan:
         """Bytes of each weight file before equal tensors are found: what the disk must hold at the worst."""
         sources, sizes = self.sources(), dict[str, int]()
         for file, own in sources.items():
-            sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in own.values())
+            sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in own.values() if not s.stored)
         for name in self.quantized if len(self.codes) > 1 else ():
             codes = (s for s in sources[f"weights/{name}.bin"].values() if s.fixed == self.codes[0])
             sizes[_RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
@@ -125,7 +152,7 @@ class Plan:
     def same(self) -> str:
         """What decides the content of the weight files: parameters, how they are kept, and the checkpoints' files."""
         kept = {
-            file: [(name, source.shape, str(source.dtype(self.dtype))) for name, source in own.items()]
+            file: [(n, source.shape, str(source.dtype(self.dtype)), bool(source.stored)) for n, source in own.items()]
             for file, own in self.sources().items()
         }
         drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
@@ -142,7 +169,7 @@ class Plan:
             trimmed = file == "weights/draft.bin" and self.pair.draft_vocabulary is not None
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
             for name in ({"embed_tokens.weight"} | heads) & sources.keys():
-                size, content = _aligned(sources[name].nbytes(self.dtype)), name
+                size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
                 if name != "embed_tokens.weight" and "lm_head.scale" in sources:
                     content = f"{name} in {sources['lm_head.weight'].fixed}"
                     size *= len(self.codes) if name == "lm_head.weight" else 1
@@ -282,6 +309,21 @@ def require_space(needed: int, out: Path) -> None:
             f"the export needs {needed / 1e9:.2f} GB and the disk of '{out}' has {free / 1e9:.2f} GB free: "
             "free some space, or name a folder on another disk with --out"
         )
+
+
+def free_memory() -> int | None:
+    """Bytes that programs may take without swapping, as Linux estimates it; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def require_memory(needed: int) -> None:
+    free = free_memory()
+    if free is not None and free < needed:
+        raise GumihoError(f"that takes {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free")
 
 
 def _ports(values: Any) -> tuple[Port, ...]:

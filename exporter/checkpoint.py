@@ -21,6 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graphs.layer import LlamaShape
 from runtime.errors import GumihoError
 
+from .weights import Stored
+
 # The released drafters and the targets they were trained for (reference: the official repository's model table).
 TARGETS = {
     "Gumiho-vicuna-7b": "lmsys/vicuna-7b-v1.3",
@@ -34,7 +36,8 @@ TARGETS = {
 
 _WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 
-_DTYPES = {"F16", "BF16", "F32", "torch.float16", "torch.bfloat16", "torch.float32"}
+_STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by the names of safetensors
+_DTYPES = {*_STORED, *map(str, _STORED.values())}
 _SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
 
 
@@ -97,6 +100,7 @@ class Checkpoint:
         self.config = self._json("config.json")
         rename = _target_name if kind == "target" else _drafter_name
         self._files: dict[Path, Mapping[str, tuple[tuple[int, ...], str]]] = {}
+        self._begins: dict[Path, Mapping[str, int]] = {}
         self._whole: dict[Path, dict[str, Tensor]] = {}  # of files that cannot be mapped
         self._where: dict[str, tuple[Path, str]] = {}
         for file in self._weight_files():
@@ -202,6 +206,27 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         file, stored = self._place(name)
         return self._open(file)[stored][0]
+
+    def dtypes(self) -> set[str]:
+        """Of all tensors, as torch names them."""
+        found = {self._open(file)[stored][1] for file, stored in self._where.values()}
+        return {str(_STORED.get(name, name)).removeprefix("torch.") for name in found}
+
+    def stored(self, name: str) -> Stored | None:
+        """Where a tensor lies, None in files that do not say: pickled ones."""
+        file, stored = self._place(name)
+        if file.suffix != ".safetensors" or (dtype := _STORED.get(self._open(file)[stored][1])) is None:
+            return None
+        return Stored(file, self._offsets(file)[stored], dtype)
+
+    def _offsets(self, file: Path) -> Mapping[str, int]:
+        """Where the tensors of a .safetensors file begin: behind eight bytes that hold the header's length, and the header."""
+        if file not in self._begins:
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            self._begins[file] = {n: 8 + length + e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
+        return self._begins[file]
 
     def check_dtype(self, name: str) -> None:
         """From the file's header alone, so that it is noticed before anything is written."""

@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
     parser.add_argument(
+        "--link-weights", action="store_true",
+        help="hard-link the checkpoints' .safetensors files and read weights from there, where dtype and layout allow (copy them)",
+    )  # fmt: skip
+    parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
     )
     parser.add_argument(
@@ -146,7 +150,10 @@ def plan(args: argparse.Namespace) -> "Plan":
         raise GumihoError(
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
-    return Plan(pair, tree_config(args, pair), capacity, dtype(args), tuple(dict.fromkeys(args.backend)), quantized(args))
+    backends = tuple(dict.fromkeys(args.backend))
+    made = Plan(pair, tree_config(args, pair), capacity, dtype(args), backends, quantized(args), linking(args))
+    made.require_links()
+    return made
 
 
 def dtype(args: argparse.Namespace) -> "torch.dtype":
@@ -180,6 +187,19 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
     return {model: wanted for model, (_, wanted) in asked.items() if wanted != "none"}
 
 
+def linking(args: argparse.Namespace) -> bool:
+    """Whether weights are linked. Raises GumihoError where a backend cannot read them from a checkpoint's files."""
+    from .forms import BACKENDS
+
+    aligned = [name for name in args.backend if BACKENDS[name].aligned]
+    if args.link_weights and aligned:
+        raise GumihoError(
+            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, where checkpoints' files do "
+            "not keep them: leave one of the two out"
+        )
+    return bool(args.link_weights)
+
+
 def describe(plan: "Plan", out: Path) -> str:
     from .bundle import free_space
 
@@ -194,6 +214,7 @@ def describe(plan: "Plan", out: Path) -> str:
         f"capacity  {plan.capacity} positions",
         *trimmed(plan),
         *quantization(plan),
+        *links(plan),
         *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
         f"disk      {plan.disk() / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
@@ -236,6 +257,13 @@ def forecast(manifest: "Manifest") -> list[str]:
     return lines
 
 
+def links(plan: "Plan") -> list[str]:
+    """What is linked, and what is packed all the same."""
+    packed = sum(plan.sizes().values()) - plan.shared()
+    linked = f"linked    {plan.linked() / 1e6:.1f} MB in the checkpoints' files, {packed / 1e6:.1f} MB at most are packed"
+    return [linked] if plan.link else []
+
+
 def export(args: argparse.Namespace) -> None:
     from runtime.backends import backend
     from runtime.bundle import Bundle
@@ -255,13 +283,14 @@ def export(args: argparse.Namespace) -> None:
     bundle.require_space(wanted.disk(), out)
     if args.dry_run:
         return
-    lines = [*trimmed(wanted), *quantization(wanted)]
+    lines = [*trimmed(wanted), *quantization(wanted), *links(wanted)]
     with bundle.staged(out, args.overwrite, same=wanted.same()) as folder:
         manifest = bundle.write(wanted, folder)
         lines += forecast(manifest)
         for name in wanted.backends:
             try:
                 made = backend(name, args.device)
+                bundle.require_memory(made.memory(Bundle(folder))[0])
             except GumihoError as error:
                 lines += [
                     f"{name}: not compiled here, since {error}",
@@ -288,7 +317,10 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
 
     from . import bundle, vllm
 
-    for option in ("validate", "device", "capacity", "compat", "rows", "serial_steps", "heads", "top_k", "head_top_k", "beam"):
+    for option in (
+        "validate", "link_weights", "device", "capacity",
+        "compat", "rows", "serial_steps", "heads", "top_k", "head_top_k", "beam",
+    ):  # fmt: skip
         if getattr(args, option):
             raise GumihoError(
                 f"--{option.replace('_', '-')} means nothing to --backend vllm, which grows no tree: leave it out"

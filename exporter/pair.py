@@ -230,7 +230,7 @@ class Pair:
             for start in range(0, shape[0], rows):
                 yield checkpoint.read(name, start, start + rows)
 
-        return Source(shape, slices)
+        return Source(shape, slices, stored=checkpoint.stored(name))
 
     def _stack(self, names: list[str], transposed: bool) -> Iterator[Tensor]:
         for name in names:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from graphs.ops import FP8, Scheme, turned
+from runtime.bundle import sample_hash
+from runtime.errors import GumihoError
 
 ALIGNMENT = 4096
 NOTES = ".notes"  # in an unfinished bundle: what has been packed
@@ -25,15 +28,26 @@ _STEPS = 7.0, 7.5, 8.0, 8.5  # that a block's largest number may be long; codes 
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Where a file keeps a tensor, number behind number: ``offset`` in bytes."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a parameter's values come from. ``slices()`` yields them in storage order, whatever their stored dtype.
 
-    fixed: what they are kept in, whatever the bundle's dtype: fp32 for the rotary tables, bytes for codes.
+    fixed: what they are kept in, whatever the bundle's dtype: fp32 for the rotary tables, bytes for codes. stored: where they lie
+    already, if they do in one piece.
     """
 
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
     fixed: torch.dtype | None = None
+    stored: Stored | None = None
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.fixed or dtype
@@ -41,6 +55,12 @@ class Source:
     def whole(self) -> Tensor:
         """All values at once, in their stored dtype."""
         return torch.cat([part.reshape(-1) for part in self.slices()]).reshape(self.shape)
+
+    def linkable(self, dtype: torch.dtype) -> bool:
+        """Whether the values lie in a file as a bundle wants them."""
+        stored = self.stored
+        # Old files have headers of any length, and not every processor reads numbers at odd addresses.
+        return stored is not None and stored.dtype == self.dtype(dtype) and stored.offset % stored.dtype.itemsize == 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return prod(self.shape) * self.dtype(dtype).itemsize
@@ -149,6 +169,8 @@ def _bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
 class Packer:
     """Writes weight files, and remembers across files what is already there: equal content is stored once.
 
+    Sources that say where they are stored are not written: the file is hard-linked into the bundle.
+
     Every finished tensor is noted under ``NOTES``, with the hash of its file so far. A packer in the same folder goes
     on behind the last note that still holds.
     """
@@ -157,10 +179,16 @@ class Packer:
         """progress is told the bytes of every slice that has been dealt with."""
         self.bundle, self.dtype, self.progress = bundle, dtype, progress
         self._known: dict[tuple[torch.dtype, int], list[Location]] = {}
-        self.hashes: dict[str, tuple[int, str]] = {}  # file -> bytes, sha256
+        self.hashes: dict[str, tuple[int, str]] = {}  # file -> bytes, sha256 or ``sample_hash``
+        self._links: dict[Path, str] = {}  # a checkpoint's file -> its name in the bundle
 
     def pack(self, file: str, sources: Mapping[str, Source]) -> dict[str, Location]:
-        """Writes one file. Returns where each parameter lies, which may be an earlier file."""
+        """Writes one file. Returns where each parameter lies, which may be an earlier file, or a linked one.
+
+        Raises GumihoError where a file cannot be linked.
+        """
+        links = {name: self._link(file, source, source.stored) for name, source in sources.items() if source.stored}
+        sources = {name: source for name, source in sources.items() if name not in links}
         path = self.bundle / file
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal(file).parent.mkdir(exist_ok=True)
@@ -179,7 +207,32 @@ class Packer:
                 journal.write(json.dumps([name, place.file, place.offset, place.length, out.tell(), whole.hexdigest()]) + "\n")
                 journal.flush()
             self.hashes[file] = out.tell(), whole.hexdigest()
-        return locations
+        return links | locations
+
+    def _link(self, file: str, source: Source, stored: Stored) -> Location:
+        if stored.file not in self._links:
+            name = f"{file.removesuffix('.bin')}/{stored.file.name}"
+            self._links[stored.file] = name
+            self.hashes[name] = self._linked(stored.file.resolve(), self.bundle / name)
+        place = Location(
+            self._links[stored.file], stored.offset, source.nbytes(self.dtype), source.dtype(self.dtype), source.shape
+        )
+        self._known.setdefault((place.dtype, place.length), []).append(place)
+        return place
+
+    @staticmethod
+    def _linked(file: Path, link: Path) -> tuple[int, str]:
+        """Size and hash of a file that is linked; it may be already, by a run that was interrupted."""
+        link.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not (link.exists() and link.samefile(file)):
+                os.link(file, link)
+        except OSError as error:
+            raise GumihoError(
+                f"'{file}' cannot be hard-linked to where the bundle is written ({error.strerror}): "
+                "name a folder on the same disk with --out, or leave --link-weights out"
+            ) from None
+        return link.stat().st_size, sample_hash(link)
 
     def _write(
         self, file: str, source: Source, slices: Iterator[Tensor], out: BinaryIO, whole: Any, pool: ThreadPoolExecutor
