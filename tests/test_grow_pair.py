@@ -25,6 +25,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 WIDER = ["--hidden", "72"]
 SHAPES = {
     "nothing": ({}, []),
@@ -35,7 +36,7 @@ SHAPES = {
     "tied": ({"tie_word_embeddings": True}, ["--vocabulary", "113", "--hidden", "54"]),
     "heads twice as long": ({"attention_bias": True, "rope_parameters": LLAMA3}, ["--head-dim", "16"]),
     "heads three times as long": ({}, ["--head-dim", "24"]),
-    "heads four times as long": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}}, ["--head-dim", "32"]),
+    "heads four times as long": ({"rope_parameters": LINEAR}, ["--head-dim", "32"]),
     "more groups": ({"attention_bias": True}, [*WIDER, "--heads", "8", "--kv-heads", "4"]),
     "larger groups": ({"attention_bias": True}, [*WIDER, "--heads", "12"]),
     "smaller groups": ({"attention_bias": True}, [*WIDER, "--kv-heads", "6"]),
@@ -144,8 +145,7 @@ def test_demo_pair_drafts_the_same(demo_bundle: Path, grown_demo: Path, make_bun
         with runtime.load(bundle) as model:
             for prompt in prompts:
                 generation = model.generate(prompt, 80, trace=True)
-                trees = [(c.tokens, c.path, c.tree and (c.tree.tokens, c.tree.parents)) for c in generation.cycles()]
-                found.append(trees)
+                found.append([(c.tokens, c.path, c.tree and (c.tree.tokens, c.tree.parents)) for c in generation.cycles()])
                 taus.append(generation.stats.summary()["tau"])
     assert found[: len(prompts)] == found[len(prompts) :]
     assert taus[: len(prompts)] == taus[len(prompts) :]

@@ -3,28 +3,30 @@
     python tools/grow_pair.py PAIR OUT --hidden 1536 --intermediate 6144 --layers 20 --heads 12 --kv-heads 4 \\
         --head-dim 128 --vocabulary 32000 [--dtype fp32]
 
-reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head each, so that
-memory holds the largest tensor and little else. What is not given stays as it is. Tokens, trees and tau are those of the old
-pair, so a small pair that was trained gives real acceptance to benchmarks of real shapes. What is added:
+reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head each,
+so that memory holds the largest tensor and little else. What is not given stays as it is. Greedy tokens are those of the old
+pair, and so are trees and tau but for near-ties: a small pair that was trained gives real acceptance to benchmarks of real
+shapes. What is added:
 
-- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by the
-  mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
-- Channels of a head: with a head k times as long, old channel c is channel k * c. So the rotary pair i, channels i and
-  i + d/2, becomes the pair k * i, whose frequency theta^(-2ki / kd) is the old one's, scaled by ``rope_scaling`` as before. Attention divides
-  by sqrt(d'), so queries are multiplied by sqrt(k).
-- Heads: an old group of query heads goes to a group of its own, or to several, each with a copy of its key-value head, where the
-  new groups are smaller. The heads left over are zero.
+- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by
+  the mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
+- Channels of a head: with a head k times as long, old channel c is channel k * c. So the rotary pair i, channels i and i + d/2,
+  becomes the pair k * i, whose frequency theta^(-2ki / kd) is the old one's, scaled by ``rope_scaling`` as before. Attention
+  divides by sqrt(d'), so queries are multiplied by sqrt(k).
+- Heads: an old group of query heads goes to a group of its own or, where the new groups are smaller, to several, each with a
+  copy of its key-value head. The heads left over are zero.
 - Channels of the MLP are zero.
-- Layers stand behind the old ones. Their norms' weights are zero, so whatever the rest is, they add zero; their matrices are noise,
-  since an export stores equal tensors once and a benchmark would read fewer bytes than its shape says.
-- Tokens are copies of one that never wins, in embedding and ``lm_head``: the one whose largest probability is lowest over a text that the
-  target itself writes (16 samples of 128 tokens from its first token, at temperature 1). They have its logit, which is below another's,
-  and the lower id. They add to the softmax what that token has, times their number, which is printed.
+- Layers stand behind the old ones. Their norms' weights are zero, so whatever the rest is, they add zero; their matrices are
+  noise, since an export stores equal tensors once and a benchmark would read fewer bytes than its shape says.
+- Tokens are copies of one that never wins, in embedding and ``lm_head``: the one whose largest probability is lowest over what
+  the target itself writes (16 samples of 128 tokens, at temperature 1). A copy has the logit of its original, whose lower id
+  wins a tie, so greedy decoding never takes one. Their share of the softmax is printed: drawn texts may hold one.
 
-Zeros are multiplied like other numbers on CPUs; a GPU draws less power over them, so where power bounds its clock it may run faster.
+Zeros are multiplied like other numbers on CPUs; a GPU draws less power over them, so where power bounds its clock it may run
+faster than on dense weights.
 
-In fp32, the default, results are the same up to the rounding of other orders of summation. fp16, which takes half the disk,
-rounds norms and queries once more, unless H'/H and k are powers of four.
+In fp32, the default, results are the same up to the rounding of other orders of summation and of the factors above. fp16, which
+takes half the disk, rounds norms and queries once more, unless H'/H and k are powers of four.
 """
 
 import argparse
@@ -62,7 +64,7 @@ NOISE = 0.02  # standard deviation, Llama's initializer_range
 
 
 def grown_shape(old: LlamaShape, wanted: dict[str, int | None], kind: str) -> LlamaShape:
-    """The shape that is asked for, which is the old one where nothing is. Raises GumihoError where the old one does not fit in."""
+    """The shape that is asked for, or the old one where nothing is. Raises GumihoError where the old one does not fit in."""
     sizes = {name: size for name, size in wanted.items() if size is not None}
     for name, size in sizes.items():
         found = getattr(old, name)
@@ -71,7 +73,7 @@ def grown_shape(old: LlamaShape, wanted: dict[str, int | None], kind: str) -> Ll
     new = replace(old, **sizes)  # type: ignore[arg-type]
     if new.head_dim % old.head_dim:
         raise GumihoError(
-            f"--head-dim {new.head_dim} is no multiple of the {kind}'s {old.head_dim}, which would change its rotary frequencies: "
+            f"--head-dim {new.head_dim} is no multiple of the {kind}'s {old.head_dim}, as its rotary frequencies demand: "
             f"give {old.head_dim}, {2 * old.head_dim} or {4 * old.head_dim}"
         )
     if new.heads % new.kv_heads:
@@ -135,7 +137,7 @@ def sources(old: LlamaShape, new: LlamaShape, never: int) -> dict[str, Tensor]:
 class Grown:
     """A checkpoint of a larger shape, made of one of the old shape, a tensor at a time.
 
-    new: its shape, as ``grown_shape`` gives it. tied: whether ``lm_head`` is the embedding. noise: what added layers are made of.
+    new: its shape, as ``grown_shape`` gives it. tied: whether ``lm_head`` is the embedding. noise: makes added layers.
     """
 
     def __init__(
