@@ -72,11 +72,7 @@ def load(module: Drafter, pair: Pair, tree: TreeConfig, positions: int) -> Draft
     """The drafter with the checkpoint's tensors, fused as the exporter does."""
     sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
     names = dict(module.named_parameters())
-    state = {
-        name: torch.cat([s.float().reshape(-1) for s in source.slices()]).reshape(source.shape)
-        for name, source in sources.items()
-        if name in names
-    }
+    state = {name: source.whole().to(names[name].dtype) for name, source in sources.items() if name in names}
     module.load_state_dict(state, assign=True)
     return module
 
