@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return {name: layout(name, self.pair, self.tree, self.capacity, "target" in self.quantized) for name in self.backends}
+        return {name: layout(name, self.pair, self.tree, self.capacity, self.quantized.keys()) for name in self.backends}
 
     @property
     def positions(self) -> int:
@@ -171,7 +171,8 @@ class Plan:
             for name in ({"embed_tokens.weight"} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
                 if name != "embed_tokens.weight" and "lm_head.scale" in sources:
-                    content = f"{name} in {sources['lm_head.weight'].fixed}"
+                    codes = sources["lm_head.weight"]
+                    content = f"{name} of codes {codes.fixed} {codes.shape}"
                     size *= len(self.codes) if name == "lm_head.weight" else 1
                 elif name == "lm_head.weight" and tied:
                     content = "embed_tokens.weight"
@@ -415,8 +416,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
 
     codes, weights = plan.codes[0], golden.Weights(folder)
     capacity = min(plan.capacity, golden.positions(plan.tree.rows))
-    dialect = weights.dialect()
-    eager = pair.modules(plan.tree, capacity, plan.positions, dialect, dialect, plan.schemes(codes))
+    eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
     for name in ("target", "draft"):
         weights.fill(eager[name], locations[codes][name])
     np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], handed(plan.dtype)))  # type: ignore[arg-type]

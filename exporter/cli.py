@@ -182,8 +182,10 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
     for option, wanted in asked.values():
         refusing = [name for name in args.backend if wanted != "none" and wanted not in BACKENDS[name].quantized]
         if refusing:
-            taking = ", ".join(name for name, needs in BACKENDS.items() if wanted in needs.quantized)
-            raise GumihoError(f"{option} {wanted} is for {taking} alone: export for {refusing[0]} by itself, or with int4")
+            taken = " and ".join(BACKENDS[refusing[0]].quantized)
+            raise GumihoError(
+                f"{option} {wanted} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
+            )
     return {model: wanted for model, (_, wanted) in asked.items() if wanted != "none"}
 
 
@@ -236,7 +238,7 @@ def quantization(plan: "Plan") -> list[str]:
     lines, kept = [f"weights   {model}: {plan.how(model)}" for model in plan.quantized], plan.kept()
     if kept:
         lines.append(
-            f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are no multiple of {plan.block}, are not quantized"
+            f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are not several blocks of {plan.block}, are not quantized"
         )
     return lines
 

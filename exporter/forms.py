@@ -1,6 +1,6 @@
 """What each backend wants of the graphs: their dialect, and which sizes are fixed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,8 @@ BACKENDS: Mapping[str, Needs] = {
 class Layout:
     """How a backend's graphs are traced.
 
-    dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: of every pass. pinned: by graph, sizes of its axes that
-    are static.
+    dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: of every
+    pass. pinned: by graph, sizes of its axes that are static.
     """
 
     dialect: type[Plain]
@@ -67,16 +67,21 @@ class Layout:
     pinned: Mapping[str, Mapping[str, int]]
 
 
-def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: bool) -> Layout:
-    """The layout of a backend's graphs for a pair, its tree, and the positions a text may take. quantized: whether the target is."""
+def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str] = ()) -> Layout:
+    """The layout of a backend's graphs for a pair, its tree, and the positions a text may take.
+
+    quantized: whose weights are, of ``target`` and ``draft``.
+    """
     needs = BACKENDS[backend]
-    dialect = drafting = needs.dialect
-    # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
-    if dialect is Contrib and any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim)):
-        dialect = drafting = Standard
+    dialect = needs.dialect
     if not needs.static:
+        # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
+        odd = any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim))
+        usual = Standard if odd else dialect
+        # ``Standard`` rounds no rows, for which there are no fast products.
+        own, drafting = Exact if "target" in quantized else usual, Exact if odd and "draft" in quantized else usual
         sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
-        return Layout(Exact if quantized else dialect, drafting, capacity, min(_CHUNK, capacity), False, sizes)
+        return Layout(own, drafting, capacity, min(_CHUNK, capacity), False, sizes)
     rows, accepted = tree.rows, tree.depth + 1
     # Rows of a padded pass that do not count are written behind those that do, so the last pass of a text needs room for them.
     slots = capacity if dialect.appends else -(-(capacity + rows) // _STEP) * _STEP
@@ -85,7 +90,7 @@ def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized:
         "draft": {"accepted": accepted, "rows": rows},
         "extend": {"accepted": rows, "rows": rows},
     }
-    return Layout(dialect, drafting, slots, rows, True, pinned)
+    return Layout(dialect, dialect, slots, rows, True, pinned)
 
 
 def tables(layouts: Mapping[str, Layout], tree: TreeConfig, capacity: int) -> int:

@@ -149,21 +149,21 @@ class Pair:
         capacity: int,
         positions: int,
         ops: type[Plain] = Plain,
-        drafting: type[Plain] = Plain,
+        drafting: type[Plain] | None = None,
         schemes: Mapping[str, Scheme] = _NUMBERS,
     ) -> dict[str, Target | Drafter]:
         """The graphs of a bundle, without weights (on the meta device).
 
-        ops, drafting: the dialects of target and drafter. schemes: how the weights of ``target`` and ``draft`` are quantized, where they are.
+        ops: their dialect; drafting: the drafter's, where it is another. schemes: how the weights of ``target`` and ``draft`` are
+        quantized, where they are.
         """
+        own, scheme = drafting or ops, schemes.get("draft")
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             grown, cut = (
-                Drafter(
-                    self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, drafting, schemes.get("draft"), trimmed
-                )
+                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, own, scheme, trimmed)
                 for t in (tree, None)
-            )  # fmt: skip
+            )
             return {
                 "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target")).eval(),
                 "draft": grown.eval(),

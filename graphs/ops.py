@@ -35,8 +35,9 @@ class Scheme:
     bits: int = 4
 
     def fits(self, inputs: int) -> bool:
-        """Whether rows of so many numbers are whole blocks. Matrices of others are not quantized."""
-        return not self.block or inputs % self.block == 0
+        """Whether rows of so many numbers are whole blocks, and several: MIGraphX refuses scales of which a row has one. Matrices
+        of others are not quantized."""
+        return not self.block or (inputs > self.block and inputs % self.block == 0)
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of codes and scales."""
@@ -111,7 +112,9 @@ class Plain:
 
     opset = 24
     appends = False  # a pass returns its rows' keys and values alone
-    accuracy_level = 0  # of MatMulNBits: 4 lets it round what it multiplies to int8, 0 says nothing
+    # Of MatMulNBits: 4 has it round what it multiplies to int8, 0 says nothing. ONNX Runtime's CPU provider has kernels of 8 bits
+    # for 4 alone, and unpacks the matrix in every pass for any other.
+    accuracy_level = 0
 
     @classmethod
     def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -139,11 +142,10 @@ class Plain:
             )
             out = F.linear(x, numbers)
         else:
-            level = 4 if bits == 8 else cls.accuracy_level  # ONNX Runtime has no kernel of 8 bits for any other on the CPU
             out = ops.symbolic(
                 "com.microsoft::MatMulNBits",
                 (x, weight, scale),
-                {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": level},
+                {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": cls.accuracy_level},
                 dtype=x.dtype,
                 shape=[x.shape[0], outputs],
                 version=1,
