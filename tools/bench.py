@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import shutil
@@ -29,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from runtime import GumihoError
@@ -247,6 +249,14 @@ def digest(checkpoint: Path) -> str:
     return f"{checkpoint.resolve().parent.name}-{checkpoint.name}-{whole[:8]}"
 
 
+def described(checkpoint: Path) -> str:
+    count = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  it is no dict
+    return f"{digest(checkpoint)}, {count / 1e6:.1f} M parameters"
+
+
 def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -280,10 +290,14 @@ def write(bench: Bench, prompts: Sequence[Prompt], cut: int) -> None:
     args, ran = bench.args, [result for result in bench.results if not result["failed"]]
     plain = [result["name"] for result in ran if not result["plain"]]
     reference = next((name for name in plain if name == "transformers, greedy"), plain[0] if plain else "")
-    about = {"machine": machine(), "target": digest(args.pair / "target"), "threads": args.threads,
-             "new tokens": args.new_tokens, "rounds": args.rounds}  # fmt: skip
+    about = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
+             "target": described(args.pair / "target")}  # fmt: skip
     if args.draft_model:
-        about["draft model"] = digest(args.draft_model)
+        about["draft model"] = described(args.draft_model)
+    for bundle in args.bundles:
+        manifest = Bundle(bundle).manifest
+        quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
+        about[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
     if cut:
         about["prompts cut to fit"] = cut
     sets = {prompt.set: sum(other.set == prompt.set for other in prompts) for prompt in prompts}

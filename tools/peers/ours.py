@@ -1,10 +1,10 @@
 """This project's runtime over bundles, speculative as it plans it and plain."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+from runtime.bundle import Bundle
 from tools.peers.protocol import Text, Way, serve
 
 REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # the benchmark's own environment
@@ -13,8 +13,8 @@ REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # the benchmark's own environmen
 def ways(bundles: list[Path]) -> list[Way]:
     found = []
     for bundle in bundles:
-        manifest = json.loads((bundle / "gumiho.json").read_text("utf-8"))
-        weights = manifest["weights"].get("target") or manifest["dtype"]
+        manifest = Bundle(bundle).manifest
+        weights = manifest.weights.get("target", manifest.dtype).split(",")[0].replace("float", "fp")
         plain = f"ours, {bundle.name}, plain"
         found += [
             Way(f"ours, {bundle.name}", weights, plain, str(bundle)),
