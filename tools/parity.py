@@ -26,12 +26,17 @@ DEVICES = {"migraphx": ("", "ref")}  # besides the first device
 
 
 def read(file: Path) -> list[str]:
-    """The first turn of every line. Raises GumihoError for a file that is not such a set."""
+    """The first turn of every line, or all of a ``.txt``. Raises GumihoError for a file that is not such a set."""
     try:
-        lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        return [str(line["turns"][0] if "turns" in line else line["prompt"]) for line in lines]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise GumihoError(f"{file} cannot be read as prompts ({error}): give JSONL with a field 'turns' or 'prompt'") from None
+        text = file.read_text("utf-8")
+        if file.suffix == ".txt":
+            return [text]
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [str(line["turns"][0] if "turns" in line else line.get("text") or line["prompt"]) for line in lines]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise GumihoError(
+            f"{file} cannot be read as prompts ({error}): give a .txt, or JSONL with a field 'text', 'turns' or 'prompt'"
+        ) from None
 
 
 def contexts(model: Model, texts: list[str], count: int) -> list[list[int]]:

@@ -1,8 +1,10 @@
 """Trains the demo pair: a small Llama target and its Gumiho drafter, on the Python standard library's sources.
 
     python tools/train_demo.py OUT [--steps 1000] [--draft-steps 2400]
+    python tools/train_demo.py OUT --assistant [--steps 250]
 
-A target that is already in OUT is kept, and only its drafter trained.
+A target that is already in OUT is kept, and only its drafter trained; with ``--assistant`` ``OUT/assistant`` instead, a Llama
+with a third of its layers: the draft model that assisted generation is measured with (``tools/bench.py``).
 
 writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/drafter`` (the official Gumiho layout,
 ``config.json`` and fp16 ``pytorch_model.bin``). The drafter is trained as the paper's section 3 describes: the serial
@@ -130,8 +132,17 @@ def fit(
             print(f"step {step + 1}/{steps}  {time.perf_counter() - started:.0f} s  {report(loss)}", flush=True)
 
 
-def train_target(stream: Tensor, held_out: Tensor, steps: int) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(TARGET)
+def first_and_last(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A Llama of two layers that starts as the target without those between its first and its last."""
+    model = LlamaForCausalLM(LlamaConfig(**{**TARGET.to_dict(), "num_hidden_layers": 2}))
+    model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(target.model.norm.state_dict())
+    for layer, old in zip(model.model.layers, (target.model.layers[0], target.model.layers[-1]), strict=True):
+        layer.load_state_dict(old.state_dict())
+    return model
+
+
+def train_target(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, steps: int) -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(1)
 
     def loss_of(step: int) -> Tensor:
@@ -150,6 +161,16 @@ def train_target(stream: Tensor, held_out: Tensor, steps: int) -> LlamaForCausal
     fit(list(model.parameters()), loss_of, steps, 3e-3, report)
     # What is trained on is what is shipped: the drafter must learn from the fp16-rounded target.
     return model.eval().requires_grad_(False).half().float()
+
+
+def write_target(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    model.half().save_pretrained(folder)
+    GenerationConfig(bos_token_id=0, eos_token_id=[1]).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
+                    "clean_up_tokenization_spaces": False, "model_max_length": TARGET.max_position_embeddings}, indent=2)
+    )  # fmt: skip
 
 
 class Drafter(nn.Module):
@@ -230,28 +251,28 @@ def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of the target")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the target, or of the assistant")
     parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter")
+    parser.add_argument("--assistant", action="store_true", help="train the assistant of the target in OUT, and nothing else")
     args = parser.parse_args()
+    folder = args.out / "target"
+    trained = (folder / "model.safetensors").is_file()
+    if args.assistant and not trained:
+        parser.error(f"{folder} has no target to make an assistant for: train it first, without --assistant")
     torch.manual_seed(0)
 
-    tokenizer = train_tokenizer()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if args.assistant else train_tokenizer()
     stream, held_out = token_stream(tokenizer, held_out=False), token_stream(tokenizer, held_out=True)
     print(f"{len(stream)} training tokens, {len(held_out)} held out")
 
-    folder = args.out / "target"
-    if (folder / "model.safetensors").is_file():
+    if trained:
         target = LlamaForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     else:
-        target = train_target(stream, held_out, args.steps)
-    target.half().save_pretrained(folder)
-    GenerationConfig(bos_token_id=0, eos_token_id=[1]).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-                    "clean_up_tokenization_spaces": False, "model_max_length": TARGET.max_position_embeddings}, indent=2)
-    )  # fmt: skip
-
+        target = train_target(LlamaForCausalLM(TARGET), stream, held_out, args.steps)
+    if args.assistant:
+        write_target(train_target(first_and_last(target), stream, held_out, args.steps), tokenizer, args.out / "assistant")
+        return
+    write_target(target, tokenizer, folder)
     target = target.float()
     drafter = train_drafter(target, stream, held_out, args.draft_steps)
     folder = args.out / "drafter"

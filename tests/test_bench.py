@@ -1,0 +1,232 @@
+"""The benchmark: what it reads, how it talks to peers, what it makes of failures, and its numbers."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from runtime import load
+from tests import fake_peer
+from tests.conftest import DEMO
+from tools import bench, costs, parity, report
+from tools.bench import Bench, Prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("turns.jsonl", '{"id": 81, "category": "writing", "turns": ["one\\ntwo", "again"]}\n{"id": 82, "turns": ["three"]}\n'),
+        ("prompts.jsonl", '{"prompt": "one\\ntwo"}\n\n{"prompt": "three"}\n'),
+        ("texts.jsonl", '{"text": "one\\ntwo"}\n{"text": "three"}'),
+    ],
+)
+def test_prompt_files(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert parity.read(tmp_path / name) == ["one\ntwo", "three"]
+
+
+def test_plain_text_is_one_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"prompt": "as it is"}\n\nmore')
+    assert parity.read(tmp_path / "a.txt") == ['{"prompt": "as it is"}\n\nmore']
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What a run over the fake peer finds, by way."""
+    return run(tmp_path_factory.mktemp("found"))
+
+
+def run(folder: Path) -> dict[str, dict[str, Any]]:
+    (folder / "pair/target").mkdir(parents=True)
+    (folder / "pair/target/config.json").write_text("{}")
+    args = Namespace(pair=folder / "pair", draft_model=None, envs=folder, models=folder / "models", out=folder, threads=1,
+                     new_tokens=5, rounds=2)  # fmt: skip
+    made = Bench(args)
+    made.add("fake", fake_peer, fake_peer.ways())
+    made.measure([Prompt("a", 0, [7]), Prompt("a", 1, [1, 20]), Prompt("b", 0, [30])], [Prompt("a", 2, [3])])
+    assert all(program.worker is None for program in made.programs)
+    return {result["name"]: result for result in made.results}
+
+
+def test_round_trip(found: dict[str, dict[str, Any]]) -> None:
+    plain = found["plain"]
+    assert [(text["set"], text["prompt"], text["prompt_tokens"]) for text in plain["texts"]] == [
+        ("a", 0, 1),
+        ("a", 1, 2),
+        ("b", 0, 1),
+    ]
+    assert [text["tokens"] for text in plain["texts"]] == [[8, 9, 10, 11, 12], [21, 22, 23, 24, 25], [31, 32, 33, 34, 35]]
+    assert plain["versions"] == {"fake": "1.0"}
+    assert 1 < plain["peak_mb"] < 1000
+
+
+def test_the_fastest_setting_is_taken(found: dict[str, dict[str, Any]]) -> None:
+    drafting = found["drafting"]
+    assert drafting["setting"] == {"wait": 0.0}
+    assert [one["setting"] for one in drafting["tried"]] == [{"wait": 0.02}, {"wait": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("no draft model", "no --draft-model was given"),
+        ("cannot load", "ValueError: no such weights at all"),
+        ("cannot convert", "NotImplementedError: no fp8 here"),
+        ("dies", "its process ended with status 9: out of something"),
+    ],
+)
+def test_failures_are_listed_with_their_reasons(found: dict[str, dict[str, Any]], way: str, reason: str) -> None:
+    assert found[way]["failed"] == reason
+    assert not found["plain"]["failed"]
+    row = next(row for row in report.rows(whole(found), "a") if row["way"] == way)
+    assert row == {"way": way, "weights": found[way]["weights"], "failed": reason}
+    assert f"| {way} | {found[way]['weights']} | failed: {reason} | - |" in report.markdown(whole(found))
+
+
+def whole(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"about": {"new tokens": 5}, "prompts": {"a": 2, "b": 1}, "reference": "plain", "ways": list(found.values())}
+
+
+def test_without_memory_for_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, dict[str, Any]]
+) -> None:
+    """They are started one after another, round by round, and find the same texts."""
+    monkeypatch.setattr(Bench, "fits", lambda self, program: False)
+    apart = run(tmp_path)
+    for name, result in found.items():
+        assert [text["tokens"] for text in apart[name]["texts"]] == [text["tokens"] for text in result["texts"]]
+
+
+def test_table_of_a_run(found: dict[str, dict[str, Any]]) -> None:
+    rows = {row["way"]: row for row in report.rows(whole(found), "a")}
+    # Four tokens behind the first, of 10 ms each, or two in 10 ms.
+    assert rows["plain"]["tokens/s"] == pytest.approx(100)
+    assert rows["drafting"]["tokens/s"] == pytest.approx(200)
+    assert rows["drafting"]["of plain"] == rows["drafting"]["of reference"] == pytest.approx(2)
+    assert (rows["plain"]["tau"], rows["drafting"]["tau"]) == (1, 2)
+    assert rows["plain"]["first token, ms"] == pytest.approx(1)
+    assert (rows["plain"]["of plain"], rows["plain"]["texts as plain"]) == (None, "-")
+    assert rows["drafting"]["texts as plain"] == rows["plain"]["as reference"] == "2 of 2"
+    assert rows["wrong"]["as reference"] == "0 of 2 (0:2)"
+
+
+Speeds = st.lists(st.tuples(st.integers(2, 50), st.floats(0.1, 10)), min_size=1, max_size=9)
+
+
+def texts(speeds: list[tuple[int, float]], factor: float = 1.0) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": i,
+            "tokens": [*range(n)],
+            "first_tokens": 1,
+            "first_seconds": 3.0,
+            "seconds": 3.0 + spent / factor,
+            "passes": n - 1,
+        }
+        for i, (n, spent) in enumerate(speeds)
+    ]
+
+
+@given(Speeds, st.floats(0.1, 10))
+def test_ratios(speeds: list[tuple[int, float]], factor: float) -> None:
+    """Everything faster by a factor is by that factor, whatever the texts are, and so are single texts that vary around it."""
+    plain, fast = texts(speeds), texts(speeds, factor)
+    assert report.ratio(fast, plain) == pytest.approx(factor)
+    assert report.speed(*plain) == pytest.approx(sum(n - 1 for n, _ in speeds) / sum(spent for _, spent in speeds))
+    assert report.tau(plain) == pytest.approx(1)
+    assert report.ratio(fast, [{**plain[0], "prompt": len(plain)}]) is None
+
+
+Tokens = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(Tokens, Tokens)
+def test_differences(ours: list[int], theirs: list[int]) -> None:
+    place = report.difference(ours, theirs)
+    if place is None:
+        assert ours == theirs
+    else:
+        assert ours[:place] == theirs[:place]
+        assert ours[place : place + 1] != theirs[place : place + 1]
+
+
+def test_plots(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot(whole(found), tmp_path)
+    assert {file.name for file in tmp_path.glob("bench-*") if file.stat().st_size > 1000} == {
+        "bench-a.png", "bench-a.svg", "bench-b.png", "bench-b.svg",
+    }  # fmt: skip
+
+
+def test_ours_beside_transformers(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command over our own ways alone: its tokens are those of transformers."""
+    monkeypatch.setattr(report, "plot", lambda run, folder: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    (tmp_path / "code.txt").write_text("def read_lines(path):\n")
+    argv = [
+        str(demo_bundle),
+        "--pair",
+        str(DEMO),
+        "--prompts",
+        str(tmp_path / "code.txt"),
+        "--new-tokens",
+        "12",
+        "--threads",
+        "1",
+    ]
+    assert bench.main([*argv, "--out", str(tmp_path), "--peers"]) == 0
+    ways = json.loads((tmp_path / "bench.json").read_text())["ways"]
+    target = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
+    ids = torch.tensor([Tokenizer.from_file(str(DEMO / "target/tokenizer.json")).encode("def read_lines(path):\n").ids])
+    wanted = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert [way["texts"][0]["tokens"] for way in ways] == [wanted.tolist()] * 2
+    assert ways[1]["texts"][0]["passes"] == 11
+    shown = capsys.readouterr().out
+    assert (tmp_path / "bench.md").read_text() in shown
+    assert bench.main(["--again", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pair", "nowhere"], "nowhere has no target/tokenizer.json"),
+        (["--new-tokens", "5000"], "leave no room for a prompt"),
+        (["no/bundle"], "no/bundle"),
+        (["--again", "--out", "nowhere"], "run without --again first"),
+    ],
+)
+def test_bad_requests(
+    argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert bench.main(argv) == 1
+    assert message in capsys.readouterr().err
+
+
+@given(st.floats(0.1, 3), st.lists(st.integers(1, 999), min_size=2, max_size=6, unique=True).map(sorted))
+def test_growth_of_powers(exponent: float, sizes: list[int]) -> None:
+    assert costs.growth(sizes, [3 * size**exponent for size in sizes]) == pytest.approx(exponent)
+    assert costs.growth([0, *sizes], [9, *(3 * size**exponent for size in sizes)]) == pytest.approx(exponent)
+
+
+def test_costs_of_a_bundle(demo_bundle: Path) -> None:
+    with load(demo_bundle, threads=1) as model, model.idle() as decoder:
+        found = costs.costs(decoder, [1, 8], [0, 16, 900], 1)
+        assert int(decoder.target.length[0]) == 0
+        assert [[len(spent) for spent in found[name]] for name in ("target", "draft")] == [[3, 3], [3]]
+        assert all(0 < ms < 1e5 for spent in (*found["target"], *found["draft"]) for ms in spent)
+        most, capacity = len(decoder.choice), decoder.manifest.capacity
+        with pytest.raises(costs.GumihoError, match=f"takes {most} rows and not {most + 1}"):
+            costs.costs(decoder, [most + 1], [0], 1)
+        with pytest.raises(costs.GumihoError, match="exceed the capacity"):
+            costs.costs(decoder, [1], [capacity - decoder.manifest.rows + 1], 1)

@@ -1,0 +1,373 @@
+"""Ours beside other ways to run the same weights, in one run: speed, tau, time to first token, memory, and whether texts are equal.
+
+    python -m tools.bench build/demo [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
+
+decodes every prompt greedily by every way in turn: bundles speculatively and plainly, transformers (greedy, prompt lookup,
+assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and llama.cpp (plain, prompt lookup), each
+peer in an environment and in processes of its own (``tools/peers``). Writes ``bench.md``, ``bench.json``, and plots. What
+cannot run is listed with the reason. Where memory does not hold all processes at once, as many as fit take turns, prompt by
+prompt, and every round goes through all of them.
+
+Environments and converted models are made once. llama.cpp is compiled, which CMAKE_ARGS in the environment may steer: where its
+AMX kernels crash (its issue 20824), as CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile".
+"""
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from runtime import GumihoError
+from runtime.bundle import Bundle, file_hash
+from runtime.command import run as run_command
+from tools import measure, report
+from tools.parity import read
+from tools.peers import ours
+from tools.peers.protocol import PeerError, Way, Worker
+
+ROOT = Path(__file__).parent.parent
+PEERS = "transformers", "optimum", "genai", "llama_cpp"
+TUNING, WARM_UP = 2, 16  # prompts to choose a setting by; tokens before anything is timed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    set: str
+    number: int
+    ids: list[int]
+
+
+@dataclass
+class Program:
+    """Ways that share a process, what starts it and what it is to load; and what is found of them, by way."""
+
+    peer: str
+    command: Sequence[str | Path]
+    loading: Mapping[str, Any]
+    ways: list[Way]
+    results: list[dict[str, Any]]
+    worker: Worker | None = None
+    peak_mb: float = 0.0
+
+    @property
+    def sound(self) -> list[tuple[Way, dict[str, Any]]]:
+        """The ways that have not failed."""
+        return [(way, result) for way, result in zip(self.ways, self.results, strict=True) if not result["failed"]]
+
+
+@dataclass
+class Bench:
+    """A run: where things are made, and what was found so far."""
+
+    args: argparse.Namespace
+    results: list[dict[str, Any]] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
+
+    # --- what runs -------------------------------------------------------------------------------------------------------------
+
+    def add(self, peer: str, module: ModuleType, ways: Iterable[Way]) -> None:
+        """Readies a peer's environment and models. What fails is noted with the ways that need it."""
+        python: Path | None = None
+        by_loading: dict[str, Program] = {}
+        for way in ways:
+            result = {"name": way.name, "peer": peer, "weights": way.weights, "plain": way.plain, "failed": "", "setting": {},
+                      "tried": [], "versions": {}, "peak_mb": 0.0, "texts": []}  # fmt: skip
+            self.results.append(result)
+            try:
+                if way.draft and not self.args.draft_model:
+                    raise PeerError("no --draft-model was given")
+                python = python or environment(peer, module.REQUIREMENTS, self.args.envs)
+                command: list[str | Path] = [python, "-m", module.__name__]
+                loading = {
+                    **way.options,
+                    "threads": self.args.threads,
+                    "model": way.model or self.model(peer, module, command, way.weights, self.args.pair / "target"),
+                }
+                if way.draft:
+                    loading["draft"] = self.model(peer, module, command, way.weights, self.args.draft_model)
+            except PeerError as error:
+                result["failed"] = str(error)
+                continue
+            key = json.dumps(loading, sort_keys=True)
+            if key not in by_loading:
+                by_loading[key] = Program(peer, command, loading, [], [])
+                self.programs.append(by_loading[key])
+            by_loading[key].ways.append(way)
+            by_loading[key].results.append(result)
+
+    def model(self, peer: str, module: ModuleType, command: Sequence[str | Path], weights: str, checkpoint: Path) -> str:
+        """The checkpoint as the peer reads it, converted if it was not before."""
+        if not hasattr(module, "convert"):
+            return str(checkpoint.resolve())
+        out = self.args.models.resolve() / digest(checkpoint) / f"{peer}-{weights}"
+        if not out.is_dir():
+            print(f"{peer}: converting {checkpoint} to {weights}", file=sys.stderr)
+            partial = out.with_name(f".{out.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            worker = self.open(command, f"{peer}-convert")
+            try:
+                worker.ask("convert", 3600, checkpoint=str(checkpoint.resolve()), out=str(partial), weights=weights)
+                partial.rename(out)
+            finally:
+                worker.close()
+                shutil.rmtree(partial, ignore_errors=True)
+        return str(out)
+
+    def open(self, command: Sequence[str | Path], log: str) -> Worker:
+        variables = {"OMP_NUM_THREADS": str(self.args.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return Worker(command, self.args.out / f"{log}.log", ROOT, variables)
+
+    # --- how it runs -----------------------------------------------------------------------------------------------------------
+
+    def measure(self, prompts: Sequence[Prompt], tuning: Sequence[Prompt]) -> None:
+        """Every prompt by every way, those that are alive at once taking turns."""
+        size = -(-len(prompts) // self.args.rounds)
+        for start in range(0, len(prompts), size):
+            waiting = [program for program in self.programs if program.sound]
+            whole = len(waiting)
+            while waiting:
+                alive: list[Program] = []
+                while waiting and (not alive or self.fits(waiting[0])):
+                    self.start(waiting[0], tuning)
+                    alive.append(waiting.pop(0))
+                for prompt in prompts[start : start + size]:
+                    for program in alive:
+                        for way, result in program.sound:
+                            self.text(program, way, result, prompt)
+                    print(f"prompt {prompt.number} of {prompt.set}, {len(alive)} processes", file=sys.stderr)
+                if len(alive) < whole:
+                    self.close(alive)
+        self.close(self.programs)
+
+    def fits(self, program: Program) -> bool:
+        """Whether memory holds another process, by the most that this one, or else any so far, has held."""
+        if program.worker:
+            return True
+        target = sum(file.stat().st_size for file in (self.args.pair / "target").glob("*.safetensors")) / 2**20
+        expected = program.peak_mb or max(2 * target, *(other.peak_mb for other in self.programs))
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) / 1024 > expected + 1024
+
+    def start(self, program: Program, tuning: Sequence[Prompt]) -> None:
+        """Loads, warms up, and chooses among settings where that was not done before."""
+        if program.worker:
+            return
+        names = [way.name for way in program.ways]
+        print(f"loading {', '.join(names)}", file=sys.stderr)
+        program.worker = self.open(program.command, names[0].replace(", ", "-").replace(" ", "-"))
+        try:
+            versions = program.worker.ask("load", **program.loading)["versions"]
+        except PeerError as error:
+            self.fail(program, str(error))
+            return
+        for way, result in program.sound:
+            result["versions"] = versions
+            try:
+                for setting in way.settings:
+                    if not result["setting"] or setting == result["setting"]:
+                        program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **setting)
+                if not result["setting"] and len(way.settings) > 1:
+                    result["tried"] = [
+                        {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)} for setting in way.settings
+                    ]
+                    result["setting"] = max(result["tried"], key=lambda one: one["speed"])["setting"]
+                result["setting"] = result["setting"] or way.settings[0]
+            except PeerError as error:
+                self.fail(program, str(error), result)
+
+    def try_out(self, worker: Worker, setting: Mapping[str, Any], tuning: Sequence[Prompt]) -> float:
+        texts = [worker.ask("generate", ids=prompt.ids, count=self.args.new_tokens, **setting) for prompt in tuning]
+        return report.speed(*texts) or 0.0
+
+    def text(self, program: Program, way: Way, result: dict[str, Any], prompt: Prompt) -> None:
+        assert program.worker
+        try:
+            text = program.worker.ask("generate", ids=prompt.ids, count=self.args.new_tokens, **result["setting"])
+        except PeerError as error:
+            self.fail(program, str(error), result)
+            return
+        result["texts"].append({"set": prompt.set, "prompt": prompt.number, "prompt_tokens": len(prompt.ids), **text})
+        result["peak_mb"] = program.peak_mb = max(program.peak_mb, program.worker.peak_mb)
+
+    def fail(self, program: Program, reason: str, result: dict[str, Any] | None = None) -> None:
+        """One way failed; all of its process where that is gone, or none is named."""
+        assert program.worker
+        dead = program.worker.process.poll() is not None
+        for one in program.results if dead or result is None else [result]:
+            one["failed"] = one["failed"] or reason
+            print(f"{one['name']}: {reason}", file=sys.stderr)
+
+    @staticmethod
+    def close(programs: Iterable[Program]) -> None:
+        for program in programs:
+            if program.worker:
+                program.worker.close()
+                program.worker = None
+
+
+def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) -> Path:
+    """The Python of a virtual environment with a peer's packages, installed unless they were before. Raises PeerError."""
+    if not requirements:
+        return Path(sys.executable)
+    home = folder.resolve() / peer
+    done, python = home / "requirements.json", home / "bin/python"
+    if done.is_file() and json.loads(done.read_text()) == [list(packages) for packages in requirements]:
+        return python
+    print(f"{peer}: installing {', '.join(name for packages in requirements for name in packages)}", file=sys.stderr)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    for command in ([sys.executable, "-m", "venv", str(home)], *([*pip, *packages] for packages in requirements)):
+        finished = subprocess.run(command, capture_output=True, text=True)
+        if finished.returncode:
+            errors = [line for line in finished.stderr.splitlines() if "error" in line.lower()] or ["no reason given"]
+            raise PeerError(f"installing {peer} failed: {errors[-1].strip()[:200]}")
+    done.write_text(json.dumps(requirements))
+    return python
+
+
+@cache
+def digest(checkpoint: Path) -> str:
+    """Names what is converted from a checkpoint: another for other weights."""
+    files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
+    whole = hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+    return f"{checkpoint.resolve().parent.name}-{checkpoint.name}-{whole[:8]}"
+
+
+def described(checkpoint: Path) -> str:
+    count = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  it is no dict
+    return f"{digest(checkpoint)}, {count / 1e6:.1f} M parameters"
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
+    """The prompts, those to choose settings by, and how many were cut to fit."""
+    file = args.pair / "target/tokenizer.json"
+    if not file.is_file():
+        raise GumihoError(f"{args.pair} has no target/tokenizer.json: give --pair a folder with target/ and drafter/")
+    tokenizer = Tokenizer.from_file(str(file))
+    context = json.loads((args.pair / "target/config.json").read_text("utf-8"))["max_position_embeddings"]
+    room = min(context, *(Bundle(path).manifest.capacity for path in args.bundles), context) - args.new_tokens
+    if room < 1:
+        raise GumihoError(f"--new-tokens {args.new_tokens} leave no room for a prompt: give less than {room + args.new_tokens}")
+    wanted = args.count + TUNING
+    sets = {file.stem: read(file)[:wanted] for file in args.prompts} or {"held-out": measure.prompts(wanted)}
+    prompts, spare, cut = list[Prompt](), list[Prompt](), 0
+    for name, texts in sets.items():
+        if not texts:
+            raise GumihoError(f"{name} holds no prompts")
+        found = [Prompt(name, i, tokenizer.encode(text).ids[:room]) for i, text in enumerate(texts)]
+        cut += sum(len(prompt.ids) == room for prompt in found)
+        prompts += found[: args.count]
+        spare += found[-TUNING:]
+    return prompts, spare[:TUNING], cut
+
+
+def write(bench: Bench, prompts: Sequence[Prompt], cut: int) -> None:
+    args, ran = bench.args, [result for result in bench.results if not result["failed"]]
+    plain = [result["name"] for result in ran if not result["plain"]]
+    reference = next((name for name in plain if name == "transformers, greedy"), plain[0] if plain else "")
+    about = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
+             "target": described(args.pair / "target")}  # fmt: skip
+    if args.draft_model:
+        about["draft model"] = described(args.draft_model)
+    for bundle in args.bundles:
+        manifest = Bundle(bundle).manifest
+        quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
+        about[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
+    if cut:
+        about["prompts cut to fit"] = cut
+    sets = {prompt.set: sum(other.set == prompt.set for other in prompts) for prompt in prompts}
+    found = {"about": about, "prompts": sets, "reference": reference, "ways": bench.results}
+    (args.out / "bench.json").write_text(json.dumps(found), "utf-8")
+    publish(found, args.out)
+
+
+def publish(found: Mapping[str, Any], out: Path) -> None:
+    text = report.markdown(found)
+    (out / "bench.md").write_text(text, "utf-8")
+    report.plot(found, out)
+    print(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
+    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (demo)")
+    parser.add_argument("--draft-model", type=Path, help="a small Llama of the same vocabulary, for peers that draft with one")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="besides ours (all)")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], help="JSONL with 'turns', 'prompt' or 'text', or .txt (held-out code)"
+    )
+    parser.add_argument("--count", type=int, default=8, help="prompts of each file (8)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each text (128)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every way (all cores)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="parts of the prompts, where memory does not hold all at once (2)"
+    )
+    parser.add_argument("--envs", type=Path, default=ROOT / "build/bench-envs", help="where peers are installed, once")
+    parser.add_argument("--models", type=Path, default=ROOT / "build/bench-models", help="where models are converted, once")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="where results go")
+    parser.add_argument("--again", action="store_true", help="make table and plots of OUT/bench.json again, and run nothing")
+    args = parser.parse_args(argv)
+    for name in ("count", "new_tokens", "threads", "rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
+    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
+        parser.error("two bundles' folders have one name, by which they are told apart: rename one")
+    return run_command(lambda: again(args) if args.again else fresh(args))
+
+
+def again(args: argparse.Namespace) -> int:
+    file = args.out / "bench.json"
+    if not file.is_file():
+        raise GumihoError(f"{file} is not there: run without --again first")
+    publish(json.loads(file.read_text("utf-8")), args.out)
+    return 0
+
+
+def fresh(args: argparse.Namespace) -> int:
+    if not importlib.util.find_spec("matplotlib"):
+        raise GumihoError("matplotlib is missing, which draws the plots: pip install '.[bench]'")
+    for bundle in args.bundles:
+        Bundle(bundle)
+    prompts, tuning, cut = tokenized(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args)
+    bench.add("ours", ours, ours.ways(args.bundles))
+    for name in args.peers:
+        peer = importlib.import_module(f"tools.peers.{name}")
+        bench.add(name, peer, peer.ways())
+    try:
+        bench.measure(prompts, tuning)
+    finally:
+        bench.close(bench.programs)
+    write(bench, prompts, cut)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

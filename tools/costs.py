@@ -1,0 +1,135 @@
+"""What passes cost by their rows and by the context before them, measured and plotted.
+
+    python -m tools.costs BUNDLE ... [--rows 1 2 4 8 16 32 64] [--contexts 0 64 128 256 512 768] [--out build/costs]
+
+Of every bundle: a pass of the target over so many rows, and the draft of a tree, behind so many positions of the cache. The rows are a
+causal chunk's, which cost what a tree's do: only the mask is another. The fastest of several runs counts, as in
+``runtime/measure.py``, and all that is measured of a bundle takes turns. Writes ``costs.md``, ``costs.json`` and plots.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+from runtime import GumihoError, load
+from runtime.command import run as run_command
+from runtime.decoder import Decoder
+
+ROOT = Path(__file__).parent.parent
+
+
+def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeats: int) -> dict[str, list[list[float]]]:
+    """Milliseconds. target: [rows][contexts]; draft: [1][contexts]. Raises GumihoError for what the bundle cannot do."""
+    if decoder.form.static:
+        raise GumihoError(
+            "the shapes of this backend are static, so a pass costs the same whatever its rows: give a bundle for cpu"
+        )
+    chunk, capacity = len(decoder.choice), decoder.manifest.capacity
+    most = max(*rows, decoder.manifest.rows)
+    if max(rows) > chunk:
+        raise GumihoError(f"a pass of this bundle takes {chunk} rows and not {max(rows)}: give smaller --rows")
+    if max(contexts) + most > capacity:
+        raise GumihoError(
+            f"{max(contexts)} positions and {most} rows exceed the capacity of {capacity}: give smaller --contexts"
+        )
+    draft, _ = decoder.passes[0]
+    calls: list[Callable[[], None]] = [*(decoder._causal(n) for n in rows), draft]
+    found = [[math.inf] * len(contexts) for _ in calls]
+    decoder.count[0] = 1
+    for _ in range(repeats + 1):  # the first time, memory is still being touched
+        for at, context in enumerate(contexts):
+            decoder.target.length[0] = decoder.drafter.length[0] = context
+            for call, fastest in zip(calls, found, strict=True):
+                started = perf_counter_ns()
+                call()
+                decoder.device.synchronize()
+                fastest[at] = min(fastest[at], (perf_counter_ns() - started) / 1e6)
+    decoder.clear()
+    return {"target": found[:-1], "draft": found[-1:]}
+
+
+def growth(sizes: Sequence[float], spent: Sequence[float]) -> float:
+    """The steepest exponent between neighbours: 1 where twice the size costs twice as much, less where it costs less."""
+    places = [(size, cost) for size, cost in zip(sizes, spent, strict=True) if size > 0]
+    return max((math.log(d / b) / math.log(c / a) for (a, b), (c, d) in pairwise(places)), default=0.0)
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    rows, contexts = found["rows"], found["contexts"]
+    lines = [f"Milliseconds, fastest of {found['repeats']}, {found['threads']} threads. growth: the steepest exponent between"
+             " neighbours, of the cost by the context at the right and by the rows at the bottom; 1 is linear."]  # fmt: skip
+    for name, bundle in found["bundles"].items():
+        lines += ["", f"## {name}", "", "| rows \\ context | " + " | ".join(map(str, contexts)) + " | growth |"]
+        lines.append("|" + "---|" * (len(contexts) + 2))
+        for label, spent in [*zip(rows, bundle["target"], strict=True), (f"draft, R {bundle['tree rows']}", *bundle["draft"])]:
+            lines.append(f"| {label} | " + " | ".join(f"{ms:.2f}" for ms in spent) + f" | {growth(contexts, spent):.2f} |")
+        by_rows = (growth(rows, [spent[at] for spent in bundle["target"]]) for at in range(len(contexts)))
+        lines.append("| growth | " + " | ".join(f"{exponent:.2f}" for exponent in by_rows) + " | |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: Mapping[str, Any], out: Path) -> None:
+    """Cost against context, a line for every number of rows, and against rows, a line for every context."""
+    from matplotlib.figure import Figure
+
+    rows, contexts, bundles = found["rows"], found["contexts"], found["bundles"]
+    figure = Figure(figsize=(12, 4 * len(bundles)), layout="constrained")
+    for name, (left, right) in zip(bundles, figure.subplots(len(bundles), 2, squeeze=False), strict=True):
+        for n, spent in zip(rows, bundles[name]["target"], strict=True):
+            left.plot(contexts, spent, marker=".", label=f"{n} rows")
+        left.plot(contexts, *bundles[name]["draft"], "k--", label=f"draft, R = {bundles[name]['tree rows']}")
+        for at, context in enumerate(contexts):
+            right.plot(rows, [spent[at] for spent in bundles[name]["target"]], marker=".", label=f"context {context}")
+        right.set_xscale("log", base=2)
+        for axes, what in ((left, "context"), (right, "rows of a target pass")):
+            axes.set(title=name, xlabel=what, ylabel="ms", ylim=(0, None))
+            axes.legend(fontsize=8)
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"costs.{kind}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="+", help="bundles compiled for the CPU")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[0, 64, 128, 256, 512, 768], help="positions before the pass"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="of which the fastest counts (7)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the engines (all cores)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/costs", help="where results go")
+    args = parser.parse_args(argv)
+    if min(*args.rows, args.repeats, args.threads) < 1 or min(args.contexts) < 0:
+        parser.error("--rows, --repeats and --threads are 1 or more, --contexts 0 or more")
+    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
+        parser.error("two bundles' folders have one name, by which they are told apart: rename one")
+    return run_command(lambda: measured(args))
+
+
+def measured(args: argparse.Namespace) -> int:
+    if not importlib.util.find_spec("matplotlib"):
+        raise GumihoError("matplotlib is missing, which draws the plots: pip install '.[bench]'")
+    rows, contexts = sorted(set(args.rows)), sorted(set(args.contexts))
+    bundles = {}
+    for bundle in args.bundles:
+        with load(bundle, threads=args.threads) as model, model.idle() as decoder:
+            bundles[bundle.name] = {"tree rows": decoder.manifest.rows, **costs(decoder, rows, contexts, args.repeats)}
+    found = {"rows": rows, "contexts": contexts, "repeats": args.repeats, "threads": args.threads, "bundles": bundles}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "costs.json").write_text(json.dumps(found), "utf-8")
+    (args.out / "costs.md").write_text(markdown(found), "utf-8")
+    plot(found, args.out)
+    print(markdown(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

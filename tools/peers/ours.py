@@ -1,0 +1,46 @@
+"""This project's runtime over bundles, speculative as it plans it and plain."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.bundle import Bundle
+from tools.peers.protocol import Text, Way, serve
+
+REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # the benchmark's own environment
+
+
+def ways(bundles: list[Path]) -> list[Way]:
+    found = []
+    for bundle in bundles:
+        manifest = Bundle(bundle).manifest
+        weights = manifest.weights.get("target", manifest.dtype).split(",")[0].replace("float", "fp")
+        plain = f"ours, {bundle.name}, plain"
+        found += [
+            Way(f"ours, {bundle.name}", weights, plain, str(bundle)),
+            Way(plain, weights, model=str(bundle), settings=[{"speculate": False}]),
+        ]
+    return found
+
+
+class Loaded:
+    def __init__(self, model: str, threads: int) -> None:
+        import numpy
+        import onnxruntime
+
+        import runtime
+
+        self.model = runtime.load(model, threads=threads)
+        self.versions = {"onnxruntime": onnxruntime.__version__, "numpy": numpy.__version__}
+
+    def generate(self, ids: list[int], count: int, **setting: Any) -> Text:
+        started, first = time.perf_counter(), None
+        generation = self.model.generate(ids, count, **setting)
+        for cycle in generation.cycles():
+            first = first or (time.perf_counter() - started, len(cycle.tokens))
+        assert first
+        return Text(generation.ids, time.perf_counter() - started, *first, generation.stats.cycles)
+
+
+if __name__ == "__main__":
+    serve(Loaded)

@@ -1,0 +1,142 @@
+"""What a run of ``tools/bench.py`` found, as a table and as plots, made from its ``bench.json`` alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+COLUMNS = (
+    "way", "weights", "tokens/s", "of reference", "of plain", "tau", "first token, ms", "peak, MiB", "texts as plain", "as reference",
+)  # fmt: skip
+NOTES = """\
+tokens/s: all tokens behind each text's first step over the time behind it. of reference, of plain: the median over prompts of
+this speed over that of the reference ({reference}), and over the same weights decoded plainly by the same peer, on the same prompt. tau: tokens
+gained per target pass, the first step left out. first token: median. peak: most memory that the process held resident (VmHWM), mapped
+files included; ways of one process share it. texts as: how many are token for token those of the way's own plain decoding, and of the
+reference; behind it the first that differs, as prompt:token from 0."""
+
+Text = Mapping[str, Any]
+
+
+def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first place where two texts differ, the end of the shorter one where it begins the other; None for equal ones."""
+    if tokens == others:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others)))
+
+
+def gained(texts: Sequence[Text]) -> int:
+    """Tokens behind every text's first step."""
+    return sum(len(text["tokens"]) - text["first_tokens"] for text in texts)
+
+
+def speed(*texts: Text) -> float | None:
+    """Tokens a second behind the first step; None where nothing is behind it."""
+    spent = sum(text["seconds"] - text["first_seconds"] for text in texts)
+    return gained(texts) / spent if gained(texts) and spent > 0 else None
+
+
+def tau(texts: Sequence[Text]) -> float | None:
+    """Tokens gained per target pass; None where passes are not known, or there were none."""
+    passes = [text["passes"] for text in texts]
+    return gained(texts) / sum(passes) if None not in passes and sum(passes) else None
+
+
+def _pairs(texts: Sequence[Text], others: Sequence[Text]) -> Iterator[tuple[int, Text, Text]]:
+    """The texts of the same prompts, with the prompt's number."""
+    by_prompt = {other["prompt"]: other for other in others}
+    return ((text["prompt"], text, by_prompt[text["prompt"]]) for text in texts if text["prompt"] in by_prompt)
+
+
+def ratio(texts: Sequence[Text], others: Sequence[Text]) -> float | None:
+    """The median over prompts of one way's speed over another's."""
+    speeds = ((speed(text), speed(other)) for _, text, other in _pairs(texts, others))
+    ratios = [ours / theirs for ours, theirs in speeds if ours and theirs]
+    return median(ratios) if ratios else None
+
+
+def equal(texts: Sequence[Text], others: Sequence[Text]) -> str:
+    places = [(prompt, difference(text["tokens"], other["tokens"])) for prompt, text, other in _pairs(texts, others)]
+    if not places:
+        return "-"
+    differing = [f"{prompt}:{place}" for prompt, place in places if place is not None]
+    return f"{len(places) - len(differing)} of {len(places)}" + (f" ({differing[0]})" if differing else "")
+
+
+def rows(run: Mapping[str, Any], prompts: str) -> list[dict[str, Any]]:
+    """The table over one set of prompts: a row for every way, by ``COLUMNS``, numbers as numbers and None for what is not known.
+
+    A way that failed has its reason in place of all but its name and weights.
+    """
+    texts = {way["name"]: [text for text in way["texts"] if text["set"] == prompts] for way in run["ways"] if not way["failed"]}
+    found = []
+    for way in run["ways"]:
+        row = {"way": way["name"], "weights": way["weights"]}
+        found.append(row)
+        if way["failed"]:
+            row["failed"] = way["failed"]
+        elif own := texts[way["name"]]:
+            plain, reference = (texts.get(name, []) for name in (way["plain"], run["reference"]))
+            numbers = (speed(*own), ratio(own, reference), ratio(own, plain), tau(own),
+                       median(text["first_seconds"] for text in own) * 1e3, way["peak_mb"])  # fmt: skip
+            row |= dict(zip(COLUMNS[2:], (*numbers, equal(own, plain), equal(own, reference)), strict=True))
+    return found
+
+
+FORMATS = {
+    "tokens/s": ".1f",
+    "of reference": ".2f",
+    "of plain": ".2f",
+    "tau": ".2f",
+    "first token, ms": ".1f",
+    "peak, MiB": ".0f",
+}
+
+
+def markdown(run: Mapping[str, Any]) -> str:
+    """All of a run: what was measured how, a table for every set of prompts, and settings that were tried."""
+    about = run["about"]
+    lines = [f"{name}: {value}  " for name, value in about.items()]
+    for prompts, count in run["prompts"].items():
+        lines += ["", f"## {prompts}, {count} prompts", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        for row in rows(run, prompts):
+            cells = [f"failed: {row['failed'].replace('|', '/')}"] if "failed" in row else []
+            for name in COLUMNS[2 + len(cells) :]:
+                value = row.get(name)
+                cells.append("-" if value is None or "failed" in row else format(value, FORMATS.get(name, "")))
+            lines.append("| " + " | ".join((row["way"], row["weights"], *cells)) + " |")
+    lines += ["", NOTES.format(reference=run["reference"])]
+    lines += ["", "Settings, by their speed over prompts that are not measured; the first is the one taken:", ""]
+    for way in run["ways"]:
+        if way["tried"]:
+            tried = sorted(way["tried"], key=lambda one: -one["speed"])
+            listed = "; ".join(
+                " ".join(f"{name}={value}" for name, value in one["setting"].items()) + f" ({one['speed']:.1f}/s)"
+                for one in tried
+            )
+            lines.append(f"- {way['name']}: {listed}")
+    versions = {name: version for way in run["ways"] for name, version in way["versions"].items()}
+    lines += ["", "Versions: " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def plot(run: Mapping[str, Any], folder: Path) -> None:
+    """Bars for every set of prompts: ``bench-SET.png`` and ``.svg``."""
+    from matplotlib.figure import Figure
+
+    names = "tokens/s", "tau", "first token, ms", "peak, MiB"
+    peers = list(dict.fromkeys(way["peer"] for way in run["ways"]))
+    colours = {way["name"]: f"C{peers.index(way['peer'])}" for way in run["ways"]}
+    for prompts in run["prompts"]:
+        table = [row for row in rows(run, prompts) if "tokens/s" in row]
+        figure = Figure(figsize=(15, 1 + 0.3 * len(table)), layout="constrained")
+        for name, axes in zip(names, figure.subplots(1, len(names), sharey=True), strict=True):
+            values = [row[name] or 0 for row in table]
+            bars = axes.barh([row["way"] for row in table], values, color=[colours[row["way"]] for row in table])
+            axes.bar_label(bars, [format(value, FORMATS[name]) if value else "" for value in values], padding=2, fontsize=8)
+            axes.set_title(name)
+            axes.margins(x=0.15)
+        axes.invert_yaxis()
+        figure.suptitle(f"{prompts}, {run['prompts'][prompts]} prompts, {run['about']['new tokens']} new tokens")
+        for kind in ("png", "svg"):
+            figure.savefig(folder / f"bench-{prompts}.{kind}")
