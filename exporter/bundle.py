@@ -414,12 +414,12 @@ def write(plan: Plan, folder: Path) -> Manifest:
         locations = _pack(plan, packer)
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
 
-    codes, weights = plan.codes[0], golden.Weights(folder)
-    capacity = min(plan.capacity, golden.positions(plan.tree.rows))
-    eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
-    for name in ("target", "draft"):
-        weights.fill(eager[name], locations[codes][name])
-    np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], handed(plan.dtype)))  # type: ignore[arg-type]
+    codes, capacity = plan.codes[0], min(plan.capacity, golden.positions(plan.tree.rows))
+    with golden.weights(folder) as weights:
+        eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
+        for name in ("target", "draft"):
+            weights.fill(eager[name], locations[codes][name])
+        np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], handed(plan.dtype)))  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
 

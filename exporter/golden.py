@@ -1,7 +1,9 @@
 """Records the golden run with eager PyTorch over the packed weights."""
 
-from collections.abc import Mapping, Sequence
-from io import FileIO
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -13,13 +15,13 @@ from torch import Tensor
 from graphs.drafter import Drafter
 from graphs.ops import Plain, bits_of, dequantize
 from graphs.target import Target
-from runtime.decoder import walk
 
 from .trace import signature
 from .weights import Location
 
 _PROMPT, _TOP = 12, 8
-_SLICE_ELEMENTS = 8 << 20
+_SLICE_ELEMENTS = 1 << 20
+_WORKERS = 16  # at most: each holds a slice
 
 
 class Weights:
@@ -28,44 +30,54 @@ class Weights:
     The modules' own parameters are maps of the files, which nothing looks into but for shapes and a few rows of tables.
     """
 
-    def __init__(self, bundle: Path) -> None:
-        self._bundle = bundle
-        self._places: dict[int, tuple[FileIO, int]] = {}  # by a parameter's address: its file, and where it begins there
-        self._files: dict[str, FileIO] = {}
-        self._bytes = torch.empty(4 * _SLICE_ELEMENTS, dtype=torch.uint8)
-        self._numbers = torch.empty(_SLICE_ELEMENTS)
+    def __init__(self, bundle: Path, workers: int) -> None:
+        self._bundle, self._pool, self._own = bundle, ThreadPoolExecutor(workers), threading.local()
+        self._places: dict[int, Location] = {}  # by a parameter's address
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
     def fill(self, module: Target | Drafter, locations: Mapping[str, Location]) -> None:
         """Gives a module of the meta device its parameters."""
         state = {name: locations[name].mapped(self._bundle) for name, _ in module.named_parameters()}
         module.load_state_dict(state, assign=True)
-        for name, parameter in state.items():
-            place = locations[name]
-            if place.file not in self._files:
-                self._files[place.file] = (self._bundle / place.file).open("rb", buffering=0)
-            self._places[parameter.data_ptr()] = self._files[place.file], place.offset
+        self._places |= {parameter.data_ptr(): locations[name] for name, parameter in state.items()}
 
-    def rows(self, matrix: Tensor, start: int, stop: int) -> Tensor:
-        """Rows of a parameter, or of one of the matrices stacked in it. They hold until the next are asked for."""
-        base = matrix.untyped_storage().data_ptr()
-        file, offset = self._places[base]
-        part = matrix[start:stop]
-        into = self._bytes[: part.numel() * part.itemsize]
-        file.seek(offset + part.data_ptr() - base)
-        file.readinto(into.numpy().data)
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        """The calling worker's: for bytes as they are read, and for the numbers they stand for."""
+        if not hasattr(self._own, "buffers"):
+            self._own.buffers = torch.empty(4 * _SLICE_ELEMENTS, dtype=torch.uint8), torch.empty(_SLICE_ELEMENTS)
+        found: tuple[Tensor, Tensor] = self._own.buffers
+        return found
+
+    def _rows(self, matrix: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a parameter, or of one of the matrices stacked in it. They hold until the worker asks for the next."""
+        base, part = matrix.untyped_storage().data_ptr(), matrix[start:stop]
+        place = self._places[base]
+        into = self._buffers()[0][: part.numel() * part.itemsize]
+        with (self._bundle / place.file).open("rb", buffering=0) as file:
+            file.seek(place.offset + part.data_ptr() - base)
+            file.readinto(into.numpy().data)
         return into.view(part.dtype).reshape(part.shape)
 
     def product(self, x: Tensor, weight: Tensor, scale: Tensor | None, transposed: bool = False) -> Tensor:
-        """x @ weight.T, or with the matrix itself where it is kept transposed; added up in fp32. x: [n, K] -> fp32 [n, N]."""
-        x, made = x.float(), []
+        """x @ weight.T, or with the matrix itself where it is kept transposed; added up in fp32. x: [n, K] -> fp32 [n, N].
+
+        Workers take slices in turn: while one reads, others compute.
+        """
+        x = x.float()
         rows = max(1, _SLICE_ELEMENTS // prod(weight.shape[1:]) // (1 if scale is None else 2))
-        for start in range(0, weight.shape[0], rows):
-            part = self.rows(weight, start, start + rows)
+
+        @torch.inference_mode()
+        def part(start: int) -> Tensor:
+            found = self._rows(weight, start, start + rows)
             if scale is None:
-                numbers = self._numbers[: part.numel()].view(part.shape).copy_(part)
+                numbers = self._buffers()[1][: found.numel()].view(found.shape).copy_(found)
             else:
-                numbers = dequantize(part, scale[start : start + rows], bits_of(part, x.shape[1])).float()
-            made.append(x[:, start : start + rows] @ numbers if transposed else x @ numbers.T)
+                numbers = dequantize(found, scale[start : start + rows], bits_of(found, x.shape[1])).float()
+            return x[:, start : start + rows] @ numbers if transposed else x @ numbers.T
+
+        made = list(self._pool.map(part, range(0, weight.shape[0], rows)))
         return torch.stack(made).sum(0) if transposed else torch.cat(made, dim=-1)
 
     def dialect(self) -> type[Plain]:
@@ -94,6 +106,20 @@ class Weights:
         return Streaming
 
 
+@contextmanager
+def weights(bundle: Path) -> Iterator[Weights]:
+    """``Weights``, whose products are made by as many threads as torch has, instead of by torch's own within each of many small
+    ones."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    opened = Weights(bundle, min(threads, _WORKERS))
+    try:
+        yield opened
+    finally:
+        opened.close()
+        torch.set_num_threads(threads)
+
+
 def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:
     """Caches for a module."""
     return [example for name, example, _ in signature(module, dtype)[0] if name.startswith(("past_key", "past_value"))]
@@ -104,46 +130,53 @@ def positions(rows: int) -> int:
     return 2 * _PROMPT + rows
 
 
+def _tree(rows: int, depth: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """A tree: depths int64 [rows], mask bool [rows, rows], and its longest path, int64 [at most depth + 1]."""
+    depths, mask = [0], torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        # First a path as long as there can be one, then rows anywhere beside it.
+        inner = [r for r, d in enumerate(depths) if d < depth]
+        parent = inner[-1] if row <= depth else inner[int(torch.randint(0, len(inner), (1,), generator=draw))]
+        depths.append(depths[parent] + 1)
+        mask[row] |= mask[parent]
+    return torch.tensor(depths), mask, torch.arange(min(rows, depth + 1))
+
+
 @torch.inference_mode()
 def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches of dtype."""
-    run: dict[str, Tensor] = {}
-    target_caches, draft_caches = empty(target, dtype), empty(drafter, dtype)
+    """The inputs and outputs that ``runtime.golden.replay`` reads; target and drafter run eagerly over empty caches of dtype.
+
+    What costs time is reading the weights, so it happens as rarely as can be: the prompt and a tree behind it, which engines read
+    in two passes, are rows of one pass here, and so are the prompt and the pending token that the drafter extends its caches with.
+    The tree is drawn instead of drafted, since the drafter needs the prompt's hidden rows.
+    """
+    draw = torch.Generator().manual_seed(0)
     vocabulary = target.embed_tokens.num_embeddings
     assert drafter.tree
     # No longer than the tree: a pass of that many rows fits every backend.
-    prompt = torch.randint(
-        0, vocabulary, (min(_PROMPT, target.capacity // 2, drafter.tree.rows),), generator=torch.Generator().manual_seed(0)
-    )
-
-    def target_pass(name: str, tokens: Tensor, depth: Tensor, mask: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
-        choice, logits, hidden, *caches = target(tokens, depth, mask, torch.tensor([past]), caches)
-        top = logits.topk(min(_TOP, vocabulary), dim=-1)
-        run.update({f"{name}.{k}": v for k, v in {
-            "tokens": tokens, "depth": depth, "mask": mask, "choice": choice, "hidden": hidden,
-            "top_ids": top.indices, "top_logits": top.values.float(),
-        }.items()})  # fmt: skip
-        return caches
+    n = min(_PROMPT, target.capacity // 2, drafter.tree.rows)
+    depths, tree, path = _tree(min(drafter.tree.rows, target.capacity - n), drafter.tree.depth, draw)
+    tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=draw)
+    depth, mask = torch.cat((torch.arange(n), n + depths)), torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    mask[n:, n:] = tree
+    choice, logits, hidden, *_ = target(tokens, depth, mask, torch.tensor([0]), empty(target, dtype))
+    top = logits.topk(min(_TOP, vocabulary), dim=-1)
+    run: dict[str, Tensor] = {}
+    for name, part in (("prompt", slice(n)), ("verify", slice(n, None))):
+        run |= {f"{name}.{k}": v for k, v in {
+            "tokens": tokens[part], "depth": depth[part] - depth[part][0], "mask": mask[part, part], "choice": choice[part],
+            "hidden": hidden[part], "top_ids": top.indices[part], "top_logits": top.values[part].float(),
+        }.items()}  # fmt: skip
 
     def draft_pass(name: str, tokens: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         count = torch.tensor([len(tokens)])
-        tree, depth, parent, mask, score, *caches = drafter(tokens, hidden, path, count, torch.tensor([past]), caches)
-        run.update({f"{name}.{k}": v for k, v in {
-            "tokens": tokens, "path": path, "count": count, "score": score, "tree": tree, "depth": depth, "parent": parent, "mask": mask,
-        }.items()})  # fmt: skip
+        _, _, _, _, score, *caches = drafter(tokens, hidden, path, count, torch.tensor([past]), caches)
+        run[f"{name}.score"] = score
         return caches
 
-    n = len(prompt)
-    target_caches = target_pass("prompt", prompt, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril(), 0, target_caches)
-    hidden, pending = run["prompt.hidden"], run["prompt.choice"][-1:]
-    tokens = torch.cat((prompt[1:], pending))
-    # The drafter reads the prompt and the pending token in two passes, as the runtime does.
-    draft_caches = draft_pass("warm", tokens[:-1], torch.arange(n - 1), hidden, 0, draft_caches)
-    draft_caches = draft_pass("tree", pending, torch.tensor([n - 1]), hidden, n - 1, draft_caches)
-    rows = min(len(run["tree.tree"]), target.capacity - n)  # a prefix of the tree is a tree
-    tree = {k: run[f"tree.{k}"][:rows] for k in ("tree", "depth", "parent")}
-    target_pass("verify", tree["tree"], tree["depth"], run["tree.mask"][:rows, :rows].contiguous(), n, target_caches)
-    choice = run["verify.choice"]
-    path = torch.tensor(walk(tree["tree"].tolist(), tree["parent"].tolist(), choice.tolist().__getitem__))
-    draft_pass("next", choice[path], path, run["verify.hidden"], n, draft_caches)
-    return {name: value.numpy() for name, value in run.items() if not name.startswith("warm.")}
+    # The pending token is the tree's root.
+    caches = draft_pass("tree", tokens[1 : n + 1], torch.arange(n), hidden[:n], 0, empty(drafter, dtype))
+    run |= {"tree.tokens": tokens[n : n + 1], "tree.path": torch.tensor([n - 1])}
+    draft_pass("next", choice[n:][path], path, hidden[n:], n, caches)
+    run |= {"next.tokens": choice[n:][path], "next.path": path}
+    return {name: value.numpy() for name, value in run.items()}

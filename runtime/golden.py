@@ -1,8 +1,8 @@
 """The golden run: a short recorded one that every engine is replayed against after compiling.
 
 golden.npz holds the inputs and outputs of a prefill (``prompt``), the drafter's extension and tree (``tree``), the target's
-pass over that tree (``verify``), and the tree of the cycle after it (``next``), as eager PyTorch computed them. Every pass of
-the replay is fed the recorded inputs, so that an error shows in the graph it comes from.
+pass over a tree of the same size (``verify``), and what is drafted behind its longest path (``next``), as eager PyTorch computed
+them. Every pass of the replay is fed the recorded inputs, so that an error shows in the graph it comes from.
 """
 
 from collections.abc import Mapping

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM
 
 import exporter.bundle
 import exporter.validate
@@ -235,6 +236,47 @@ def test_the_target_and_the_drafter_share_their_weights(bundle: Path) -> None:
     for shared in ("embed_tokens.weight", "lm_head.weight"):
         assert places["draft"][shared] == places["target"][shared]
     assert all(places["draft"][name] == place for name, place in places["extend"].items())
+
+
+# --- the golden run ----------------------------------------------------------------------------------------------------
+
+
+def test_the_golden_run_is_what_transformers_computes(bundle: Path, pair: Path) -> None:
+    """Of the prompt, and of every row of the tree behind it, which stands for the text that its path spells."""
+    run = dict(np.load(bundle / "golden.npz"))
+    llama = LlamaForCausalLM.from_pretrained(pair / "target").eval()
+    prompt, tokens, mask, depth = (run[n] for n in ("prompt.tokens", "verify.tokens", "verify.mask", "verify.depth"))
+    assert len(tokens) == 9
+    assert (depth == mask.sum(1) - 1).all()
+    assert depth.max() == 3 == len(run["next.path"]) - 1
+    assert (np.diff(run["next.path"]) > 0).all()
+    texts = [("prompt", i, prompt[: i + 1]) for i in range(len(prompt))]
+    texts += [("verify", i, np.concatenate((prompt, tokens[mask[i]]))) for i in range(len(tokens))]
+    for name, row, text in texts:
+        with torch.inference_mode():
+            hidden = llama.model(torch.tensor(text)[None]).last_hidden_state[0, -1]
+            logits = llama.lm_head(hidden)
+        assert np.allclose(run[f"{name}.hidden"][row], hidden, atol=1e-4), (name, row)
+        assert np.allclose(run[f"{name}.top_logits"][row], logits[run[f"{name}.top_ids"][row]], atol=1e-3), (name, row)
+        assert run[f"{name}.choice"][row] == logits.argmax() == run[f"{name}.top_ids"][row][0]
+
+
+def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
+    """Its trees' scores, from the drafter fed with the checkpoint's tensors and all accepted tokens at once."""
+    run, made = dict(np.load(bundle / "golden.npz")), wanted(pair, bundle)
+    module = made.pair.modules(made.tree, made.capacity, made.positions)["draft"]
+    state = {name: source.whole().float() for name, source in made.sources()["weights/draft.bin"].items()}
+    module.load_state_dict(state, assign=True)
+    n, path = len(run["prompt.tokens"]), run["next.path"]
+    tokens = torch.tensor(np.concatenate((run["prompt.tokens"][1:], run["verify.tokens"][:1], run["verify.choice"][path])))
+    hidden = torch.tensor(np.concatenate((run["prompt.hidden"], run["verify.hidden"][path])))
+    for name, count in (("tree", n), ("next", len(tokens))):
+        caches = [torch.zeros(1, 1, made.capacity, 16) for _ in range(4)]
+        with torch.inference_mode():
+            score = module(
+                tokens[:count], hidden[:count], torch.arange(count), torch.tensor([count]), torch.tensor([0]), caches
+            )[4]
+        assert np.allclose(run[f"{name}.score"], score, atol=1e-3), name
 
 
 # --- --validate --------------------------------------------------------------------------------------------------------
