@@ -106,6 +106,10 @@ def test_computes_the_same(name: str, tmp_path: Path) -> None:
         eps = shape.eps * shape.hidden / found.hidden
         assert found == LlamaShape(**{**vars(shape), **other, "eps": eps})
     assert after.embedding_shared
+    # Under the names that transformers gives them.
+    index = json.loads((new / "target/model.safetensors.index.json").read_text())["weight_map"]
+    assert set(LlamaForCausalLM.from_pretrained(old / "target").state_dict()) - set(index) <= {"lm_head.weight"}
+    assert ("lm_head.weight" in index) is not before.target_config.tie_word_embeddings
 
 
 def test_added_tokens_are_copies(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_refuses_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for pair, out, message in (
         ("nowhere", tmp_path / "new", "'nowhere' has no folder 'target'"),
         (str(tmp_path), tmp_path / "new", "has no folder 'drafter'"),
-        (str(DEMO), tmp_path, "exists: name another folder"),
+        (str(DEMO), tmp_path, "exists: name another folder\n"),
     ):
         assert grow_pair.main([pair, str(out)]) == 1
         assert message in capsys.readouterr().err
