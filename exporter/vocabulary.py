@@ -46,7 +46,7 @@ def frequent(
     known = {i: n for i, n in counts.items() if i < vocabulary}
     ids = choose(size, known, by_age(tokenizer, vocabulary), (end for end in ends if 0 <= end < vocabulary))
     covered = sum(known.get(i, 0) for i in ids) / max(1, counts.total())
-    origin = f"which are {covered:.1%} of the given text" if files else "the first that its tokenizer learnt"
+    origin = f"which are {covered:.1%} of the given text" if files else "the oldest, as no --draft-text was given"
     return DraftVocabulary(torch.tensor(ids), origin)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -95,6 +96,7 @@ def demo_pair() -> Pair:
 def words() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(["?", *"abcdefgh"])}, "?"))
     tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="? $A", special_tokens=[("?", 0)])  # which no text has
     return fast(tokenizer)
 
 
