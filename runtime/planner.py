@@ -18,7 +18,12 @@ from .errors import GumihoError
 FILE = "costs.json"
 _SIZES = 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64
 _MEMORY = 0.97  # of a cycle ago, in what is counted
-_DOUBT = 1.0  # cycles for which scores are believed before anything was counted
+# How much more often than its score says a row is accepted, for each step of its depth, before anything was counted: a target that
+# takes its likeliest token takes what the drafter thinks likely more often than not. Where it draws, 1 would be right, and is soon
+# found; to think too little of a drafter is worse, since rows that are not verified teach nothing.
+_HOPE = 1.5
+_DOUBT = 1.0  # cycles for which that is believed
+_AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _MARGIN = 0.02  # by which one way must be faster than the other to take over
 _TRIAL = 6  # trees after which drafting is judged
 _HOPELESS = 0.4  # of plain decoding's pace: trees that promise less are no longer tried
@@ -65,13 +70,13 @@ class Planner:
         self._target = np.array([costs.target[int(size)] for size in self._sizes])
         self._draft, self._host = costs.draft, costs.host
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
-        self._taken, self._hoped = np.full(depth + 1, _DOUBT), np.full(depth + 1, _DOUBT)
+        self._taken, self._hoped = _DOUBT * _HOPE ** np.arange(depth + 1), np.full(depth + 1, _DOUBT)
         self._promised = 0.0  # of the last trees: tokens per nanosecond by their scores
         self._left, self._rest, self._trial = 0, _REST[0], _TRIAL
 
     def begin(self) -> None:
         """Another text: what did not pay before may pay now."""
-        self._left = min(self._left, _REST[0])
+        self._left = min(self._left, max(_REST[0], self._rest // 8))
 
     @property
     def drafts(self) -> bool:
@@ -111,8 +116,11 @@ class Planner:
         self._took(1, times[1])
         self._left -= 1
         if self._left == 0:
-            # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt.
-            self._taken = np.maximum(self._taken, (self._taken + self._hoped) / 2)
+            # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
+            # counted before the rest weighs little, so that few trees decide.
+            taken = np.maximum(self._taken, (self._taken + self._hoped) / 2)
+            weight = np.minimum(1.0, _AGAIN / self._hoped)
+            self._taken, self._hoped = taken * weight, self._hoped * weight
             self._trial, self._promised = _TRIAL, 0.0
 
     @property
