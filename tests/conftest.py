@@ -1,7 +1,7 @@
 """Fixtures: bundles made by the real command line, each built once a session."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,12 @@ from tests.pairs import RandomPair
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
 DEMO = Path(__file__).parent.parent / "demo"
+
+
+def numbers(options: Sequence[str]) -> list[str]:
+    """An export's options; nothing is quantized unless they ask for it, so that drafts equal those of the formulas."""
+    return [*options, *([] if {"--draft-weights", "vllm"} & set(options) else ["--draft-weights", "none"])]
+
 
 MakeBundle = Callable[..., Path]
 
@@ -49,7 +55,7 @@ def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:
             else:
                 (root / "pair").symlink_to(pair)
             argv = ["--ckpt", str(root / "pair/drafter"), "--target", str(root / "pair/target"), "--out", str(root / "out")]
-            assert cli.main([*argv, *options]) == 0
+            assert cli.main([*argv, *numbers(options)]) == 0
             made[key] = root / "out"
         return made[key]
 

@@ -40,6 +40,7 @@ from graphs.ops import Standard
 from runtime.bundle import Bundle
 from runtime.errors import GumihoError
 
+from .conftest import numbers
 from .pairs import RandomPair, drafter_config, write_drafter
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ TREE = ["--rows", "9", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--b
 
 
 def options(pair: Path, out: Path, *more: str) -> list[str]:
-    return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *more]
+    return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *numbers(more)]
 
 
 def resumable(folder: Path) -> bool:
@@ -562,7 +563,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
 
 def test_only_the_same_is_gone_on_with(tiny: Path, tmp_path: Path) -> None:
     made = [plan(parser().parse_args(options(tiny, tmp_path / "out", *more))).same()
-            for more in ((), ("--draft-weights", "int4"), ("--heads", "0"), ("--capacity", "9"))]  # fmt: skip
+            for more in ((), ("--draft-vocab", "9"), ("--heads", "0"), ("--capacity", "9"))]  # fmt: skip
     assert len(set(made)) == len(made)
     assert made[0] == plan(parser().parse_args(options(tiny, tmp_path / "elsewhere"))).same()
 

@@ -27,6 +27,7 @@ from runtime.bundle import Bundle, Manifest, sample_hash
 from runtime.compile import main as compile_bundle
 from runtime.engines import compile_engines, key
 
+from .conftest import numbers
 from .pairs import RandomPair, drafter_config, write_drafter
 
 State = dict[str, Tensor]
@@ -39,7 +40,7 @@ PROMPT = [3, 14, 15, 92, 65, 35]
 
 
 def options(pair: Path, out: Path, *more: str) -> list[str]:
-    return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *more]
+    return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *numbers(more)]
 
 
 def planned(pair: Path, *more: str) -> Plan:

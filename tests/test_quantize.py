@@ -23,6 +23,7 @@ from graphs.drafter import Heads
 from graphs.layer import Linear
 from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard, bits_of, dequantize
 
+from .conftest import numbers as options
 from .pairs import RandomPair
 
 CODES = [torch.uint8, torch.int8]
@@ -350,7 +351,16 @@ ALL = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", "--dtype", "fp32")
 
 
 def argv(folder: Path, *more: str) -> list[str]:
-    return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(folder / "out"), *TREE, *more]
+    return [
+        "--ckpt",
+        str(folder / "drafter"),
+        "--target",
+        str(folder / "target"),
+        "--out",
+        str(folder / "out"),
+        *TREE,
+        *options(more),
+    ]
 
 
 def wanted(folder: Path, *more: str) -> Plan:

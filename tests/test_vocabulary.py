@@ -32,7 +32,7 @@ from graphs.tree import TreeConfig
 from runtime import GumihoError, Model, load
 from runtime.bundle import Bundle
 
-from .conftest import DEMO, MakeBundle
+from .conftest import DEMO, MakeBundle, numbers
 from .naive import NaiveDrafter
 from .pairs import RandomPair, drafter_config, write_drafter
 from .test_drafter import CAPACITY, cycles, eager, naive_of
@@ -283,7 +283,7 @@ def test_a_tree_grows_from_the_drafters_own_rows(tmp_path: Path) -> None:
 
 def argv(folder: Path, *more: str) -> list[str]:
     out = ["--out", str(folder / "out")]
-    return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), *out, "--capacity", "64", *more]
+    return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), *out, "--capacity", "64", *numbers(more)]
 
 
 def wanted(folder: Path, *more: str) -> Plan:
