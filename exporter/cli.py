@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         "--rows", type=int, metavar="R", help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere)"
     )
     tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
-    tree.add_argument("--heads", type=int, metavar="N", help="levels drafted by the heads (all of the checkpoint's)")
+    tree.add_argument(
+        "--heads", type=int, metavar="N", help="levels drafted by the heads (by R; all of the checkpoint's at 64)"
+    )
     tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
     tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35)")
     tree.add_argument(
@@ -84,14 +86,19 @@ def parser() -> argparse.ArgumentParser:
 
 def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
-    from graphs.tree import TreeConfig, default_beam
+    from graphs.tree import TreeConfig, default_beam, default_depth
 
     from .forms import BACKENDS
 
     rows = min(BACKENDS[name].rows for name in args.backend) if args.rows is None else args.rows
     serial = 2 if args.serial_steps is None else args.serial_steps
-    heads = (pair.heads if serial > 1 else 0) if args.heads is None else args.heads
     reference, chain = args.compat == "reference", args.policy == "chain"
+    if args.heads is not None:
+        heads = args.heads
+    elif serial < 2:
+        heads = 0
+    else:
+        heads = pair.heads if reference or chain else min(pair.heads, max(0, default_depth(rows) - serial))
     for option, value, least in (
         ("--rows", rows, 2), ("--serial-steps", serial, 1), ("--heads", heads, 0),
         ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),

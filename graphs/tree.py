@@ -78,6 +78,12 @@ def default_beam(rows: int) -> int:
     return max(1, round(14 * rows / 64))
 
 
+def default_depth(rows: int) -> int:
+    """Levels worth drafting: 8 with 64 rows, more than there are heads for, and one fewer for every half. With 8 rows one path in a
+    thousand is accepted to the fifth (demo pair)."""
+    return 2 + rows.bit_length() - 1
+
+
 # (tokens [k], parents' hidden [k, H], which slot sees which bool [k, n]) -> y [k, H]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and how many heads -> log-probabilities [heads, P, V]

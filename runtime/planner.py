@@ -3,7 +3,7 @@ what the target accepts of this text.
 
 A tree's rows come best first, each with a score: the drafter's log-probability that the target takes the path to it. How often it
 does is counted by depth, so scores become probabilities. Of the sizes that can be verified the one with the most expected tokens
-per time is taken, tree by tree. Where even that is slower than plain decoding, drafting rests, and is tried again after a while.
+per time is taken, tree by tree. Where drafting loses more than it had gained before, it rests, and is tried again after a while.
 """
 
 import json
@@ -24,11 +24,9 @@ _MEMORY = 0.97  # of a cycle ago, in what is counted
 _HOPE = 1.5
 _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
-_MARGIN = 0.02  # by which one way must be faster than the other to take over
-_TRIAL = 6  # trees after which drafting is judged
-_HOPELESS = 0.4  # of plain decoding's pace: trees that promise less are no longer tried
-_TURN = 0.35  # of the promise, by which each tree changes it
-_REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
+_STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
+_TURN = 0.2  # of the pace, by which each tree changes it
+_REST = 48, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -71,8 +69,8 @@ class Planner:
         self._draft, self._host = costs.draft, costs.host
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
         self._taken, self._hoped = _DOUBT * _HOPE ** np.arange(depth + 1), np.full(depth + 1, _DOUBT)
-        self._promised = 0.0  # of the last trees: tokens per nanosecond by their scores
-        self._left, self._rest, self._trial = 0, _REST[0], _TRIAL
+        self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
+        self._left, self._rest, self._saved = 0, _REST[0], 0.0
 
     def begin(self) -> None:
         """Another text: what did not pay before may pay now."""
@@ -85,30 +83,34 @@ class Planner:
 
     def rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
         """How many of a tree's rows to verify, the tree having been drafted. scores: float [R]; depths: int [R]."""
-        expected = np.exp(scores) * (self._taken / self._hoped)[depths]
-        gained = np.cumsum(np.minimum(expected, 1.0))[self._sizes - 1]  # the root stands for the target's own token
+        gained = np.cumsum(self._expected(scores, depths))[self._sizes - 1]
         spent = self._target + self._host
         promised = float(np.max(gained / (spent + self._draft)))
-        self._promised += (promised - self._promised) * (_TURN if self._promised else 1.0)
-        return int(self._sizes[np.argmax(gained / spent)])
+        self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
+        # The draft is made: more rows pay as long as they bring more than the time would elsewhere.
+        return int(self._sizes[np.argmax(gained - max(self._pace, self._plain) * spent)])
+
+    def _expected(self, scores: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        """Tokens that each row brings, the root the target's own."""
+        return np.minimum(np.exp(scores) * (self._taken / self._hoped)[depths], 1.0)
 
     def drafted(self, scores: np.ndarray, depths: np.ndarray, accepted: int, times: tuple[int, int, int]) -> None:
         """A cycle has drafted.
 
         scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host.
         """
+        draft, target, host = times
+        self._draft, self._host = _tracked(self._draft, draft), _tracked(self._host, host)
+        spent = self._draft + self._took(len(scores), target) + self._host
+        saved = float(self._expected(scores, depths).sum()) - spent * self._plain
+        self._saved = min(self._saved + saved, _SAVED)
         self._taken *= _MEMORY
         self._hoped *= _MEMORY
         self._taken[1 : accepted + 1] += 1
         np.add.at(self._hoped, depths[1:], np.exp(scores[1:]))
-        draft, target, host = times
-        self._draft, self._host = _tracked(self._draft, draft), _tracked(self._host, host)
-        self._took(len(scores), target)
-        self._trial -= 1
-        enough = 1 - _MARGIN if self._trial <= 0 else _HOPELESS
-        if self._promised < enough * self._plain:
-            self._left, self._rest = self._rest, min(2 * self._rest, _REST[1])
-        elif self._trial <= -_REST[0]:
+        if self._saved < -_STAKE:
+            self._left, self._rest, self._saved = self._rest, min(2 * self._rest, _REST[1]), 0.0
+        elif self._saved == _SAVED:
             self._rest = _REST[0]  # it has paid for a while
 
     def decoded(self, times: tuple[int, int, int]) -> None:
@@ -121,16 +123,19 @@ class Planner:
             taken = np.maximum(self._taken, (self._taken + self._hoped) / 2)
             weight = np.minimum(1.0, _AGAIN / self._hoped)
             self._taken, self._hoped = taken * weight, self._hoped * weight
-            self._trial, self._promised = _TRIAL, 0.0
+            self._pace = 0.0
 
     @property
     def _plain(self) -> float:
         return 1 / float(self._target[0] + self._host)
 
-    def _took(self, rows: int, elapsed: int) -> None:
+    def _took(self, rows: int, elapsed: int) -> float:
+        """What a pass over so many rows takes."""
         at = int(np.searchsorted(self._sizes, rows))
         if at < len(self._sizes) and self._sizes[at] == rows:
             self._target[at] = _tracked(float(self._target[at]), elapsed)
+            return float(self._target[at])
+        return float(elapsed)
 
 
 def _tracked(known: float, measured: float) -> float:
