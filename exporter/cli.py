@@ -31,7 +31,11 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--dtype", choices=("fp32", "fp16"), help="of weights and caches (fp32 on the CPU, fp16 elsewhere)")
-    parser.add_argument("--weights", choices=_QUANTIZED, help="quantize the target's matrices, embedding excepted (--dtype)")
+    parser.add_argument(
+        "--weights",
+        choices=_QUANTIZED,
+        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone (--dtype)",
+    )
     parser.add_argument("--draft-weights", choices=_QUANTIZED, help="quantize the drafter's, its lm_head included (--dtype)")
     parser.add_argument(
         "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
