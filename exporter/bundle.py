@@ -61,7 +61,18 @@ class Plan:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return {name: layout(name, self.pair, self.tree, self.capacity, self.quantized.keys()) for name in self.backends}
+        wanted = (self.pair, self.tree, self.capacity, self.quantized.keys(), self.exact)
+        return {name: layout(name, *wanted) for name in self.backends}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the CPU adds up each row of the target's products alike: all are of codes, in blocks of up to 32 where these are of
+        4 bits, and 64 of 8 (docs/decisions.md)."""
+        how = self.schemes(self.codes[0]).get("target")
+        if how is None or how.block > {4: 32, 8: 64}[how.bits]:
+            return False
+        sources = self.pair.target_sources(positions=1).items()
+        return all(how.fits(source.shape[-1]) for name, source in sources if _is_matrix(name, source))
 
     @property
     def positions(self) -> int:

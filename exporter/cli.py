@@ -38,7 +38,10 @@ def parser() -> argparse.ArgumentParser:
         choices=("fp32", "fp16", "bf16"),
         help="of weights; of caches too, but for bf16, beside which they are fp16 (fp32 on the CPU, fp16 elsewhere)",
     )
-    parser.add_argument("--weights", choices=_QUANTIZED, help="quantize the target's matrices, embedding excepted (--dtype)")
+    parser.add_argument(
+        "--weights", choices=_QUANTIZED,
+        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone (--dtype)",
+    )  # fmt: skip
     parser.add_argument(
         "--draft-weights", choices=(*_QUANTIZED, "none"),
         help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",

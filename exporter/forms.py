@@ -67,10 +67,11 @@ class Layout:
     pinned: Mapping[str, Mapping[str, int]]
 
 
-def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str] = ()) -> Layout:
+def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str], exact: bool) -> Layout:
     """The layout of a backend's graphs for a pair, its tree, and the positions a text may take.
 
-    quantized: whose weights are, of ``target`` and ``draft``.
+    quantized: whose weights are, of ``target`` and ``draft``. exact: whether the CPU has products for all of the target's that round
+    rows and add up each alike.
     """
     needs = BACKENDS[backend]
     dialect = needs.dialect
@@ -78,8 +79,9 @@ def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized:
         # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
         odd = any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim))
         usual = Standard if odd else dialect
-        # ``Standard`` rounds no rows, for which there are no fast products.
-        own, drafting = Exact if "target" in quantized else usual, Exact if odd and "draft" in quantized else usual
+        # ``Standard`` rounds no rows, which is slower.
+        own = usual if "target" not in quantized else Exact if exact else Standard
+        drafting = Exact if odd and "draft" in quantized else usual
         sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
         return Layout(own, drafting, capacity, min(_CHUNK, capacity), False, sizes)
     rows, accepted = tree.rows, tree.depth + 1

@@ -115,14 +115,16 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 def _name_codes(model: ir.Model) -> None:
     """Gives two's complement codes the shape [N, K] that DequantizeLinear wants, and those of 4 bits their type."""
-    for node in model.graph:
-        if node.op_type != "DequantizeLinear" or node.inputs[0].dtype != ir.DataType.INT8:
-            continue
-        value, block = node.inputs[0], node.attributes["block_size"].as_int()
+    blocks = {
+        node.inputs[0]: node.attributes["block_size"].as_int()
+        for node in model.graph
+        if node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.INT8
+    }
+    for value, block in blocks.items():
         codes = value.const_value
-        *rows, blocks, width = codes.shape
+        *rows, count, width = codes.shape
         dtype = ir.DataType.INT8 if width == block else ir.DataType.INT4  # two to a byte
-        value.shape, value.type = ir.Shape([*rows, blocks * block]), ir.TensorType(dtype)
+        value.shape, value.type = ir.Shape([*rows, count * block]), ir.TensorType(dtype)
         value.const_value = ir.ExternalTensor(
             codes.location, codes.offset, codes.length, dtype, shape=value.shape, name=value.name, base_dir=codes.base_dir
         )

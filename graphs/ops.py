@@ -440,8 +440,9 @@ class Exact(Standard):
     are, and wherever its ancestors lie among them.
 
     The products round the rows they multiply to int8, and a rounding turns over on differences as small as another order of
-    summation makes; a few layers on, these decide between tokens. The products themselves add up each row alike; attention,
-    whose order follows the places of the rows, adds up in double precision, where that order is lost when the sum is rounded.
+    summation makes; a few layers on, these decide between tokens. The products themselves add up each row alike, in blocks of up to
+    32 codes of 4 bits or 64 of 8 (docs/decisions.md); attention, whose order follows the places of the rows, adds up in double
+    precision, where that order is lost when the sum is rounded.
     """
 
     accuracy_level = 4
@@ -466,8 +467,12 @@ class Exact(Standard):
             for cache in (keys, values)
         )
         grouped = (q * d**-0.5).reshape(1, kv_heads, -1, d)
+        if heads == kv_heads:
+            grouped = torch.cat((grouped, grouped), dim=2)  # the kernel for a single row adds up in another order
         shape = [1, kv_heads, grouped.shape[2], n]
         scores = ops.symbolic("com.microsoft::FusedMatMul", (grouped, k), {"transB": 1}, dtype=q.dtype, shape=shape, version=1)
+        if heads == kv_heads:
+            scores = scores[:, :, :n]
         weights = (scores.double() + torch.cat([sight] * (heads // kv_heads))).softmax(-1)
         return (weights @ v.double()).to(q.dtype).reshape(1, heads, -1, d)
 

@@ -1,7 +1,9 @@
 """``python -m runtime.selftest BUNDLE``: proves on the machine at hand that speculation changes nothing about the output.
 
 Two properties: the same tokens with and without speculation, at several settings; and of many drawn texts, whose tokens were
-verified in trees, the frequencies that the target's own distribution gives (a chi-squared test).
+verified in trees, the frequencies that the target's own distribution gives (a chi-squared test). A third one where the target's
+products round rows to int8, as a quantized one's do on the CPU: the rows of a tree are to the last bit what they are alone. The
+first depends on it, and it depends on kernels that processors do not share.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import numpy as np
 
 from .backends import DEVICES, NAMES
 from .command import run as run_command
+from .decoder import Tree
 from .errors import GumihoError
 from .lossless import differences
 from .model import Generation, Model, load
@@ -28,6 +31,7 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "no_repeat_ngram": 4},
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
 )
+_SHORT = 12  # tokens of the texts whose trees are read again row by row
 _WIDTH, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the drawn texts: tokens that may be drawn at each position, and positions
 _SUSPICIOUS = 1e-4  # probability of so large a deviation by chance
 
@@ -58,6 +62,34 @@ def identity(model: Model, settings: Mapping[str, Any], count: int, tokens: int)
             # Both ways begin alike, so the first difference shows in the replay, unless the replay itself fell the other way.
             defects += sum(not difference.near for difference in found) or not found
     return compared, ties, defects
+
+
+def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
+    """Reads the trees of a text again, every row in a pass of its own.
+
+    Returns how many rows there are, and of how many the logits are not the same to the last bit.
+    """
+    text, trees = list(prompt), list[tuple[int, Tree, np.ndarray]]()
+    generation = model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True)
+    for cycle in generation.cycles():
+        if cycle.tree:
+            logits = np.stack([model.decoder.row(row) for row in range(len(cycle.tree.tokens))])
+            trees.append((len(text) - 1, cycle.tree, logits))
+        text += cycle.tokens
+    unlike = 0
+    with model.idle() as decoder:
+        for past, tree, logits in trees:
+            decoder.clear()
+            decoder.prefill(text[:past], speculate=False)
+            paths = [[0]]
+            for row in range(1, len(tree.tokens)):
+                paths.append([*paths[tree.parents[row]], row])
+            for path, together in zip(paths, logits, strict=True):
+                decoder.target.length[0] = past
+                for row in path:
+                    decoder.read(tree.tokens[row])
+                unlike += not np.array_equal(decoder.row(0), together)
+    return sum(len(logits) for _, _, logits in trees), unlike
 
 
 def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
@@ -141,6 +173,14 @@ def run(model: Model, args: argparse.Namespace) -> bool:
         named = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
         print(
             f"{'ok    ' if not defects else 'FAILED'}  identity, {named}: {compared} tokens, {ties} near-ties, {defects} defects"
+        )
+    if model.decoder.graphs["target"].precision == "int8":
+        found = [rows_alone(model, prompt) for prompt in prompts(model, args.prompts)]
+        rows, unlike = (sum(counts) for counts in zip(*found, strict=True))
+        same = rows > 0 and not unlike
+        well &= same
+        print(
+            f"{'ok    ' if same else 'FAILED'}  rows: {rows - unlike} of {rows} in trees are what they are alone, to the last bit"
         )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
     expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()

@@ -255,6 +255,22 @@ def test_what_cannot_run_says_what_is_missing(name: str, device: str, message: s
     assert re.search(message, reason), reason
 
 
+@pytest.mark.parametrize("said", [
+    "... Opset 24 is under development ... Current official support for domain ai.onnx is till opset 23.",  # 1.23
+    "... Could not find an implementation for TensorScatter(24) node with name 'node__symbolic_7'",  # 1.24
+])  # fmt: skip
+def test_an_onnxruntime_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """What those versions said of a quantized target for the CPU, word for word."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    (tmp_path / "target.onnx").touch()
+    monkeypatch.setattr(ort, "InferenceSession", refuse)
+    with pytest.raises(GumihoError, match=r"is too old for .*target\.onnx: install onnxruntime 1\.25 or newer"):
+        ort_backend._session(tmp_path / "target.onnx", ort.SessionOptions(), "CPUExecutionProvider", {})
+
+
 def test_a_provider_that_falls_back_is_refused(demo_bundle: Path) -> None:
     """ONNX Runtime takes the CPU for a provider that it cannot load, with no more than a warning."""
     if ort_backend._CUDA in ort.get_available_providers():

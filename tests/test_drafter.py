@@ -19,7 +19,7 @@ from exporter.pair import Pair
 from exporter.trace import caches, trace
 from exporter.weights import Packer
 from graphs.drafter import Drafter
-from graphs.ops import Contrib, Plain, Standard
+from graphs.ops import Contrib, Exact, Plain, Standard
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
 
@@ -207,6 +207,7 @@ EXPORTED = [
     (2, 5, 16, tree_of(2), Contrib),
     (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard),
     (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),
+    (2, 5, 24, tree_of(16, beam=4), Exact),
 ]
 
 

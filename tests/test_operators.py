@@ -38,6 +38,7 @@ MASK = "float[2,8] x => bool[2,8] y"
 ZEROS, ONES = ", ".join("0" * 256), ", ".join("1" * 256)
 W4 = f"float[2,32] x => float[2,8] y | uint8[8,2,8] w = {{{ZEROS[:382]}}}, float[16] s = {{{ONES[:46]}}}"
 Q4 = f"float[2,8] x => float[4,8] y | int4[4,8] q = {{{ZEROS[:46]}}}, float[4,2] s = {{{ONES[:22]}}}"
+Q8 = f"float[2,8] x => float[4,8] y | int8[4,8] q = {{{ONES[:94]}}}, float[4,2] s = {{{ONES[:22]}}}"
 B4 = f"float[2,8] x => float[1,128] y | int4[1,128] q = {{{', '.join('0' * 128)}}}, float[1,2] s = {{1, 1}}"
 E8 = "float[2,4] x => float[4,4] y | float8e4m3fn[4,4] q = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, float[4] s = {1, 1, 1, 1}"
 AXIS = " | int64[1] a = {1} | "
@@ -100,6 +101,7 @@ TAKEN = {
         *BOTH,
         f"{W4} | y = com.microsoft.MatMulNBits <K = 32, N = 8, bits = 4, block_size = 16> (x, w, s)",
         f"{Q4} | y = DequantizeLinear <axis = 1, block_size = 4> (q, s)",
+        f"{Q8} | y = DequantizeLinear <axis = 1, block_size = 4> (q, s)",
         "float[2,8] x, float[8] s => float[2,8] y | y = SimplifiedLayerNormalization <axis = -1, epsilon = 0.001> (x, s)",
         'float[2,8] x, int64[1,1] i, float[1,8] u => float[2,8] y | y = ScatterND <reduction = "add"> (x, i, u)',
         # Its parser works out what depends on shapes alone.
@@ -308,6 +310,13 @@ def test_migraphx_itself_takes_what_its_table_takes() -> None:
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(np.array(a).reshape(np.shape(b)), b, rtol=1e-5, err_msg=nodes)
             assert np.array(a).dtype == b.dtype
+
+
+def test_migraphx_itself_refuses_one_block_a_row() -> None:
+    migraphx = pytest.importorskip("migraphx")
+    (nodes,) = (nodes for backend, nodes, phrase in REFUSED if backend == "migraphx" and phrase == "as long as the axis")
+    with pytest.raises(RuntimeError, match="must have size > 1 along provided axis"):
+        migraphx.parse_onnx_buffer(ir.to_proto(made("migraphx", nodes)).SerializeToString())
 
 
 # --- the real graphs -----------------------------------------------------------------------------------------------------

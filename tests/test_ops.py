@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from exporter.trace import _quiet
-from graphs.ops import Basic, Contrib, Decomposed, Past, Plain, Rows, Standard
+from graphs.ops import Basic, Contrib, Decomposed, Exact, Past, Plain, Rows, Standard
 
 from .naive import attention
 
@@ -215,6 +215,7 @@ def test_peek_eager(d: int) -> None:
 @pytest.mark.parametrize(("ops", "d", "operators"), [
     (Standard, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Attention"}),
     (Decomposed, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Softmax"}),
+    (Exact, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "FusedMatMul", "Softmax"}),
     (Contrib, 16, {"RMSNormalization", "GroupQueryAttention"}),
     (Contrib, 48, {"RMSNormalization", "GroupQueryAttention"}),
     (Basic, 24, {"MatMul", "Softmax"}),
@@ -233,7 +234,7 @@ def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
 EMPTY = pytest.mark.xfail(strict=True, reason="GroupQueryAttention takes rows over an empty cache for a prompt in order")
 
 
-@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Basic, 24), pytest.param(Contrib, 16, marks=EMPTY)])
+@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Exact, 24), (Basic, 24), pytest.param(Contrib, 16, marks=EMPTY)])
 def test_a_tree_over_an_empty_cache_exported(ops: type[Plain], d: int) -> None:
     run = exported_pass(ops, d)
     x = inputs(d, 9, 0, 1)
@@ -264,6 +265,6 @@ def test_top_k_of_equal_values_takes_the_lower_index() -> None:
 def test_dialects_are_one_expression_eagerly() -> None:
     x = inputs(16, 5, 7, 0)
     plain = Ops(Plain, 16)(*x.values())
-    for ops in (Standard, Contrib):
+    for ops in (Standard, Contrib, Exact):
         for a, b in zip(plain, Ops(ops, 16)(*x.values()), strict=True):
             assert torch.equal(a, b)

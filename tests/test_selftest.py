@@ -1,5 +1,6 @@
 """The self-test passes where speculation is lossless, and fails where it is not."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import exp
@@ -29,6 +30,37 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 7
     assert all(line.startswith("ok  ") for line in lines)
     assert "1500 texts of 3 tokens" in lines[-1]
+
+
+def test_rows_of_a_quantized_target(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are compared to the last bit: one next to it is found, though no token differs."""
+    wide = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, heads=1, seed=5)
+    argv = [
+        str(make_bundle(wide, "--capacity", "100", "--weights", "int8")),
+        "--prompts",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--draws",
+        "200",
+    ]
+    assert main(argv) == 0
+    line = capsys.readouterr().out.splitlines()[-2]
+    assert (found := re.fullmatch(r"ok      rows: (\d+) of (\d+) in trees are what they are alone, to the last bit", line))
+    assert int(found[1]) == int(found[2]) >= 16
+    read = decoder.Decoder.read
+
+    def next_to_it(self: decoder.Decoder, token: int) -> None:
+        read(self, token)
+        self.logits[0, 0] = np.nextafter(self.logits[0, 0], np.float32(np.inf))
+
+    monkeypatch.setattr(decoder.Decoder, "read", next_to_it)
+    assert main(argv) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:6] for line in lines] == ["ok    "] * 6 + ["FAILED", "ok    "]
+    assert lines[-2] == f"FAILED  rows: 0 of {found[2]} in trees are what they are alone, to the last bit"
 
 
 def test_a_walk_that_prefers_what_was_drafted(

@@ -17,7 +17,7 @@ from exporter.checkpoint import Checkpoint, llama_shape
 from exporter.pair import Pair
 from exporter.trace import caches, trace
 from exporter.weights import Packer
-from graphs.ops import Contrib, Plain, Standard
+from graphs.ops import Contrib, Exact, Plain, Standard
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
@@ -172,8 +172,14 @@ def test_eager_is_transformers(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dialect"),
-    [("head dim 24", Standard), ("llama3", Standard), ("head dim 32, one kv head", Contrib)],
-    ids=["Standard-24", "Standard-llama3", "Contrib-32"],
+    [
+        ("head dim 24", Standard),
+        ("llama3", Standard),
+        ("head dim 32, one kv head", Contrib),
+        ("head dim 24", Exact),
+        ("one layer, full heads, 17 tokens", Exact),
+    ],
+    ids=["Standard-24", "Standard-llama3", "Contrib-32", "Exact-24", "Exact-full"],
 )
 def test_exported_is_transformers(name: str, dialect: type[Plain], folder: Path, tmp_path: Path) -> None:
     model, pair = made(name, folder)

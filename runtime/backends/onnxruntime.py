@@ -149,7 +149,12 @@ def _session(file: Path, options: ort.SessionOptions, provider: str, settings: M
         # Without fallback: a provider that fails is tried again on another one otherwise, and what it said is lost.
         session = ort.InferenceSession(file.read_bytes(), options, providers=[(provider, dict(settings))], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
-        raise GumihoError(f"ONNX Runtime {ort.__version__} cannot load {file}: {str(error).strip().splitlines()[0]}") from None
+        said = str(error).strip().splitlines()[0]
+        if "till opset" in said or "TensorScatter(24)" in said:  # the newest of ours, and the last of it to get a kernel
+            raise GumihoError(
+                f"ONNX Runtime {ort.__version__} is too old for {file}: install onnxruntime 1.25 or newer, which needs Python 3.11"
+            ) from None
+        raise GumihoError(f"ONNX Runtime {ort.__version__} cannot load {file}: {said}") from None
     if session.get_providers()[0] != provider:
         raise GumihoError(
             f"ONNX Runtime {ort.__version__} placed {file} on {session.get_providers()[0]} instead of {provider}: "

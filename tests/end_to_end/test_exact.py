@@ -1,0 +1,122 @@
+"""Quantized targets on the CPU: a row's numbers to the last bit, whatever rows a pass has beside it and wherever its ancestors lie."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphs.ops import Exact, Standard
+from runtime import Generation, Model, load
+from runtime.lossless import differences
+from tests.conftest import DEMO, MakeBundle
+from tests.end_to_end.test_quantized import CPU4, INT8, ODD
+from tests.pairs import RandomPair
+
+# A head of keys for every head of queries, so that a row's products with the keys are of one row.
+FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, layers=2, heads=2, seed=4)
+ROWS = (2, 3, 8, 17, 60)
+PAST = (0, 1, 37, 130)
+Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
+
+
+def tree_pass(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Numbers:
+    """All rows at once, behind what the cache holds."""
+    decoder, n = model.decoder, len(tokens)
+    mask, depth = np.eye(n, dtype=np.bool_), np.zeros(n, np.int64)
+    for row in range(1, n):
+        mask[row] |= mask[parents[row]]
+        depth[row] = depth[parents[row]] + 1
+    decoder._target(np.array(tokens), depth, mask)()
+    return decoder.logits[:n].copy(), decoder.hidden[:n].copy()
+
+
+def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Numbers:
+    """Every row in a pass of its own, behind its ancestors."""
+    decoder, n = model.decoder, len(tokens)
+    past, rows, found = int(decoder.target.length[0]), [0], {}
+    while rows:
+        row = rows.pop()
+        depth = 0 if row == 0 else found[parents[row]][0] + 1
+        decoder.target.length[0] = past + depth  # its ancestors' rows are those in front: children come next
+        decoder.read(tokens[row])
+        found[row] = depth, decoder.logits[0].copy(), decoder.hidden[0].copy()
+        rows += [child for child in range(row + 1, n) if parents[child] == row]
+    decoder.target.length[0] = past
+    return np.stack([found[row][1] for row in range(n)]), np.stack([found[row][2] for row in range(n)])
+
+
+def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
+    """Random trees, and the same text in chunks: what many rows at once give, and what one at a time."""
+    draw, decoder = np.random.default_rng(0), model.decoder
+    text = draw.integers(2, model.bundle.manifest.vocabulary, 190).tolist()
+    for past in PAST:
+        decoder.clear()
+        for start in range(0, past, decoder.form.chunk):
+            decoder.feed(text[start : min(past, start + decoder.form.chunk)])
+        for rows in ROWS:
+            tokens = draw.integers(2, model.bundle.manifest.vocabulary, rows).tolist()
+            parents = [0, *(int(draw.integers(max(0, row - 6), row)) for row in range(1, rows))]
+            yield tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
+    decoder.clear()
+    alone = one_by_one(model, text, [max(0, row - 1) for row in range(len(text))])
+    for chunks in ((128, 62), (1, 2, 7, 31, 64, 85)):
+        decoder.clear()
+        start = 0
+        for n in chunks:
+            decoder.feed(text[start : start + n])
+            own = slice(start, start + n)
+            yield (decoder.logits[:n].copy(), decoder.hidden[:n].copy()), (alone[0][own], alone[1][own])
+            start += n
+
+
+def unlike(model: Model) -> int:
+    """Rows that are not the same to the last bit."""
+    return sum(
+        int((a != b).any(axis=1).sum())
+        for together, alone in pairs_of_passes(model)
+        for a, b in zip(together, alone, strict=True)
+    )
+
+
+QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
+    (DEMO, CPU4), (DEMO, ("--weights", "int8", "--capacity", "200")), (ODD, INT8), (FULL, ("--weights", "int4", "--capacity", "200")),
+], ids=["demo int4", "demo int8, target alone", "odd int8", "full heads int4, target alone"])  # fmt: skip
+
+
+@QUANTIZED
+def test_rows_are_the_same_to_the_last_bit(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> None:
+    bundle = make_bundle(pair, *options)
+    for threads in (1, 2):
+        with load(bundle, "cpu", threads=threads) as model:
+            assert model.decoder.graphs["target"].precision == "int8"
+            assert unlike(model) == 0
+
+
+def ended(generation: Generation) -> Generation:
+    list(generation.cycles())
+    return generation
+
+
+@QUANTIZED
+def test_texts_are_the_same(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> None:
+    draw = np.random.default_rng(1)
+    with load(make_bundle(pair, *options), "cpu", threads=1) as model:
+        session = model.session()
+        for i, length in enumerate((1, 9, 129)):
+            prompt = draw.integers(2, model.bundle.manifest.vocabulary, length).tolist()
+            for settings in ({}, {"temperature": 1.5, "top_p": 0.9, "seed": i}):
+                plain = ended(model.generate(prompt, 20, speculate=False, **settings))
+                speculative = ended(model.generate(prompt, 20, **settings))
+                assert ended(session.generate(prompt, 20, **settings)).ids == speculative.ids == plain.ids
+                assert differences(model, speculative) == []
+
+
+def test_attention_that_adds_up_in_single_precision_would_not_do(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be no need for ``Exact``, or no power in what is tested here."""
+    for name in ("sight", "_attention"):
+        monkeypatch.setattr(Exact, name, getattr(Standard, name))
+    with load(make_bundle(FULL, "--weights", "int4", "--capacity", "199"), "cpu", threads=1) as model:
+        assert unlike(model) > 0
