@@ -191,9 +191,8 @@ class Bench:
         for way, result in program.sound:
             result["versions"] = versions
             try:
-                for setting in way.settings:
-                    if not result["setting"] or setting == result["setting"]:
-                        program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **setting)
+                warm = result["setting"] or way.settings[0]
+                program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **warm)
                 if not result["setting"] and len(way.settings) > 1:
                     result["tried"] = [
                         {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)} for setting in way.settings
