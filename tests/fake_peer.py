@@ -18,11 +18,14 @@ def ways() -> list[Way]:
         Way("no draft model", "fp32", "plain", draft=True),
         Way("cannot load", "fp32", options={"fault": "no such weights\nat all"}),
         Way("cannot convert", "fp8"),
+        Way("cannot convert either", "fp8", "cannot convert", settings=[{"wait": 0.0}]),
         Way("dies", "fp32", options={"dies": True}),
     ]
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
+    with (out.parent.parent / "converted").open("a") as log:
+        print(weights, file=log)
     if weights == "fp8":
         raise NotImplementedError("no fp8 here")
     out.mkdir()

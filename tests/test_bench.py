@@ -1,6 +1,7 @@
 """The benchmark: what it reads, how it talks to peers, what it makes of failures, and its numbers."""
 
 import json
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def run(folder: Path) -> dict[str, dict[str, Any]]:
-    (folder / "pair/target").mkdir(parents=True)
+    (folder / "pair/target").mkdir(parents=True, exist_ok=True)
     (folder / "pair/target/config.json").write_text("{}")
     args = Namespace(pair=folder / "pair", draft_model=None, envs=folder, models=folder / "models", out=folder, threads=1,
                      new_tokens=5, rounds=2)  # fmt: skip
@@ -79,6 +80,7 @@ def test_the_fastest_setting_is_taken(found: dict[str, dict[str, Any]]) -> None:
         ("no draft model", "no --draft-model was given"),
         ("cannot load", "ValueError: no such weights at all"),
         ("cannot convert", "NotImplementedError: no fp8 here"),
+        ("cannot convert either", "NotImplementedError: no fp8 here"),
         ("dies", "its process ended with status 9: out of something"),
     ],
 )
@@ -88,6 +90,26 @@ def test_failures_are_listed_with_their_reasons(found: dict[str, dict[str, Any]]
     row = next(row for row in report.rows(whole(found), "a") if row["way"] == way)
     assert row == {"way": way, "weights": found[way]["weights"], "failed": reason}
     assert f"| {way} | {found[way]['weights']} | failed: {reason} | - |" in report.markdown(whole(found))
+
+
+def test_what_is_converted_is_converted_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        run(tmp_path)
+    assert (tmp_path / "models/converted").read_text().split() == ["fp32", "int4", "fp8", "fp8"]  # fp8 fails once a run
+
+
+def test_peers_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = list[list[str]]()
+
+    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, "pip" in command, "", "looking\nERROR: no such package\na notice")
+
+    monkeypatch.setattr(fake_peer, "REQUIREMENTS", (("no-such-package",),))
+    monkeypatch.setattr("tools.bench.subprocess.run", refuse)
+    reasons = {way["failed"] for way in run(tmp_path).values()}
+    assert reasons == {"no --draft-model was given", "installing fake failed: ERROR: no such package"}
+    assert [command[-1] for command in commands] == [str(tmp_path / "fake"), "no-such-package"]  # once for all its ways
 
 
 def whole(found: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from tools.peers.protocol import PeerError, Way, Worker
 
 ROOT = Path(__file__).parent.parent
 PEERS = "transformers", "optimum", "genai", "llama_cpp"
-TUNING, WARM_UP = 2, 16  # prompts to choose a setting by; tokens before anything is timed
+TUNING, TRIED, WARM_UP = 2, 48, 16  # prompts to choose settings by, and tokens of each; tokens before anything is timed
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,17 @@ class Bench:
     args: argparse.Namespace
     results: list[dict[str, Any]] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
+    broken: dict[Path, str] = field(default_factory=dict)  # conversions that failed, and why: none is tried twice
 
     # --- what runs -------------------------------------------------------------------------------------------------------------
 
     def add(self, peer: str, module: ModuleType, ways: Iterable[Way]) -> None:
         """Readies a peer's environment and models. What fails is noted with the ways that need it."""
-        python: Path | None = None
         by_loading: dict[str, Program] = {}
+        try:
+            python, unready = environment(peer, module.REQUIREMENTS, self.args.envs), ""
+        except PeerError as error:
+            python, unready = Path(), str(error)
         for way in ways:
             result = {"name": way.name, "peer": peer, "weights": way.weights, "plain": way.plain, "failed": "", "setting": {},
                       "tried": [], "versions": {}, "peak_mb": 0.0, "texts": []}  # fmt: skip
@@ -92,7 +96,8 @@ class Bench:
             try:
                 if way.draft and not self.args.draft_model:
                     raise PeerError("no --draft-model was given")
-                python = python or environment(peer, module.REQUIREMENTS, self.args.envs)
+                if unready:
+                    raise PeerError(unready)
                 command: list[str | Path] = [python, "-m", module.__name__]
                 loading = {
                     **way.options,
@@ -116,6 +121,8 @@ class Bench:
         if not hasattr(module, "convert"):
             return str(checkpoint.resolve())
         out = self.args.models.resolve() / digest(checkpoint) / f"{peer}-{weights}"
+        if out in self.broken:
+            raise PeerError(self.broken[out])
         if not out.is_dir():
             print(f"{peer}: converting {checkpoint} to {weights}", file=sys.stderr)
             partial = out.with_name(f".{out.name}.partial")
@@ -125,6 +132,9 @@ class Bench:
             try:
                 worker.ask("convert", 3600, checkpoint=str(checkpoint.resolve()), out=str(partial), weights=weights)
                 partial.rename(out)
+            except PeerError as error:
+                self.broken[out] = str(error)
+                raise
             finally:
                 worker.close()
                 shutil.rmtree(partial, ignore_errors=True)
@@ -176,13 +186,13 @@ class Bench:
             versions = program.worker.ask("load", **program.loading)["versions"]
         except PeerError as error:
             self.fail(program, str(error))
+            self.close([program])
             return
         for way, result in program.sound:
             result["versions"] = versions
             try:
-                for setting in way.settings:
-                    if not result["setting"] or setting == result["setting"]:
-                        program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **setting)
+                warm = result["setting"] or way.settings[0]
+                program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **warm)
                 if not result["setting"] and len(way.settings) > 1:
                     result["tried"] = [
                         {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)} for setting in way.settings
@@ -193,7 +203,7 @@ class Bench:
                 self.fail(program, str(error), result)
 
     def try_out(self, worker: Worker, setting: Mapping[str, Any], tuning: Sequence[Prompt]) -> float:
-        texts = [worker.ask("generate", ids=prompt.ids, count=self.args.new_tokens, **setting) for prompt in tuning]
+        texts = [worker.ask("generate", ids=prompt.ids, count=min(TRIED, self.args.new_tokens), **setting) for prompt in tuning]
         return report.speed(*texts) or 0.0
 
     def text(self, program: Program, way: Way, result: dict[str, Any], prompt: Prompt) -> None:
