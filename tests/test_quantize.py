@@ -23,7 +23,7 @@ from graphs.drafter import Heads
 from graphs.layer import Linear
 from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard, bits_of, dequantize
 
-from .conftest import numbers as options
+from .conftest import numbers as as_asked
 from .pairs import RandomPair
 
 CODES = [torch.uint8, torch.int8]
