@@ -365,7 +365,7 @@ def argv(folder: Path, *more: str) -> list[str]:
         "--out",
         str(folder / "out"),
         *TREE,
-        *options(more),
+        *as_asked(more),
     ]
 
 
