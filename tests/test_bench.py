@@ -51,7 +51,10 @@ def run(folder: Path) -> dict[str, dict[str, Any]]:
                      new_tokens=5, rounds=2)  # fmt: skip
     made = Bench(args)
     made.add("fake", fake_peer, fake_peer.ways())
-    made.measure([Prompt("a", 0, [7]), Prompt("a", 1, [1, 20]), Prompt("b", 0, [30])], [Prompt("a", 2, [3])])
+    saved = list[int]()
+    prompts = [Prompt("a", 0, [7]), Prompt("a", 1, [1, 20]), Prompt("b", 0, [30])]
+    made.measure(prompts, [Prompt("a", 2, [3])], lambda: saved.append(len(made.results[0]["texts"])))
+    assert sorted(set(saved)) == ([1, 2, 3] if made.programs else [0])  # an interrupted run has what it found
     assert all(program.worker is None for program in made.programs)
     return {result["name"]: result for result in made.results}
 

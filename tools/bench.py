@@ -23,7 +23,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -146,8 +147,8 @@ class Bench:
 
     # --- how it runs -----------------------------------------------------------------------------------------------------------
 
-    def measure(self, prompts: Sequence[Prompt], tuning: Sequence[Prompt]) -> None:
-        """Every prompt by every way, those that are alive at once taking turns."""
+    def measure(self, prompts: Sequence[Prompt], tuning: Sequence[Prompt], save: Callable[[], None]) -> None:
+        """Every prompt by every way, those that are alive at once taking turns. save: what is found so far, behind every prompt."""
         size = -(-len(prompts) // self.args.rounds)
         for start in range(0, len(prompts), size):
             waiting = [program for program in self.programs if program.sound]
@@ -161,10 +162,12 @@ class Bench:
                     for program in alive:
                         for way, result in program.sound:
                             self.text(program, way, result, prompt)
+                    save()
                     print(f"prompt {prompt.number} of {prompt.set}, {len(alive)} processes", file=sys.stderr)
                 if len(alive) < whole:
                     self.close(alive)
         self.close(self.programs)
+        save()
 
     def fits(self, program: Program) -> bool:
         """Whether memory holds another process, by the most that this one, or else any so far, has held."""
@@ -296,31 +299,19 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
     return prompts, spare[:TUNING], cut
 
 
-def write(bench: Bench, prompts: Sequence[Prompt], cut: int) -> None:
-    args, ran = bench.args, [result for result in bench.results if not result["failed"]]
-    plain = [result["name"] for result in ran if not result["plain"]]
-    reference = next((name for name in plain if name == "transformers, greedy"), plain[0] if plain else "")
-    about = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
+def about(args: argparse.Namespace, cut: int) -> dict[str, Any]:
+    """What is measured, on what. cut: prompts that were too long."""
+    found = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
              "target": described(args.pair / "target")}  # fmt: skip
     if args.draft_model:
-        about["draft model"] = described(args.draft_model)
+        found["draft model"] = described(args.draft_model)
     for bundle in args.bundles:
         manifest = Bundle(bundle).manifest
         quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
-        about[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
+        found[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
     if cut:
-        about["prompts cut to fit"] = cut
-    sets = {prompt.set: sum(other.set == prompt.set for other in prompts) for prompt in prompts}
-    found = {"about": about, "prompts": sets, "reference": reference, "ways": bench.results}
-    (args.out / "bench.json").write_text(json.dumps(found), "utf-8")
-    publish(found, args.out)
-
-
-def publish(found: Mapping[str, Any], out: Path) -> None:
-    text = report.markdown(found)
-    (out / "bench.md").write_text(text, "utf-8")
-    report.plot(found, out)
-    print(text)
+        found["prompts cut to fit"] = cut
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -341,7 +332,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--envs", type=Path, default=ROOT / "build/bench-envs", help="where peers are installed, once")
     parser.add_argument("--models", type=Path, default=ROOT / "build/bench-models", help="where models are converted, once")
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="where results go")
-    parser.add_argument("--again", action="store_true", help="make table and plots of OUT/bench.json again, and run nothing")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="make table and plots of OUT/bench.json, which a run writes behind every prompt, and run nothing",
+    )
     args = parser.parse_args(argv)
     for name in ("count", "new_tokens", "threads", "rounds"):
         if getattr(args, name) < 1:
@@ -355,7 +350,11 @@ def again(args: argparse.Namespace) -> int:
     file = args.out / "bench.json"
     if not file.is_file():
         raise GumihoError(f"{file} is not there: run without --again first")
-    publish(json.loads(file.read_text("utf-8")), args.out)
+    found = json.loads(file.read_text("utf-8"))
+    text = report.markdown(found)
+    (args.out / "bench.md").write_text(text, "utf-8")
+    report.plot(found, args.out)
+    print(text)
     return 0
 
 
@@ -371,12 +370,20 @@ def fresh(args: argparse.Namespace) -> int:
     for name in args.peers:
         peer = importlib.import_module(f"tools.peers.{name}")
         bench.add(name, peer, peer.ways())
+    known = {"about": about(args, cut), "prompts": dict(Counter(prompt.set for prompt in prompts))}
+
+    def save() -> None:
+        plain = [result["name"] for result in bench.results if not result["failed"] and not result["plain"]]
+        reference = next((name for name in plain if name == "transformers, greedy"), plain[0] if plain else "")
+        partial = args.out / ".bench.json.partial"
+        partial.write_text(json.dumps({**known, "reference": reference, "ways": bench.results}), "utf-8")
+        partial.replace(args.out / "bench.json")
+
     try:
-        bench.measure(prompts, tuning)
+        bench.measure(prompts, tuning, save)
     finally:
         bench.close(bench.programs)
-    write(bench, prompts, cut)
-    return 0
+    return again(args)
 
 
 if __name__ == "__main__":
