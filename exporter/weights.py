@@ -187,7 +187,11 @@ class Packer:
 
         Raises GumihoError where a file cannot be linked.
         """
-        links = {name: self._link(file, source, source.stored) for name, source in sources.items() if source.stored}
+        links = {
+            name: self._link(file, source, source.stored)
+            for name, source in sources.items()
+            if source.stored and source.linkable(self.dtype)
+        }
         sources = {name: source for name, source in sources.items() if name not in links}
         path = self.bundle / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--tune", action="store_true", help="look longer for faster kernels (migraphx, tensorrt)")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
     try:
         bundle = Bundle(args.bundle)
         name = args.backend or bundle.manifest.default
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted, no engine was written", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
     return 0
 

@@ -38,7 +38,7 @@ def test_traffic_counts_what_a_pass_reads(make_bundle: MakeBundle) -> None:
     """By hand, from the shapes: every matrix once, lm_head three times in a cycle's draft, embeddings not at all."""
     from runtime.bundle import Bundle
 
-    graphs = Bundle(make_bundle(DEMO)).manifest.form("cpu").graphs
+    graphs = Bundle(make_bundle(DEMO, "--heads", "5")).manifest.form("cpu").graphs
     h, ffn, layers, vocabulary, kv = 192, 512, 6, 2048, 64
     layer = h * (2 * h + 2 * kv) + 3 * h * ffn
     assert graphs["target"].reads == pytest.approx(4 * (layers * layer + h * vocabulary), rel=0.01)

@@ -371,8 +371,8 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
 def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     tmp_path: Path, how: tuple[str, ...], backends: tuple[str, ...], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.pair._SLICE_ELEMENTS", 7 * 64)  # of which some hold no row that is kept
-    fields = {"hidden_size": 64, "vocab_size": 301, "tie_word_embeddings": tied}
+    monkeypatch.setattr("exporter.pair._SLICE_ELEMENTS", 7 * 128)  # of which some hold no row that is kept
+    fields = {"hidden_size": 128, "vocab_size": 301, "tie_word_embeddings": tied}
     RandomPair(SMALL | fields, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *how, "--backend", *backends, "--dtype", "fp32", "--draft-vocab", "80")
     ids = torch.cat((torch.arange(50), torch.arange(271, 301)))
@@ -390,7 +390,7 @@ def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
             assert torch.equal(stored, rows)
         assert models["target"]["lm_head.weight"].shape[0] == 301
     written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.bin"))
-    tables = 2 * 4096 * -(-plan.positions * 16 * 4 // 4096)  # both rotary tables are the same, which nobody promised
+    tables = 2 * 4096 * -(-plan.positions * 32 * 4 // 4096)  # both rotary tables are the same, which nobody promised
     assert written == sum(plan.sizes().values()) - plan.shared() - tables
 
 
@@ -453,7 +453,7 @@ def test_validation_knows_what_was_cut(bundle: Path, make_bundle: MakeBundle) ->
     from exporter.validate import validate
 
     pair = bundle.parent / "pair"
-    args = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *OPTIONS]
+    args = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *numbers(OPTIONS)]
     errors = validate(cli.plan(cli.parser().parse_args(args)), bundle, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
