@@ -57,8 +57,10 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             found_choice.append(decoder.choice[:n].copy())
             start += n
         decoder.clear()
+        decoder.text = ids.tolist(), ()
         last = decoder.prefill(ids.tolist(), speculate=True)
         assert last is not None
+        decoder.catch_up()
         decoder.path[0], decoder.after[0], decoder.count[0] = last, decoder.choice[last], 1
         decoder.passes[0][0]()
         decoder.device.synchronize()

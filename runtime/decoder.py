@@ -74,6 +74,7 @@ def check(manifest: Manifest, prompt: Sequence[int]) -> None:
 
 
 _LATER = 32  # tokens that the drafter reads when it is asked again
+_DRAFT, _TARGET = 0, 1
 
 
 class Decoder:
@@ -105,16 +106,18 @@ class Decoder:
         # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
-        self.extend = self._draft("extend", form.chunk, {})
         self._verify: dict[int, Callable[[], None]] = {}
         verify = self.verification(rows)
         accepted = [most] if form.static else range(1, most + 1)
         self.planner = Planner(costs, manifest.depth) if costs else None
-        # While nothing is drafted, the drafter's reading waits: the target's last rows, in turn, and the token after each.
-        self.later = device.zeros((min(_LATER, form.chunk), manifest.hidden), manifest.dtype)
-        self.waiting, self.turn = list[int](), 0
+        # What the drafter is to read later: the target's rows of these positions, and a chunk of them to read from.
+        self.unread = range(0)
+        self.store = device.zeros((manifest.capacity, manifest.hidden), manifest.dtype)
+        self.later = device.zeros((form.chunk, manifest.hidden), manifest.dtype)
+        self.spent = [0, 0]  # nanoseconds in the engines of drafter and target
         self.sound = manifest.capacity  # rows of the target's cache, from the first, that were read as in plain decoding
         self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
+        self.extend = self._draft("extend", form.chunk, {}, self.later)
         self.passes = [device.fuse(self._draft("draft", n, self.tree), verify) for n in accepted]
 
     def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
@@ -153,7 +156,7 @@ class Decoder:
     def clear(self) -> None:
         """Has the caches forget everything. A generation that runs over them cannot go on."""
         self.writer, self.text, self.target.length[0], self.drafter.length[0] = None, ((), ()), 0, 0
-        self.waiting.clear()
+        self.unread = range(0)
         self.aligned = self.sound = self.manifest.capacity
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
@@ -169,7 +172,7 @@ class Decoder:
         What the drafter has not read yet, it reads with the target.
         """
         shared, drafted = self.shared(prompt)
-        self.waiting.clear()
+        self.unread = range(0)
         self.aligned = self.sound = self.manifest.capacity
         start = min(drafted if speculate else shared, len(prompt) - 1)
         self.target.length[0], self.drafter.length[0] = start, min(drafted, start)
@@ -189,36 +192,34 @@ class Decoder:
         return [*self.text[0], *self.text[1]][: min(self.sound, int(self.target.length[0]))]
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
-        """Fills the caches with what they lack of a prompt, in chunks, and readies its last row for the first draft.
+        """Fills the target's cache with what it lacks of a prompt, in chunks; the drafter is to read it later.
 
-        Returns which row of the last pass that is, or None where it was interrupted between two chunks.
+        Returns which row of the last pass is the prompt's last, or None where it was interrupted between two chunks.
         """
-        chunk, n = self.form.chunk, 0
-        for start in range(int(self.target.length[0]), len(prompt), chunk):
+        begun, n = int(self.target.length[0]), 0
+        for start in range(begun, len(prompt), self.form.chunk):
             if interrupted():
                 return None
-            part = prompt[start : start + chunk]
+            part = prompt[start : start + self.form.chunk]
             n = len(part)
             self.feed(part)
-            ahead = prompt[start + 1 : start + n + 1]
-            if speculate and ahead:
-                m = self.count[0] = len(ahead)
-                self.path[:m], self.after[:m] = self.depth[:m], ahead
-                (self.extend if self.form.static or m == chunk else self._draft("extend", m, {}))()
-                self.drafter.keep(self.graphs["extend"], range(m))
+            if speculate:
+                self._move(self.store, start, self.hidden, 0, n)
+        if speculate:
+            self.unread = range(begun, len(prompt) - 1)  # the last row is the first draft's
         return n - 1
 
     def feed(self, tokens: Sequence[int]) -> None:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
         n = len(tokens)
         self.tokens[:n] = tokens
-        (self.chunk if self.form.static or n == self.form.chunk else self._causal(n))()
+        self._run(_TARGET, self.chunk if self.form.static or n == self.form.chunk else self._causal(n))
         self.target.keep(self.graphs["target"], range(n))
 
     def read(self, token: int) -> None:
         """A pass of the target over one token, as in plain decoding; what follows it is row 0."""
         self.tokens[0] = token
-        self.plain()
+        self._run(_TARGET, self.plain)
         self.target.keep(self.graphs["target"], [0])
 
     def row(self, row: int) -> np.ndarray:
@@ -261,6 +262,10 @@ class Decoder:
             stats.tokens += len(tokens)
             stats.finish_reason = writer.finish_reason
             yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree)
+            started, self.spent = perf_counter_ns(), [0, 0]
+            if self.writer is writer and not rows:
+                self.device.enter()
+                self.catch_up()  # on the prompt; whoever waits for the first token need not wait for this
             if writer.ended():
                 stats.finish_reason = writer.finish_reason
                 return
@@ -269,35 +274,43 @@ class Decoder:
             self.device.enter()
             planner = self.planner if speculate and writer.settings.rows is None else None
             if drafting := speculate and (planner is None or planner.drafts):
-                rows, path, times = self.cycle(planner)
+                rows, path = self.cycle(planner, times[2])
             else:
-                rows, path, times = 1, *self.step(planner)
-            stats.count(len(path), times, rows)
+                rows, path = 1, self.step(planner, times[2])
             tree = self._tree(rows) if drafting and writer.settings.trace else None
+            draft, target = self.spent
+            times = draft, target, perf_counter_ns() - started - draft - target
+            stats.count(len(path), times, rows)
 
-    def cycle(self, planner: Planner | None) -> tuple[int, list[int], tuple[int, int, int]]:
-        """Drafts a tree, verifies its best rows and commits the path the target takes. Returns their number, path and times."""
-        t0 = perf_counter_ns()
-        self._catch_up()
-        accepted = int(self.count[0])
+    def _run(self, part: int, call: Callable[[], None]) -> None:
+        """An engine's pass, by the clock."""
+        started = perf_counter_ns()
+        call()
+        self.spent[part] += perf_counter_ns() - started
+
+    def cycle(self, planner: Planner | None, host: int) -> tuple[int, list[int]]:
+        """Drafts a tree, verifies its best rows and commits the path the target takes. Returns their number and the path.
+
+        host: nanoseconds that a cycle takes outside the engines, for the planner.
+        """
+        self.catch_up()
+        caught_up, accepted = self.spent[_DRAFT], int(self.count[0])
         draft, verify = self.passes[min(accepted, len(self.passes)) - 1]
-        draft()
-        t1 = perf_counter_ns()
+        self._run(_DRAFT, draft)
         rows = self._rows(None if self.form.static else planner)
-        (verify if rows == self.manifest.rows or self.form.static else self.verification(rows))()
-        t2 = perf_counter_ns()
+        self._run(_TARGET, verify if rows == self.manifest.rows or self.form.static else self.verification(rows))
         tokens, parents = (self.device.read(self.tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
         path = self._accept(tokens, parents)
         self.drafter.keep(self.graphs["draft"], range(accepted))
         self.target.keep(self.graphs["target"], path)
         self._commit(path)
-        times = t1 - t0, t2 - t1, perf_counter_ns() - t2
         if planner:
             scores, depths = self._scored()
             if self.form.static:
                 planner.rows(scores, depths)  # all are verified; it is told what they promised
-            planner.drafted(scores[:rows], depths[:rows], len(path) - 1, times)
-        return rows, path, times
+            draft_ns, target_ns = self.spent
+            planner.drafted(scores[:rows], depths[:rows], len(path) - 1, (draft_ns - caught_up, target_ns, host))
+        return rows, path
 
     def _scored(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores and depths of the tree's rows."""
@@ -311,49 +324,55 @@ class Decoder:
             asked = planner.rows(*self._scored())
         return min(asked, self.manifest.rows, self.manifest.capacity - int(self.target.length[0]))
 
+    def _move(self, destination: Array, at: int, source: Array, row: int, count: int) -> None:
+        """Copies hidden rows."""
+        views = (array.reshape(1, len(array), self.manifest.hidden) for array in (destination, source))
+        destination, source = views
+        self.device.move(destination, at, source, row, count)
+
     def _put_off(self) -> None:
-        """The drafter reads what was accepted when it drafts again, and no more of it than ``later`` holds: to read all that plain
+        """The drafter reads what was accepted when it drafts again, and no more of it than a few tokens: to read all that plain
         decoding has added could take longer than drafting gains. Its text then lacks a piece, which costs acceptance alone.
         """
-        later, hidden = (array.reshape(1, len(array), self.manifest.hidden) for array in (self.later, self.hidden))
-        count = int(self.count[0])
-        for row, token in zip(self.path[:count].tolist(), self.after[:count].tolist(), strict=True):
-            self.device.move(later, self.turn, hidden, row, 1)
-            self.turn = (self.turn + 1) % len(self.later)
-            self.waiting.append(token)
-        if len(self.waiting) > len(self.later):
-            self.aligned = self.drafted
-            del self.waiting[: -len(self.later)]
+        end, count = int(self.target.length[0]), int(self.count[0])
+        for at, row in enumerate(self.path[:count].tolist(), end - count):
+            self._move(self.store, at, self.hidden, row, 1)
+        begun = self.unread.start if self.unread else end - count
+        if end - begun > _LATER:
+            self.aligned, begun = self.drafted, end - _LATER
+        self.unread = range(begun, end)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """The drafter reads what was put off. What was accepted last stays pending."""
-        if not self.waiting:
+        if not self.unread:
             return
-        m, pending = len(self.waiting), (self.path.copy(), self.after.copy(), int(self.count[0]))
-        self.path[:m], self.after[:m], self.count[0] = (np.arange(m) + self.turn - m) % len(self.later), self.waiting, m
-        self._draft("extend", self.form.chunk if self.form.static else m, {}, self.later)()
-        self.drafter.keep(self.graphs["extend"], range(m))
+        text, pending = [*self.text[0], *self.text[1]], (self.path.copy(), self.after.copy(), int(self.count[0]))
+        for at in self.unread[:: len(self.later)]:
+            n = self.count[0] = min(len(self.later), self.unread.stop - at)
+            self._move(self.later, 0, self.store, at, n)
+            self.path[:n], self.after[:n] = self.depth[:n], text[at + 1 : at + 1 + n]
+            whole = self.form.static or n == self.form.chunk
+            self._run(_DRAFT, self.extend if whole else self._draft("extend", n, {}, self.later))
+            self.device.synchronize()  # it returns nothing to the host, which is about to change what it reads
+            self.drafter.keep(self.graphs["extend"], range(n))
         self.path[:], self.after[:], self.count[0] = pending
-        self.waiting.clear()
+        self.unread = range(0)
 
     @property
     def drafted(self) -> int:
         """Rows of the drafter's cache that belong to the text from its beginning."""
         return min(self.aligned, int(self.drafter.length[0]))
 
-    def step(self, planner: Planner | None = None) -> tuple[list[int], tuple[int, int, int]]:
-        """Plain decoding: one row on the same engine. planner: that may want to draft later."""
-        t0 = perf_counter_ns()
+    def step(self, planner: Planner | None, host: int) -> list[int]:
+        """Plain decoding: one row on the same engine. planner: that may want to draft later; host: see ``cycle``."""
         if planner:
             self._put_off()
         self.read(int(self.after[int(self.count[0]) - 1]))
-        t1 = perf_counter_ns()
         self.take(0)
         self._commit([0])
-        times = 0, t1 - t0, perf_counter_ns() - t1
         if planner:
-            planner.decoded(times)
-        return [0], times
+            planner.decoded((0, self.spent[_TARGET], host))
+        return [0]
 
     def _commit(self, path: Sequence[int]) -> None:
         """Leaves the path's rows, and the token behind each, for the next draft."""

@@ -89,7 +89,7 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     model.decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     text = [*model.encode(prompt), *ids(model, prompt, count)]
     decoder = model.decoder
-    decoder._catch_up()
+    decoder.catch_up()
     length = int(decoder.drafter.length[0])
     found = decoder.drafter.rows(length)
     assert length == decoder.drafted == len(text) - 2
@@ -102,8 +102,8 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
     ids(model, prompt, 100)
-    decoder._catch_up()
-    assert (decoder.drafted, int(decoder.drafter.length[0])) == (begun, begun + len(decoder.later))
+    decoder.catch_up()
+    assert (decoder.drafted, int(decoder.drafter.length[0])) == (begun, begun + 32)
     decoder.planner = None
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from runtime import Cycle, GumihoError, Model, load
 from runtime.backends.onnxruntime import Engine
 from runtime.bundle import Bundle, Manifest
+from runtime.decoder import Decoder
 from tests.conftest import DEMO, MakeBundle
 from tests.pairs import RandomPair
 
@@ -187,6 +188,27 @@ def test_cycles_bind_and_allocate_nothing(demo_bundle: Path, monkeypatch: pytest
         tracemalloc.stop()
         grown = sum(d.size_diff for d in after.compare_to(before, "filename") if "/runtime/" in str(d.traceback))
         assert grown < 2048 + 64 * tokens  # the text itself: ids, and places for them
+
+
+def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads the prompt behind it, all of it, before anything else is read."""
+    prompt, passes = [0, *range(5, 400)], list[tuple[str, int]]()
+    with load(demo_bundle) as model:
+        names, bind = {id(engine): name for name, engine in model.decoder.engines.items()}, Engine.bind
+
+        def logged(engine: Engine, buffers: dict[str, np.ndarray]) -> Callable[[], None]:
+            call, entry = bind(engine, buffers), (names[id(engine)], len(buffers["tokens"]))
+            return lambda: (passes.append(entry), call())[1]
+
+        monkeypatch.setattr(Engine, "bind", logged)
+        decoder = Decoder(model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.engines, model.decoder.device)
+        monkeypatch.setattr(model, "decoder", decoder)
+        cycles = model.generate(prompt, 40).cycles()
+        next(cycles)
+        assert passes == [("target", 128)] * 3 + [("target", 12)]
+        next(cycles)
+        assert passes[4:] == [("extend", 128)] * 3 + [("extend", 11), ("draft", 1), ("target", 8)]
+        assert int(decoder.drafter.length[0]) == len(prompt)
 
 
 @pytest.mark.parametrize(
