@@ -312,9 +312,9 @@ class Decoder:
             planner.drafted(scores[:rows], depths[:rows], len(path) - 1, (draft_ns - caught_up, target_ns, host))
         return rows, path
 
-    def _scored(self) -> tuple[np.ndarray, np.ndarray]:
+    def _scored(self) -> tuple[list[float], list[int]]:
         """Scores and depths of the tree's rows."""
-        return self.device.read(self.tree["tree_score"]), self.device.read(self.tree["tree_depth"])
+        return self.device.read(self.tree["tree_score"]).tolist(), self.device.read(self.tree["tree_depth"]).tolist()
 
     def _rows(self, planner: Planner | None) -> int:
         """How many rows of the tree to verify: those that are asked for, or that pay; no more than the cache has room for."""

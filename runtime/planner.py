@@ -7,11 +7,11 @@ per time is taken, tree by tree. Where drafting loses more than it had gained be
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import exp
 from pathlib import Path
-
-import numpy as np
 
 from .errors import GumihoError
 
@@ -26,7 +26,7 @@ _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
-_REST = 48, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
+_REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -60,15 +60,18 @@ class Costs:
 
 
 class Planner:
-    """Plans the cycles of one decoder; what it has learnt stays from text to text, and fades."""
+    """Plans the cycles of one decoder; what it has learnt stays from text to text, and fades.
+
+    In plain Python: behind a pass, which leaves nothing else in the processor's caches, numpy took three times as long.
+    """
 
     def __init__(self, costs: Costs, depth: int) -> None:
         """depth: of the deepest row."""
-        self._sizes = np.array(sorted(costs.target), np.int64)
-        self._target = np.array([costs.target[int(size)] for size in self._sizes])
+        self._target = dict(sorted(costs.target.items()))
         self._draft, self._host = costs.draft, costs.host
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
-        self._taken, self._hoped = _DOUBT * _HOPE ** np.arange(depth + 1), np.full(depth + 1, _DOUBT)
+        self._taken = [_DOUBT * _HOPE**at for at in range(depth + 1)]
+        self._hoped = [_DOUBT] * (depth + 1)
         self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
         self._left, self._rest, self._saved = 0, _REST[0], 0.0
 
@@ -81,20 +84,22 @@ class Planner:
         """Whether the next cycle is to draft."""
         return self._left <= 0
 
-    def rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
-        """How many of a tree's rows to verify, the tree having been drafted. scores: float [R]; depths: int [R]."""
-        gained = np.cumsum(self._expected(scores, depths))[self._sizes - 1]
-        spent = self._target + self._host
-        promised = float(np.max(gained / (spent + self._draft)))
+    def rows(self, scores: Sequence[float], depths: Sequence[int]) -> int:
+        """How many of a tree's rows to verify, the tree having been drafted. scores, depths: of its R rows."""
+        gained = list(accumulate(self._expected(scores, depths)))
+        spent = {rows: target + self._host for rows, target in self._target.items()}
+        promised = max(gained[rows - 1] / (cost + self._draft) for rows, cost in spent.items())
         self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
         # The draft is made: more rows pay as long as they bring more than the time would elsewhere.
-        return int(self._sizes[np.argmax(gained - max(self._pace, self._plain) * spent)])
+        pace = max(self._pace, self._plain)
+        return max(spent, key=lambda rows: gained[rows - 1] - pace * spent[rows])
 
-    def _expected(self, scores: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    def _expected(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
         """Tokens that each row brings, the root the target's own."""
-        return np.minimum(np.exp(scores) * (self._taken / self._hoped)[depths], 1.0)
+        scale = [taken / hoped for taken, hoped in zip(self._taken, self._hoped, strict=True)]
+        return [min(exp(score) * scale[depth], 1.0) for score, depth in zip(scores, depths, strict=True)]
 
-    def drafted(self, scores: np.ndarray, depths: np.ndarray, accepted: int, times: tuple[int, int, int]) -> None:
+    def drafted(self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int]) -> None:
         """A cycle has drafted.
 
         scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host.
@@ -102,12 +107,11 @@ class Planner:
         draft, target, host = times
         self._draft, self._host = _tracked(self._draft, draft), _tracked(self._host, host)
         spent = self._draft + self._took(len(scores), target) + self._host
-        saved = float(self._expected(scores, depths).sum()) - spent * self._plain
-        self._saved = min(self._saved + saved, _SAVED)
-        self._taken *= _MEMORY
-        self._hoped *= _MEMORY
-        self._taken[1 : accepted + 1] += 1
-        np.add.at(self._hoped, depths[1:], np.exp(scores[1:]))
+        self._saved = min(self._saved + sum(self._expected(scores, depths)) - spent * self._plain, _SAVED)
+        self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]
+        self._hoped = [_MEMORY * hoped for hoped in self._hoped]
+        for score, depth in zip(scores[1:], depths[1:], strict=True):
+            self._hoped[depth] += exp(score)
         if self._saved < -_STAKE:
             self._left, self._rest, self._saved = self._rest, min(2 * self._rest, _REST[1]), 0.0
         elif self._saved == _SAVED:
@@ -120,22 +124,21 @@ class Planner:
         if self._left == 0:
             # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
             # counted before the rest weighs little, so that few trees decide.
-            taken = np.maximum(self._taken, (self._taken + self._hoped) / 2)
-            weight = np.minimum(1.0, _AGAIN / self._hoped)
-            self._taken, self._hoped = taken * weight, self._hoped * weight
+            for depth, (taken, hoped) in enumerate(zip(self._taken, self._hoped, strict=True)):
+                weight = min(1.0, _AGAIN / hoped)
+                self._taken[depth], self._hoped[depth] = max(taken, (taken + hoped) / 2) * weight, hoped * weight
             self._pace = 0.0
 
     @property
     def _plain(self) -> float:
-        return 1 / float(self._target[0] + self._host)
+        return 1 / (self._target[1] + self._host)
 
     def _took(self, rows: int, elapsed: int) -> float:
         """What a pass over so many rows takes."""
-        at = int(np.searchsorted(self._sizes, rows))
-        if at < len(self._sizes) and self._sizes[at] == rows:
-            self._target[at] = _tracked(float(self._target[at]), elapsed)
-            return float(self._target[at])
-        return float(elapsed)
+        if rows not in self._target:
+            return float(elapsed)
+        self._target[rows] = _tracked(self._target[rows], elapsed)
+        return self._target[rows]
 
 
 def _tracked(known: float, measured: float) -> float:
