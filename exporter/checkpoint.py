@@ -271,6 +271,12 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
         raise GumihoError(f"{where} has model_type '{raw['model_type']}', and Gumiho drafts for model_type 'llama' only")
+    if quantized := raw.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise GumihoError(
+            f"{where} is quantized already ({method or 'its config.json has a quantization_config'}), and packed codes cannot be read: "
+            "give the checkpoint it was made from, and --weights int4 or int8"
+        )
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
         if not isinstance(raw.get(key), int) or raw[key] < 1:
             raise GumihoError(f"{where}: config.json has no whole number '{key}'")

@@ -342,6 +342,15 @@ def test_a_damaged_rotary_configuration_is_one_sentence(tmp_path: Path, rope: di
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("quantized", "named"),
+    [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"), ("odd", "config.json")],
+)
+def test_what_is_quantized_already_is_refused(tmp_path: Path, quantized: object, named: str) -> None:
+    with pytest.raises(GumihoError, match=rf"quantized already \({named}.*give the checkpoint it was made from"):
+        llama_config(configured(tmp_path, BASE | {"quantization_config": quantized}))
+
+
 def test_vllms_nested_configuration_means_the_same(tmp_path: Path) -> None:
     flat = BASE | ROPES["llama3"][0] | {"head_dim": 32}
     nested = {"architectures": ["GumihoModel"], "model_type": "gumiho", "truncated_vocab_size": 61, "model": flat}

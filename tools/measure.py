@@ -67,7 +67,7 @@ model = runtime.load({str(bundle)!r})
 list(model.generate([0, 5, 6, 7], 200).cycles())
 d = model.decoder
 caches = (d.target.data.nbytes + d.drafter.data.nbytes) / 2**20
-buffers = (d.logits.nbytes + d.hidden.nbytes) / 2**20
+buffers = sum(a.nbytes for a in (d.logits, d.hidden, d.store, d.later)) / 2**20
 print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": caches, "buffers": buffers}}))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
