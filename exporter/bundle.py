@@ -47,7 +47,7 @@ def _is_matrix(name: str, source: Source) -> bool:
 class Plan:
     """What is to be written: a pair, the tree its draft graph grows, the positions a text may take, and for which backends.
 
-    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int8``, ``int4`` or ``fp8``. link: leave what can be
+    quantized: whose weights are, of ``target`` and ``draft``, and to what: ``int8``, ``int4``, ``w8a8`` or ``fp8``. link: leave what can be
     left in the checkpoints' own files.
     """
 
@@ -91,13 +91,18 @@ class Plan:
 
     def schemes(self, codes: torch.dtype) -> dict[str, Scheme]:
         """codes: how those of 4 and 8 bits are kept."""
-        known = {"fp8": Scheme(0, FP8), "int8": Scheme(self.block, codes, 8), "int4": Scheme(self.block, codes)}
+        known = {
+            "fp8": Scheme(0, FP8),
+            "w8a8": Scheme(0, torch.int8, 8),
+            "int8": Scheme(self.block, codes, 8),
+            "int4": Scheme(self.block, codes),
+        }
         return {name: known[to] for name, to in self.quantized.items()}
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for the reader."""
         to = self.quantized[model]
-        return f"{to}, a scale a row" if to == "fp8" else f"{to}, blocks of {self.block}"
+        return f"{to}, a scale a row" if to in ("fp8", "w8a8") else f"{to}, blocks of {self.block}"
 
     def _numbers(self) -> dict[str, dict[str, Source]]:
         """What the models are made of, before any of it is quantized."""
@@ -355,7 +360,9 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
 
 def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
     """What a graph's products are computed in: its weights' dtype, or int8 where their rows are rounded to it, as the CPU does."""
-    rounds = backend == "cpu" and any(node.attributes.get_int("accuracy_level", 0) == 4 for node in model.graph)
+    rounds = backend == "cpu" and any(
+        node.attributes.get_int("accuracy_level", 0) == 4 or node.op_type == "MatMulIntegerToFloat" for node in model.graph
+    )
     return "int8" if rounds else _DTYPE_NAMES[dtype]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TAU = 4.46  # tokens a cycle: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
 _WORTHWHILE = 1.5  # times plain decoding's speed
 _DEFAULT_CAPACITY = 2048
-_QUANTIZED = ("int8", "int4", "fp8")
+_QUANTIZED = ("int8", "int4", "fp8", "w8a8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,10 +40,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--weights", choices=_QUANTIZED,
-        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone (--dtype)",
+        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone; w8a8, for the CPU alone: "
+        "int8 with a scale a row, and products of whole numbers, whose rows cost little (--dtype)",
     )  # fmt: skip
     parser.add_argument(
-        "--draft-weights", choices=(*_QUANTIZED, "none"),
+        "--draft-weights", choices=(*_QUANTIZED[:-1], "none"),
         help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
     parser.add_argument(

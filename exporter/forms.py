@@ -39,7 +39,7 @@ _GPU = (torch.float16, torch.float32)
 _BF16 = (*_GPU, torch.bfloat16)
 BACKENDS: Mapping[str, Needs] = {
     # On a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4.
-    "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,), drafter="int4"),
+    "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), drafter="int4"),
     # CUDA graphs need every shape to be known. Weights are read from multiples of 256 bytes.
     "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU, aligned=True),
     # It takes MatMulNBits of 4 bits alone, and DequantizeLinear of both.

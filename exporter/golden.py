@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphs.drafter import Drafter
-from graphs.ops import Plain, bits_of, dequantize
+from graphs.ops import Plain, bits_of, dequantize, input_major
 from graphs.target import Target
 
 from .trace import signature
@@ -65,20 +65,22 @@ class Weights:
 
         Workers take slices in turn: while one reads, others compute.
         """
-        x = x.float()
+        x, turned = x.float(), transposed or input_major(weight)
         rows = max(1, _SLICE_ELEMENTS // prod(weight.shape[1:]) // (1 if scale is None else 2))
 
         @torch.inference_mode()
         def part(start: int) -> Tensor:
             found = self._rows(weight, start, start + rows)
-            if scale is None:
+            if scale is None or turned:
                 numbers = self._buffers()[1][: found.numel()].view(found.shape).copy_(found)
             else:
                 numbers = dequantize(found, scale[start : start + rows], bits_of(found, x.shape[1])).float()
-            return x[:, start : start + rows] @ numbers if transposed else x @ numbers.T
+            return x[:, start : start + rows] @ numbers if turned else x @ numbers.T
 
         made = list(self._pool.map(part, range(0, weight.shape[0], rows)))
-        return torch.stack(made).sum(0) if transposed else torch.cat(made, dim=-1)
+        if not turned:
+            return torch.cat(made, dim=-1)
+        return torch.stack(made).sum(0) * (1.0 if scale is None else scale)
 
     def dialect(self) -> type[Plain]:
         """``Plain``, its products made so."""

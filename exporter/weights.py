@@ -94,6 +94,9 @@ def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor
         scale = (values.float().abs().amax(-1, keepdim=True) / most).to(dtype)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         return (values.float() / scale.float()).clamp_(-most, most).to(FP8), scale[..., 0]
+    if not scheme.block:
+        codes, scale = _quantize8(values.float(), dtype)
+        return codes.T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
     codes, scale = (_quantize8 if scheme.bits == 8 else _quantize4)(blocks, dtype)
     return (codes if scheme.codes == torch.int8 else turned(codes, scheme.bits)).view(scheme.codes), scale
@@ -128,17 +131,24 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
-    """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'."""
+    """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'. Input-major codes are
+    held whole, since their first row has a number of every slice."""
     shapes = scheme.shapes(source.shape)
     rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), list[Tensor]()
 
-    def codes() -> Iterator[Tensor]:
+    def parts() -> Iterator[Tensor]:
         made.clear()
         for values in source.slices():
             for part in values.split(rows):
                 codes, scale = quantize(part, scheme, dtype)
                 made.append(scale)
                 yield codes
+
+    def codes() -> Iterator[Tensor]:
+        if scheme.block or scheme.codes == FP8:
+            yield from parts()
+        else:
+            yield from torch.cat(list(parts()), dim=1).split(max(1, _SLICE_ELEMENTS // source.shape[0]))
 
     def scales() -> Iterator[Tensor]:
         if not made:  # the codes were packed in a run that was interrupted

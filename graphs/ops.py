@@ -27,7 +27,7 @@ class Scheme:
     block, [..., N, K / block], and are of 8 bits, [..., N, K / block, block], or of 4, [..., N, K / block, block / 2]: two to a
     byte, the first in the low bits. torch.int8 says that they are two's complement, as ONNX has them, torch.uint8 that each is
     half its range more than it means, as MatMulNBits wants them. block: numbers of a row that share a scale; 0 for whole rows,
-    as fp8 has them.
+    as fp8 has them, and as int8 has them where products are of whole numbers: these codes are input-major, [K, N].
     """
 
     block: int
@@ -42,14 +42,19 @@ class Scheme:
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of codes and scales."""
         if not self.block:
-            return shape, shape[:-1]
+            return shape if self.codes == FP8 else shape[::-1], shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
         return (*blocks, self.block * self.bits // 8), blocks
 
 
 def bits_of(codes: Tensor, inputs: int) -> int:
     """Of a code, where a row has so many."""
-    return 8 if codes.dtype == FP8 else 8 * codes.shape[-2] * codes.shape[-1] // inputs
+    return 8 if codes.dtype == FP8 or input_major(codes) else 8 * codes.shape[-2] * codes.shape[-1] // inputs
+
+
+def input_major(codes: Tensor) -> bool:
+    """Whether they are a matrix [K, N] of whole numbers."""
+    return codes.dtype == torch.int8 and codes.ndim == 2
 
 
 def turned(codes: Tensor, bits: int) -> Tensor:
@@ -61,6 +66,8 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int = 4) -> Tensor:
     """The numbers that ``Scheme`` codes and scales stand for, [..., N, K] of the scales' dtype. bits: of codes other than fp8."""
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
+    if input_major(codes):
+        return codes.T.to(scale.dtype) * scale[:, None]
     moved = turned(codes, bits) if codes.dtype == torch.int8 else codes
     whole = moved if bits == 8 else torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
     return ((whole.to(scale.dtype) - 2 ** (bits - 1)) * scale[..., None]).flatten(-2)
@@ -124,7 +131,10 @@ class Plain:
         """
         if scale is None:
             return F.linear(x, weight, bias)
-        outputs, inputs = weight.shape[0], x.shape[1]
+        outputs, inputs = scale.shape[0], x.shape[1]
+        if input_major(weight):
+            made = cls._whole(x, weight, scale)
+            return made if bias is None else made + bias
         block = 0 if weight.dtype == FP8 else inputs // weight.shape[1]
         bits = bits_of(weight, inputs)
         if not is_in_onnx_export():
@@ -151,6 +161,12 @@ class Plain:
                 version=1,
             )
         return out if bias is None else out + bias
+
+    @staticmethod
+    def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """x @ weight * scale. x: [n, K]; weight: input-major codes [K, N]; scale: [N] -> [n, N]."""
+        columns = max(1, _SLICE_ELEMENTS // weight.shape[0])
+        return torch.cat([x @ part.to(x.dtype) for part in weight.split(columns, dim=1)], dim=-1) * scale
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -441,11 +457,25 @@ class Exact(Standard):
 
     The products round the rows they multiply to int8, and a rounding turns over on differences as small as another order of
     summation makes; a few layers on, these decide between tokens. The products themselves add up each row alike, in blocks of up to
-    32 codes of 4 bits or 64 of 8 (docs/decisions.md); attention, whose order follows the places of the rows, adds up in double
-    precision, where that order is lost when the sum is rounded.
+    32 codes of 4 bits or 64 of 8 (docs/decisions.md), and those of whole rows in whole numbers, where there is no order; attention,
+    whose order follows the places of the rows, adds up in double precision, where that order is lost when the sum is rounded.
     """
 
     accuracy_level = 4
+
+    @staticmethod
+    def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """When traced: each row is rounded to 127 steps of its largest number. ONNX Runtime's fast products are of unsigned bytes
+        with signed ones."""
+        if not is_in_onnx_export():
+            return Plain._whole(x, weight, scale)
+        largest = x.abs().amax(-1, keepdim=True)
+        # Rounded by cutting off what is behind the point. A row of zeros is not a number here, and zeros again once it is scaled.
+        steps = (x * (127 / largest) + 128.5).to(torch.uint8)
+        inputs = (steps, weight, torch.tensor(1 / 127), scale, torch.tensor(128, dtype=torch.uint8))
+        shape = [x.shape[0], weight.shape[1]]
+        made = ops.symbolic("com.microsoft::MatMulIntegerToFloat", inputs, {}, dtype=x.dtype, shape=shape, version=1)
+        return made * largest
 
     @staticmethod
     def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:

@@ -41,6 +41,11 @@ class Cpu:
         return bundle.weights() + bundle.caches(self.NAME), 0
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+        if bundle.manifest.weights.get("target", "").startswith("w8a8") and _overflows():
+            raise GumihoError(
+                "weights of w8a8 need a processor that adds up products of bytes in 32 bits (VNNI), which this one lacks: "
+                "export with --weights int8"
+            )
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             progress(f"optimizing {name}")
             session = _options(bundle, threads=1)
@@ -131,6 +136,12 @@ class Cuda:
         """stream: on which runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
         settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
+
+
+def _overflows() -> bool:
+    """Whether products of unsigned and signed bytes are added up in pairs of 16 bits, as x86 did before VNNI; no where it is not known."""
+    known = Path("/proc/cpuinfo")
+    return platform.machine() == "x86_64" and known.is_file() and "vnni" not in known.read_text()
 
 
 def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
