@@ -193,7 +193,7 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
     for option, wanted in asked.values():
         refusing = [name for name in args.backend if wanted != "none" and wanted not in BACKENDS[name].quantized]
         if refusing:
-            taken = " and ".join(BACKENDS[refusing[0]].quantized)
+            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if option == "--weights" or to != "w8a8")
             raise GumihoError(
                 f"{option} {wanted} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
             )

@@ -110,15 +110,17 @@ class Decoder:
         verify = self.verification(rows)
         accepted = [most] if form.static else range(1, most + 1)
         self.planner = Planner(costs, manifest.depth) if costs else None
-        # What the drafter is to read later: the target's rows of these positions, and a chunk of them to read from.
+        # What the drafter is to read later: the target's rows of these positions, and a chunk of them to read from, each as ``move``
+        # wants them.
         self.unread = range(0)
-        self.store = device.zeros((manifest.capacity, manifest.hidden), manifest.dtype)
-        self.later = device.zeros((form.chunk, manifest.hidden), manifest.dtype)
+        self.fresh = self.hidden.reshape(1, widest, manifest.hidden)
+        self.store = device.zeros((1, manifest.capacity, manifest.hidden), manifest.dtype)
+        self.later = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
         self.spent = [0, 0]  # nanoseconds in the engines of drafter and target
         self.sound = manifest.capacity  # rows of the target's cache, from the first, that were read as in plain decoding
         self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
-        self.extend = self._draft("extend", form.chunk, {}, self.later)
-        self.passes = [device.fuse(self._draft("draft", n, self.tree), verify) for n in accepted]
+        self.extend = self._extend(form.chunk)
+        self.passes = [device.fuse(self._draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
 
     def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
         n = len(tokens)
@@ -148,8 +150,10 @@ class Decoder:
 
         return call if rows == self.manifest.rows else cut
 
-    def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array = None) -> Callable[[], None]:
-        hidden = self.hidden if hidden is None else hidden
+    def _extend(self, rows: int) -> Callable[[], None]:
+        return self._draft("extend", rows, {}, self.later.reshape(self.form.chunk, self.manifest.hidden))
+
+    def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array) -> Callable[[], None]:
         inputs = {"tokens": self.after[:accepted], "path": self.path[:accepted], "count": self.count, "hidden": hidden}
         return self.engines[graph].bind({**inputs, **tree, **self.drafter.ports(self.graphs[graph])})
 
@@ -204,7 +208,7 @@ class Decoder:
             n = len(part)
             self.feed(part)
             if speculate:
-                self._move(self.store, start, self.hidden, 0, n)
+                self.device.move(self.store, start, self.fresh, 0, n)
         if speculate:
             self.unread = range(begun, len(prompt) - 1)  # the last row is the first draft's
         return n - 1
@@ -324,19 +328,13 @@ class Decoder:
             asked = planner.rows(*self._scored())
         return min(asked, self.manifest.rows, self.manifest.capacity - int(self.target.length[0]))
 
-    def _move(self, destination: Array, at: int, source: Array, row: int, count: int) -> None:
-        """Copies hidden rows."""
-        views = (array.reshape(1, len(array), self.manifest.hidden) for array in (destination, source))
-        destination, source = views
-        self.device.move(destination, at, source, row, count)
-
     def _put_off(self) -> None:
         """The drafter reads what was accepted when it drafts again, and no more of it than a few tokens: to read all that plain
         decoding has added could take longer than drafting gains. Its text then lacks a piece, which costs acceptance alone.
         """
         end, count = int(self.target.length[0]), int(self.count[0])
         for at, row in enumerate(self.path[:count].tolist(), end - count):
-            self._move(self.store, at, self.hidden, row, 1)
+            self.device.move(self.store, at, self.fresh, row, 1)
         begun = self.unread.start if self.unread else end - count
         if end - begun > _LATER:
             self.aligned, begun = self.drafted, end - _LATER
@@ -347,12 +345,12 @@ class Decoder:
         if not self.unread:
             return
         text, pending = [*self.text[0], *self.text[1]], (self.path.copy(), self.after.copy(), int(self.count[0]))
-        for at in self.unread[:: len(self.later)]:
-            n = self.count[0] = min(len(self.later), self.unread.stop - at)
-            self._move(self.later, 0, self.store, at, n)
+        for at in self.unread[:: self.form.chunk]:
+            n = self.count[0] = min(self.form.chunk, self.unread.stop - at)
+            self.device.move(self.later, 0, self.store, at, n)
             self.path[:n], self.after[:n] = self.depth[:n], text[at + 1 : at + 1 + n]
             whole = self.form.static or n == self.form.chunk
-            self._run(_DRAFT, self.extend if whole else self._draft("extend", n, {}, self.later))
+            self._run(_DRAFT, self.extend if whole else self._extend(n))
             self.device.synchronize()  # it returns nothing to the host, which is about to change what it reads
             self.drafter.keep(self.graphs["extend"], range(n))
         self.path[:], self.after[:], self.count[0] = pending

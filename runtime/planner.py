@@ -27,6 +27,7 @@ _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
 _REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
+_DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -73,11 +74,11 @@ class Planner:
         self._taken = [_DOUBT * _HOPE**at for at in range(depth + 1)]
         self._hoped = [_DOUBT] * (depth + 1)
         self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
-        self._left, self._rest, self._saved = 0, _REST[0], 0.0
+        self._left, self._rest, self._saved = 0.0, 0.0, 0.0
 
     def begin(self) -> None:
         """Another text: what did not pay before may pay now."""
-        self._left = min(self._left, max(_REST[0], self._rest // 8))
+        self._left = min(self._left, max(self._short, self._rest / 8))
 
     @property
     def drafts(self) -> bool:
@@ -113,21 +114,28 @@ class Planner:
         for score, depth in zip(scores[1:], depths[1:], strict=True):
             self._hoped[depth] += exp(score)
         if self._saved < -_STAKE:
-            self._left, self._rest, self._saved = self._rest, min(2 * self._rest, _REST[1]), 0.0
+            self._left = max(self._rest, self._short)
+            self._rest, self._saved = min(2 * self._left, max(self._short, _REST[1])), 0.0
         elif self._saved == _SAVED:
-            self._rest = _REST[0]  # it has paid for a while
+            self._rest = 0.0  # it has paid for a while
 
     def decoded(self, times: tuple[int, int, int]) -> None:
         """A token was decoded plainly, in so many nanoseconds of draft, target and host."""
         self._took(1, times[1])
+        resting = self._left > 0
         self._left -= 1
-        if self._left == 0:
+        if resting and self._left <= 0:
             # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
             # counted before the rest weighs little, so that few trees decide.
             for depth, (taken, hoped) in enumerate(zip(self._taken, self._hoped, strict=True)):
                 weight = min(1.0, _AGAIN / hoped)
                 self._taken[depth], self._hoped[depth] = max(taken, (taken + hoped) / 2) * weight, hoped * weight
             self._pace = 0.0
+
+    @property
+    def _short(self) -> float:
+        """Tokens of the shortest rest."""
+        return max(_REST[0], _DEAR * self._draft * self._plain)
 
     @property
     def _plain(self) -> float:

@@ -344,7 +344,7 @@ def test_a_damaged_rotary_configuration_is_one_sentence(tmp_path: Path, rope: di
 
 @pytest.mark.parametrize(
     ("quantized", "named"),
-    [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"), ("odd", "config.json")],
+    [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"), ("odd", "its config.json")],
 )
 def test_what_is_quantized_already_is_refused(tmp_path: Path, quantized: object, named: str) -> None:
     with pytest.raises(GumihoError, match=rf"quantized already \({named}.*give the checkpoint it was made from"):

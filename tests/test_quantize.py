@@ -28,7 +28,7 @@ from .pairs import RandomPair
 
 CODES = [torch.uint8, torch.int8]
 BLOCKS = [Scheme(block, codes, bits) for block in (32, 64) for codes in CODES for bits in (4, 8)]
-ROWS_OF_FP8 = Scheme(0, FP8)
+ROWS_OF_FP8, WHOLE = Scheme(0, FP8), Scheme(0, torch.int8, 8)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -140,6 +140,61 @@ def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torc
         )
         if size in (1.0, 300.0):
             assert np.abs(stored).max() >= 416  # the row fills the format's range
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 70), st.integers(1, 7), st.sampled_from([1.0, 1e-9, 0.0, 300.0]), st.integers(0, 99),
+)  # fmt: skip
+def test_whole_rows_of_int8(rows: int, width: int, pieces: int, size: float, seed: int) -> None:
+    """Input-major, whatever slices they are read in, and each number the nearest that its row's scale has."""
+    values = numbers(rows, width, seed=seed) * size
+    codes, scales = quantize(values, WHOLE, torch.float32)
+    assert (codes.shape, scales.shape) == WHOLE.shapes((rows, width)) == ((width, rows), (rows,))
+    assert codes.dtype == torch.int8
+    made = quantized(source(values, pieces), "w.weight", WHOLE, torch.float32)
+    assert torch.equal(made["w.weight"].whole(), codes)
+    assert torch.equal(made["w.scale"].whole(), scales)
+    found = dequantize(codes, scales)
+    assert found.shape == values.shape
+    for row, own, scale in zip(values.double(), found.double(), scales.double(), strict=True):
+        assert float(scale) == pytest.approx(float(row.abs().max()) / 127, rel=1e-6) or not row.any()
+        assert (row - own).abs().max() <= 0.5001 * scale
+
+
+@torch.inference_mode()
+def test_whole_products_round_each_row_alike(tmp_path: Path) -> None:
+    """To 127 steps of its largest number; a row of zeros stays one."""
+    weight, bias = numbers(37, 128), numbers(37, seed=5)
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(128, 37, True, Exact, WHOLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    module = Product()
+    codes, scale = quantize(weight, WHOLE, torch.float32)
+    module.load_state_dict({"linear.weight": codes.contiguous(), "linear.scale": scale, "linear.bias": bias})
+    with _quiet():
+        axes = ({0: torch.export.Dim("rows")},)
+        program = torch.onnx.export(
+            module, (torch.zeros(3, 128),), dynamo=True, opset_version=Exact.opset, optimize=False, dynamic_shapes=axes
+        )
+    assert program is not None
+    run, meant = runs(tmp_path, program.model), dequantize(codes, scale).double()
+    for rows in (1, 4, 17, 64):
+        x = numbers(rows, 128, seed=rows)
+        x[rows // 2] *= 0 if rows > 1 else 1
+        (found,) = run(x)
+        steps = (x / x.abs().amax(1, keepdim=True) * 127 + 0.5).floor().nan_to_num(0.0)
+        wanted = (steps * x.abs().amax(1, keepdim=True) / 127).double() @ meant.T + bias
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(module(x).double(), x.double() @ meant.T + bias, rtol=1e-5, atol=1e-5)
+        assert (x.double() @ meant.T + bias - wanted).abs().max() > 1e-3
+        assert torch.equal(found, torch.cat([run(x[i : i + 1])[0] for i in range(rows)]))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -415,8 +470,8 @@ def test_sizes_of_fp8_are_what_gets_written(tmp_path: Path, how: tuple[str, str 
 
 @pytest.mark.parametrize("option", ["--weights", "--draft-weights"])
 @pytest.mark.parametrize(("how", "backends", "taken"), [
-    ("fp8", ("cpu",), "int4 and int8"), ("fp8", ("tensorrt", "migraphx"), "int4 and int8"),
-    ("int8", ("cpu", "tensorrt"), "int4 and fp8"),
+    ("fp8", ("cpu",), "int4, int8"), ("fp8", ("tensorrt", "migraphx"), "int4, int8"),
+    ("int8", ("cpu", "tensorrt"), "int4, fp8"),
 ])  # fmt: skip
 def test_what_a_backend_does_not_take(
     tmp_path: Path, option: str, how: str, backends: tuple[str, ...], taken: str, capsys: pytest.CaptureFixture[str]
@@ -424,6 +479,7 @@ def test_what_a_backend_does_not_take(
     RandomPair(WIDE, heads=1).write(tmp_path)
     assert cli.main(argv(tmp_path, option, how, "--backend", *backends)) == 1
     name, said = backends[-1], capsys.readouterr().err
+    taken += ", w8a8" if (name, option) == ("cpu", "--weights") else ""
     assert f"{option} {how} is not for {name}, which takes {taken}: give one of these, or leave {name} out" in said
     assert not (tmp_path / "out").exists()
 

@@ -15,9 +15,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from runtime import Cycle, GumihoError, Model, load
+from runtime.backends import backend
 from runtime.backends.onnxruntime import Engine
 from runtime.bundle import Bundle, Manifest
 from runtime.decoder import Decoder
+from runtime.engines import compile_engines
 from tests.conftest import DEMO, MakeBundle
 from tests.pairs import RandomPair
 
@@ -295,6 +297,15 @@ def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_pa
     assert done.returncode == 1
     assert "differs from the golden run" in done.stderr
     assert not list((copy / "engines").iterdir())
+
+
+def test_products_of_bytes_need_a_processor_that_does_not_overflow(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = make_bundle(DEMO, "--weights", "w8a8")
+    monkeypatch.setattr("runtime.backends.onnxruntime._overflows", lambda: True)
+    with pytest.raises(GumihoError, match="need a processor .*VNNI.*: export with --weights int8"):
+        compile_engines(Bundle(bundle), backend("cpu", "", 1))
 
 
 def test_manifest_round_trip(demo_bundle: Path) -> None:

@@ -10,7 +10,7 @@ from graphs.ops import Exact, Standard
 from runtime import Generation, Model, load
 from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle
-from tests.end_to_end.test_quantized import CPU4, INT8, ODD
+from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
 from tests.pairs import RandomPair
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
@@ -81,7 +81,8 @@ def unlike(model: Model) -> int:
 
 QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     (DEMO, CPU4), (DEMO, ("--weights", "int8", "--capacity", "200")), (ODD, INT8), (FULL, ("--weights", "int4", "--capacity", "200")),
-], ids=["demo int4", "demo int8, target alone", "odd int8", "full heads int4, target alone"])  # fmt: skip
+    (DEMO, WHOLE),
+], ids=["demo int4", "demo int8, target alone", "odd int8", "full heads int4, target alone", "demo w8a8"])  # fmt: skip
 
 
 @QUANTIZED

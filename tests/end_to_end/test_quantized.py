@@ -34,6 +34,7 @@ INT4, INT8 = (
     for how, forms in FORMS.items()
 )  # fmt: skip
 CPU4 = ("--capacity", "200", "--weights", "int4", "--draft-weights", "int4")
+WHOLE = ("--capacity", "200", "--weights", "w8a8", "--draft-weights", "int4")
 ODD = RandomPair(
     {
         "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -59,7 +60,8 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
 
 
 class Rounding(nn.Linear):
-    """Rounds what it multiplies as MatMulNBits of accuracy_level 4 does: each block of a row to whole steps of its largest number / 127."""
+    """Rounds what it multiplies as MatMulNBits of accuracy_level 4 does, and w8a8: each block of a row to whole steps of its largest
+    number / 127."""
 
     block = 0
 
@@ -74,7 +76,7 @@ def rounding(folder: Path, scheme: Scheme) -> LlamaForCausalLM:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for module in model.modules():
         if isinstance(module, nn.Linear) and scheme.fits(module.in_features):
-            module.__class__, module.block = Rounding, scheme.block
+            module.__class__, module.block = Rounding, scheme.block or module.in_features
     return model
 
 
@@ -110,8 +112,8 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
 
 
 @pytest.mark.parametrize(("pair", "how", "scheme"), [
-    (DEMO, CPU4, Scheme(32, torch.uint8)), (ODD, INT8, Scheme(32, torch.uint8, 8)),
-], ids=["demo int4", "odd int8"])  # fmt: skip
+    (DEMO, CPU4, Scheme(32, torch.uint8)), (ODD, INT8, Scheme(32, torch.uint8, 8)), (DEMO, WHOLE, Scheme(0, torch.int8, 8)),
+], ids=["demo int4", "odd int8", "demo w8a8"])  # fmt: skip
 @torch.inference_mode()
 def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     make_bundle: MakeBundle, pair: Path | RandomPair, how: tuple[str, ...], scheme: Scheme, tmp_path: Path
