@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from exporter import cli
 from runtime import Cycle, GumihoError, Model, load
 from runtime.backends import backend
 from runtime.backends.onnxruntime import Engine
@@ -300,12 +301,27 @@ def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_pa
 
 
 def test_products_of_bytes_need_a_processor_that_does_not_overflow(
-    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+    make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = make_bundle(DEMO, "--weights", "w8a8")
     monkeypatch.setattr("runtime.backends.onnxruntime._overflows", lambda: True)
     with pytest.raises(GumihoError, match="need a processor .*VNNI.*: export with --weights int8"):
         compile_engines(Bundle(bundle), backend("cpu", "", 1))
+    with pytest.raises(GumihoError, match="need a processor .*VNNI"):
+        load(bundle)
+    command = [
+        "--ckpt",
+        str(DEMO / "drafter"),
+        "--target",
+        str(DEMO / "target"),
+        "--weights",
+        "w8a8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(command) == 0
+    assert "cpu: not compiled here, since weights of w8a8 need a processor" in capsys.readouterr().out
+    Bundle(tmp_path / "out").verify()
 
 
 def test_manifest_round_trip(demo_bundle: Path) -> None:

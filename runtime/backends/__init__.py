@@ -43,7 +43,10 @@ class Backend(Protocol):
         """What else there is to know of driver and device, for a reader."""
 
     def memory(self, bundle: Bundle) -> tuple[int, int]:
-        """Bytes that compiling and the golden run need at most, about: of the processor's memory, and of the device's."""
+        """Bytes that compiling and the golden run need at most, about: of the processor's memory, and of the device's.
+
+        Raises GumihoError where the processor lacks what the bundle's products take; so does ``open``.
+        """
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.compile_engines``."""

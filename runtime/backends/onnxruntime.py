@@ -37,15 +37,11 @@ class Cpu:
         return {"cores": str(os.cpu_count())}
 
     def memory(self, bundle: Bundle) -> tuple[int, int]:
+        _require_bytes(bundle)
         # Packed weights: those of the target, and of the drafter with an lm_head of its own.
         return bundle.weights() + bundle.caches(self.NAME), 0
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
-        if bundle.manifest.weights.get("target", "").startswith("w8a8") and _overflows():
-            raise GumihoError(
-                "weights of w8a8 need a processor that adds up products of bytes in 32 bits (VNNI), which this one lacks: "
-                "export with --weights int8"
-            )
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             progress(f"optimizing {name}")
             session = _options(bundle, threads=1)
@@ -56,6 +52,7 @@ class Cpu:
             _session(bundle.path / graph.file, session, _CPU, {})
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+        _require_bytes(bundle)
         engines = {}
         for name in bundle.manifest.form(self.NAME).graphs:
             options = _options(bundle, self.threads)
@@ -136,6 +133,15 @@ class Cuda:
         """stream: on which runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
         settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
+
+
+def _require_bytes(bundle: Bundle) -> None:
+    """Raises GumihoError where the target's products are of bytes and the processor has none that are exact."""
+    if bundle.manifest.weights.get("target", "").startswith("w8a8") and _overflows():
+        raise GumihoError(
+            "weights of w8a8 need a processor that adds up products of bytes in 32 bits (VNNI), which this one lacks: "
+            "export with --weights int8"
+        )
 
 
 def _overflows() -> bool:
