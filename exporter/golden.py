@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import reduce
 from math import prod
 from pathlib import Path
 
@@ -77,10 +78,10 @@ class Weights:
                 numbers = dequantize(found, scale[start : start + rows], bits_of(found, x.shape[1])).float()
             return x[:, start : start + rows] @ numbers if turned else x @ numbers.T
 
-        made = list(self._pool.map(part, range(0, weight.shape[0], rows)))
+        made = self._pool.map(part, range(0, weight.shape[0], rows))
         if not turned:
-            return torch.cat(made, dim=-1)
-        return torch.stack(made).sum(0) * (1.0 if scale is None else scale)
+            return torch.cat(list(made), dim=-1)
+        return reduce(torch.add, made) * (1.0 if scale is None else scale)
 
     def dialect(self) -> type[Plain]:
         """``Plain``, its products made so."""

@@ -205,10 +205,11 @@ class Bundle:
         return sum(size for name, (size, _) in self.manifest.files.items() if name.startswith("weights/"))
 
     def caches(self, backend: str) -> int:
-        """Bytes of the caches of target and drafter."""
-        graphs = self.manifest.form(backend).graphs
+        """Bytes of the caches of target and drafter, and of the target's rows that the drafter reads later."""
+        graphs, manifest = self.manifest.form(backend).graphs, self.manifest
         ports = [*graphs["target"].caches, *graphs["draft"].caches]
-        return sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in ports)
+        kept = manifest.capacity * manifest.hidden * np.dtype(manifest.dtype).itemsize
+        return kept + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in ports)
 
     def golden(self) -> dict[str, np.ndarray]:
         """The recorded run (``runtime.golden``)."""

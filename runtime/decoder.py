@@ -173,9 +173,13 @@ class Decoder:
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
         """Has the caches forget all but what they share with a prompt. Returns how many of its tokens need not be read again.
 
-        What the drafter has not read yet, it reads with the target.
+        What the drafter has not read yet, it reads now, where the target's rows of it are kept, or else with the target.
         """
         shared, drafted = self.shared(prompt)
+        if speculate and self.unread.start == drafted < shared - 1:
+            self.unread = range(drafted, min(self.unread.stop, shared - 1))
+            self.catch_up()
+            shared, drafted = self.shared(prompt)
         self.unread = range(0)
         self.aligned = self.sound = self.manifest.capacity
         start = min(drafted if speculate else shared, len(prompt) - 1)
@@ -209,8 +213,7 @@ class Decoder:
             self.feed(part)
             if speculate:
                 self.device.move(self.store, start, self.fresh, 0, n)
-        if speculate:
-            self.unread = range(begun, len(prompt) - 1)  # the last row is the first draft's
+                self.unread = range(begun, min(start + n, len(prompt) - 1))  # the last row is the first draft's
         return n - 1
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -267,9 +270,9 @@ class Decoder:
             stats.finish_reason = writer.finish_reason
             yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree)
             started, self.spent = perf_counter_ns(), [0, 0]
-            if self.writer is writer and not rows:
+            if self.writer is writer and not (rows or writer.ended()):
                 self.device.enter()
-                self.catch_up()  # on the prompt; whoever waits for the first token need not wait for this
+                self.catch_up(writer.interrupted)  # on the prompt; whoever waits for the first token need not wait for this
             if writer.ended():
                 stats.finish_reason = writer.finish_reason
                 return
@@ -295,7 +298,7 @@ class Decoder:
     def cycle(self, planner: Planner | None, host: int) -> tuple[int, list[int]]:
         """Drafts a tree, verifies its best rows and commits the path the target takes. Returns their number and the path.
 
-        host: nanoseconds that a cycle takes outside the engines, for the planner.
+        host: nanoseconds that the last cycle took outside the engines, for the planner; 0 where there was none.
         """
         self.catch_up()
         caught_up, accepted = self.spent[_DRAFT], int(self.count[0])
@@ -340,21 +343,25 @@ class Decoder:
             self.aligned, begun = self.drafted, end - _LATER
         self.unread = range(begun, end)
 
-    def catch_up(self) -> None:
-        """The drafter reads what was put off. What was accepted last stays pending."""
+    def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """The drafter reads what was put off, until interrupted between two chunks. What was accepted last stays pending."""
         if not self.unread:
             return
         text, pending = [*self.text[0], *self.text[1]], (self.path.copy(), self.after.copy(), int(self.count[0]))
-        for at in self.unread[:: self.form.chunk]:
-            n = self.count[0] = min(self.form.chunk, self.unread.stop - at)
+        while self.unread:
+            at, n = self.unread.start, min(self.form.chunk, len(self.unread))
+            self.count[0] = n
             self.device.move(self.later, 0, self.store, at, n)
             self.path[:n], self.after[:n] = self.depth[:n], text[at + 1 : at + 1 + n]
             whole = self.form.static or n == self.form.chunk
             self._run(_DRAFT, self.extend if whole else self._extend(n))
-            self.device.synchronize()  # it returns nothing to the host, which is about to change what it reads
+            # It returns nothing to the host, which is about to change what it reads.
+            self._run(_DRAFT, self.device.synchronize)
             self.drafter.keep(self.graphs["extend"], range(n))
+            self.unread = range(at + n, self.unread.stop)
+            if self.unread and interrupted():
+                break
         self.path[:], self.after[:], self.count[0] = pending
-        self.unread = range(0)
 
     @property
     def drafted(self) -> int:

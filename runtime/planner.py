@@ -103,10 +103,12 @@ class Planner:
     def drafted(self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int]) -> None:
         """A cycle has drafted.
 
-        scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host.
+        scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host, 0 where it
+        is not known.
         """
         draft, target, host = times
-        self._draft, self._host = _tracked(self._draft, draft), _tracked(self._host, host)
+        self._draft = _tracked(self._draft, draft)
+        self._host = _tracked(self._host, host) if host else self._host
         spent = self._draft + self._took(len(scores), target) + self._host
         self._saved = min(self._saved + sum(self._expected(scores, depths)) - spent * self._plain, _SAVED)
         self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]

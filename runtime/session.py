@@ -55,6 +55,7 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Writes the text and what the caches hold of it to a file, whole or not at all."""
         with self._model.idle() as decoder:
+            decoder.catch_up()
             shared, drafted = decoder.shared(self.ids)
             content = {
                 "bundle": np.array(self._model.bundle.hash),

@@ -293,6 +293,23 @@ def test_saved_at_odd_moments(model: Model, other: Model, tmp_path: Path) -> Non
     goes_on(long, 0)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_the_drafter_was_to_read_it_reads_later(model: Model, other: Model, tmp_path: Path, saved: bool) -> None:
+    """A turn that ends with its first token leaves the prompt to it; the next one need not have the target read it again."""
+    prompt = (model.encode(TEXT) * 5)[:180]
+    forget(model)
+    session = model.session()
+    finished(session.generate(prompt, 1))
+    assert int(model.decoder.drafter.length[0]) == 0
+    if saved:
+        session.save(tmp_path / "session.npz")
+        forget(model)
+        session = model.session(tmp_path / "session.npz")
+    again = session.generate([*session.ids, 9], 15)
+    assert steps(again) == steps(other.generate([*prompt, *session.ids[180:181], 9], 15))
+    assert again.stats.cached_tokens == 179
+
+
 def test_restoring_ends_what_runs(model: Model, tmp_path: Path) -> None:
     """Its caches are gone: it must not go on over those of another text."""
     session, prompt = model.session(), model.encode(TEXT)
