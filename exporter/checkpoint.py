@@ -271,7 +271,8 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
         raise GumihoError(f"{where} has model_type '{raw['model_type']}', and Gumiho drafts for model_type 'llama' only")
-    if quantized := raw.get("quantization_config"):
+    quantized = raw.get("quantization_config")
+    if checkpoint.kind == "target" and quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise GumihoError(
             f"{where} is quantized already ({method or 'its config.json has a quantization_config'}), and packed codes cannot be read: "
