@@ -101,8 +101,8 @@ class Plan:
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for the reader."""
-        to = self.quantized[model]
-        return f"{to}, a scale a row" if to in ("fp8", "w8a8") else f"{to}, blocks of {self.block}"
+        to, block = self.quantized[model], self.schemes(self.codes[0])[model].block
+        return f"{to}, blocks of {block}" if block else f"{to}, a scale a row"
 
     def _numbers(self) -> dict[str, dict[str, Source]]:
         """What the models are made of, before any of it is quantized."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _TAU = 4.46  # tokens a cycle: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
 _WORTHWHILE = 1.5  # times plain decoding's speed
 _DEFAULT_CAPACITY = 2048
-_QUANTIZED = ("int8", "int4", "fp8", "w8a8")
+_DRAFTER = ("int8", "int4", "fp8")  # what weights may be quantized to, on one backend or another
+_TARGET = (*_DRAFTER, "w8a8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,12 +40,12 @@ def parser() -> argparse.ArgumentParser:
         help="of weights; of caches too, but for bf16, beside which they are fp16 (fp32 on the CPU, fp16 elsewhere)",
     )
     parser.add_argument(
-        "--weights", choices=_QUANTIZED,
+        "--weights", choices=_TARGET,
         help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone; w8a8, for the CPU alone: "
         "int8 with a scale a row, and products of whole numbers, whose rows cost little (--dtype)",
     )  # fmt: skip
     parser.add_argument(
-        "--draft-weights", choices=(*_QUANTIZED[:-1], "none"),
+        "--draft-weights", choices=(*_DRAFTER, "none"),
         help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
     parser.add_argument(
@@ -189,15 +190,15 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
 
     defaults = {BACKENDS[name].drafter for name in args.backend}
     draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
-    asked = {"target": ("--weights", args.weights or "none"), "draft": ("--draft-weights", draft)}
-    for option, wanted in asked.values():
+    asked = {"target": ("--weights", args.weights or "none", _TARGET), "draft": ("--draft-weights", draft, _DRAFTER)}
+    for option, wanted, choices in asked.values():
         refusing = [name for name in args.backend if wanted != "none" and wanted not in BACKENDS[name].quantized]
         if refusing:
-            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if option == "--weights" or to != "w8a8")
+            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
             raise GumihoError(
                 f"{option} {wanted} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
             )
-    return {model: wanted for model, (_, wanted) in asked.items() if wanted != "none"}
+    return {model: wanted for model, (_, wanted, _) in asked.items() if wanted != "none"}
 
 
 def linking(args: argparse.Namespace) -> bool:

@@ -94,7 +94,7 @@ def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor
         scale = (values.float().abs().amax(-1, keepdim=True) / most).to(dtype)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         return (values.float() / scale.float()).clamp_(-most, most).to(FP8), scale[..., 0]
-    if not scheme.block:
+    if scheme.input_major:
         codes, scale = _quantize8(values.float(), dtype)
         return codes.T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
@@ -145,10 +145,10 @@ def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> 
                 yield codes
 
     def codes() -> Iterator[Tensor]:
-        if scheme.block or scheme.codes == FP8:
-            yield from parts()
-        else:
+        if scheme.input_major:
             yield from torch.cat(list(parts()), dim=1).split(max(1, _SLICE_ELEMENTS // source.shape[0]))
+        else:
+            yield from parts()
 
     def scales() -> Iterator[Tensor]:
         if not made:  # the codes were packed in a run that was interrupted

@@ -34,6 +34,10 @@ class Scheme:
     codes: torch.dtype
     bits: int = 4
 
+    @property
+    def input_major(self) -> bool:
+        return not self.block and self.codes == torch.int8
+
     def fits(self, inputs: int) -> bool:
         """Whether rows of so many numbers are whole blocks, and several: MIGraphX refuses scales of which a row has one. Matrices
         of others are not quantized."""
@@ -42,7 +46,7 @@ class Scheme:
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of codes and scales."""
         if not self.block:
-            return shape if self.codes == FP8 else shape[::-1], shape[:-1]
+            return shape[::-1] if self.input_major else shape, shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
         return (*blocks, self.block * self.bits // 8), blocks
 

@@ -283,7 +283,7 @@ class Decoder:
             if drafting := speculate and (planner is None or planner.drafts):
                 rows, path = self.cycle(planner, times[2])
             else:
-                rows, path = 1, self.step(planner, times[2])
+                rows, path = 1, self.step(planner)
             tree = self._tree(rows) if drafting and writer.settings.trace else None
             draft, target = self.spent
             times = draft, target, perf_counter_ns() - started - draft - target
@@ -368,15 +368,15 @@ class Decoder:
         """Rows of the drafter's cache that belong to the text from its beginning."""
         return min(self.aligned, int(self.drafter.length[0]))
 
-    def step(self, planner: Planner | None, host: int) -> list[int]:
-        """Plain decoding: one row on the same engine. planner: that may want to draft later; host: see ``cycle``."""
+    def step(self, planner: Planner | None) -> list[int]:
+        """Plain decoding: one row on the same engine. planner: that may want to draft later."""
         if planner:
             self._put_off()
         self.read(int(self.after[int(self.count[0]) - 1]))
         self.take(0)
         self._commit([0])
         if planner:
-            planner.decoded((0, self.spent[_TARGET], host))
+            planner.decoded(self.spent[_TARGET])
         return [0]
 
     def _commit(self, path: Sequence[int]) -> None:

@@ -159,7 +159,7 @@ def simulate(planner: Planner, cost: Costs, accepted: Callable[[], int], tokens:
             planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), 0))
             spent, made, drafted = spent + cost.draft + cost.target[rows], made + depth + 1, drafted + 1
         else:
-            planner.decoded((0, int(cost.target[1]), 0))
+            planner.decoded(int(cost.target[1]))
             spent, made = spent + cost.target[1], made + 1
     return spent / made, drafted
 

@@ -19,6 +19,7 @@ from exporter.trace import signature
 from exporter.weights import Source
 from graphs.ops import Basic
 from graphs.tree import TreeConfig, default_beam
+from runtime.command import run
 from runtime.errors import GumihoError
 
 CAPACITY = 256
@@ -62,37 +63,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compiler", default="migraphx", help="backend of torch.compile (migraphx)")
     parser.add_argument("--torch-device", default="cuda", help="PyTorch's name of the device; ROCm's is cuda, too (cuda)")
     args = parser.parse_args(argv)
+    return run(lambda: check(args))
+
+
+def check(args: argparse.Namespace) -> int:
+    """Prints how far the two are apart, output by output."""
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[args.dtype]
-    try:
-        if args.compiler == "migraphx":
-            try:
-                import torch_migraphx  # noqa: F401  # registers the compiler
-            except ImportError as error:
-                raise GumihoError(f"torch_migraphx cannot be imported ({error}): install it, and PyTorch for ROCm") from None
-        if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
-            raise GumihoError(f"PyTorch {torch.__version__} sees no GPU: install the one for ROCm, or give --torch-device cpu")
-        pair = open_pair(args)
-        vocabulary = pair.target_shape.vocabulary
-        tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
-        positions = CAPACITY + args.rows
-        modules = pair.modules(tree, CAPACITY, positions, Basic)
-        sources = {"target": pair.target_sources(positions), "draft": pair.draft_sources(tree.depth - 2, positions)}
-        for name in ("target", "draft"):
-            module = load(modules[name], sources[name], args.torch_device, dtype)
-            values = inputs(module, dtype, {"rows": tree.rows, "accepted": tree.depth + 1}, vocabulary, args.torch_device)
-            with torch.inference_mode():
-                expected = module(*values)
-                found = torch.compile(module, backend=args.compiler)(*values)
-            names = signature(module, dtype)[1]  # type: ignore[arg-type]
-            for output, a, b in zip(names, found, expected, strict=True):
-                if a.dtype.is_floating_point:
-                    off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
-                    print(f"{name} {output}: largest difference {off:.1e} of the largest value")
-                else:
-                    print(f"{name} {output}: {int((a != b).sum())} of {a.numel()} differ")
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.compiler == "migraphx":
+        try:
+            import torch_migraphx  # noqa: F401  # registers the compiler
+        except ImportError as error:
+            raise GumihoError(f"torch_migraphx cannot be imported ({error}): install it, and PyTorch for ROCm") from None
+    if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
+        raise GumihoError(f"PyTorch {torch.__version__} sees no GPU: install the one for ROCm, or give --torch-device cpu")
+    pair = open_pair(args)
+    vocabulary = pair.target_shape.vocabulary
+    tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
+    positions = CAPACITY + args.rows
+    modules = pair.modules(tree, CAPACITY, positions, Basic)
+    sources = {"target": pair.target_sources(positions), "draft": pair.draft_sources(tree.depth - 2, positions)}
+    for name in ("target", "draft"):
+        module = load(modules[name], sources[name], args.torch_device, dtype)
+        values = inputs(module, dtype, {"rows": tree.rows, "accepted": tree.depth + 1}, vocabulary, args.torch_device)
+        with torch.inference_mode():
+            expected = module(*values)
+            found = torch.compile(module, backend=args.compiler)(*values)
+        names = signature(module, dtype)[1]  # type: ignore[arg-type]
+        for output, a, b in zip(names, found, expected, strict=True):
+            if a.dtype.is_floating_point:
+                off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+                print(f"{name} {output}: largest difference {off:.1e} of the largest value")
+            else:
+                print(f"{name} {output}: {int((a != b).sum())} of {a.numel()} differ")
     return 0
 
 

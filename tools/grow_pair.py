@@ -52,6 +52,7 @@ from exporter.bundle import staged
 from exporter.checkpoint import Checkpoint
 from exporter.pair import Pair
 from graphs.layer import LlamaShape
+from runtime.command import run
 from runtime.errors import GumihoError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -286,12 +287,12 @@ def main(argv: list[str] | None = None) -> int:
     for name, key in SIZES.items():
         parser.add_argument(_flag(name), type=int, help=f"{key}, as it is if not given")
     args = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         print(*grow(args.pair, args.out, {name: getattr(args, name) for name in SIZES}, DTYPES[args.dtype]), sep="\n")
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return run(work)
 
 
 if __name__ == "__main__":

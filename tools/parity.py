@@ -20,6 +20,7 @@ import numpy as np
 from runtime import GumihoError, Model, load
 from runtime.backends import backend
 from runtime.bundle import Bundle
+from runtime.command import run
 from runtime.engines import compile_engines, find_engines
 
 DEVICES = {"migraphx": ("", "ref")}  # besides the first device
@@ -124,35 +125,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=8, help="continuations to compare (8)")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each (48)")
     args = parser.parse_args(argv)
-    try:
-        # The demo pair writes Python.
-        texts = read(args.prompts) if args.prompts else [Path(argparse.__file__).read_text("utf-8")]
-        with load(args.reference, "cpu") as judge:
-            if judge.bundle.manifest.dtype != "float32":
-                raise GumihoError(f"{args.reference} is {judge.bundle.manifest.dtype}: the reference must be fp32")
-            long = contexts(judge, texts, args.contexts)
-            expected = [reference(judge, context) for context in long]
-            prompts = [long[0][i * 16 : i * 16 + 8 + i] for i in range(args.texts)]
-            header = False
-            for path in (args.reference, *args.bundles):
-                manifest = Bundle(path).manifest
-                for name in manifest.forms:
-                    for device in DEVICES.get(name, ("",)):
-                        label = f"{name} {device}".strip() + f", {manifest.dtype}"
-                        try:
-                            model = opened(path, name, device)
-                        except GumihoError as error:
-                            print(f"{label}: {error}", file=sys.stderr)
-                            continue
-                        with model:
-                            row = compare_logits(model, long, expected) | compare_tokens(model, judge, prompts, args.tokens)
-                        if not header:
-                            print("| " + " | ".join(("backend", *row)) + " |\n|" + "---|" * (len(row) + 1))
-                            header = True
-                        print("| " + " | ".join((label, *row.values())) + " |", flush=True)
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run(lambda: compare(args))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Prints a row of the table for every backend and device that runs here."""
+    # The demo pair writes Python.
+    texts = read(args.prompts) if args.prompts else [Path(argparse.__file__).read_text("utf-8")]
+    with load(args.reference, "cpu") as judge:
+        if judge.bundle.manifest.dtype != "float32":
+            raise GumihoError(f"{args.reference} is {judge.bundle.manifest.dtype}: the reference must be fp32")
+        long = contexts(judge, texts, args.contexts)
+        expected = [reference(judge, context) for context in long]
+        prompts = [long[0][i * 16 : i * 16 + 8 + i] for i in range(args.texts)]
+        header = False
+        for path in (args.reference, *args.bundles):
+            manifest = Bundle(path).manifest
+            for name in manifest.forms:
+                for device in DEVICES.get(name, ("",)):
+                    label = f"{name} {device}".strip() + f", {manifest.dtype}"
+                    try:
+                        model = opened(path, name, device)
+                    except GumihoError as error:
+                        print(f"{label}: {error}", file=sys.stderr)
+                        continue
+                    with model:
+                        row = compare_logits(model, long, expected) | compare_tokens(model, judge, prompts, args.tokens)
+                    if not header:
+                        print("| " + " | ".join(("backend", *row)) + " |\n|" + "---|" * (len(row) + 1))
+                        header = True
+                    print("| " + " | ".join((label, *row.values())) + " |", flush=True)
     return 0
 
 
