@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from time import perf_counter_ns
 
 import numpy as np
@@ -21,12 +22,19 @@ from .writer import Writer
 
 @dataclass(frozen=True)
 class Tree:
-    """The verified rows of a draft tree, the pending token first. scores: cumulative log-probabilities under the drafter."""
+    """The verified rows of a draft tree, the pending token first. scores: cumulative log-probabilities under the drafter, -inf where it
+    was not asked."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     scores: tuple[float, ...]
+
+    @staticmethod
+    def chain(tokens: Sequence[int]) -> "Tree":
+        """Rows each behind the one before, drafted by nobody."""
+        n = len(tokens)
+        return Tree(tuple(tokens), (0, *range(n - 1)), tuple(range(n)), (0.0, *[-inf] * (n - 1)))
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Cycle:
     tokens: emitted ids; rows: verified, root included; path: accepted rows, the root first, so that ``tokens[i]`` is what row
     ``path[i + 1]`` drafted and the last token is the target's own; finish_reason: see ``Generation``, None while more follows, or
     where it is cancelled behind this one. times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: where a trace was asked for.
+    lookup: whether the rows behind the first were found in the text (``lookup``), each behind the one before, instead of drafted.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +53,7 @@ class Cycle:
     finish_reason: str | None
     times: tuple[int, int, int] = (0, 0, 0)
     tree: Tree | None = None
+    lookup: bool = False
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list[int]:
@@ -106,10 +116,11 @@ class Decoder:
         # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
+        self._bound: dict[int, Callable[[], None]] = {1: self.plain}
         self._verify: dict[int, Callable[[], None]] = {}
         verify = self.verification(rows)
         accepted = [most] if form.static else range(1, most + 1)
-        self.planner = Planner(costs, manifest.depth) if costs else None
+        self.planner = Planner(costs, manifest.depth, form.chunk if form.static else 0) if costs else None
         # What the drafter is to read later: the target's rows of these positions, and a chunk of them to read from, each as ``move``
         # wants them.
         self.unread = range(0)
@@ -216,6 +227,12 @@ class Decoder:
                 self.unread = range(begun, min(start + n, len(prompt) - 1))  # the last row is the first draft's
         return n - 1
 
+    def causal(self, rows: int) -> Callable[[], None]:
+        """The causal pass over so many rows, no more than a tree's. Bound when it is first asked for."""
+        if rows not in self._bound:
+            self._bound[rows] = self.chunk if self.form.static else self._causal(rows)
+        return self._bound[rows]
+
     def feed(self, tokens: Sequence[int]) -> None:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
         n = len(tokens)
@@ -244,7 +261,7 @@ class Decoder:
         Raises GumihoError for a prompt that is empty or does not fit.
         """
         check(self.manifest, writer.prompt)
-        prompt, speculate = writer.prompt, writer.settings.speculate
+        prompt, asked, speculate = writer.prompt, writer.settings, writer.settings.speculate
         stats.prompt_tokens, stats.seed, stats.finish_reason = len(prompt), writer.seed, writer.finish_reason
         if writer.finish_reason:
             return
@@ -256,19 +273,21 @@ class Decoder:
         stats.cached_tokens = self.resume(prompt, speculate)
         self.writer, self.text = writer, (prompt, writer.ids)
         if self.planner:
-            self.planner.begin()
+            self.planner.begin(prompt)
         last = self.prefill(prompt, speculate, writer.interrupted)
         if last is not None:
             self.take(last)
             self._commit([last])
         stats.prefill_ns = perf_counter_ns() - started
-        rows, path, times, tree = 0, list[int](), (0, stats.prefill_ns, 0), None
+        rows, path, times = 0, list[int](), (0, stats.prefill_ns, 0)
+        tree: Tree | None = None
+        found: Sequence[int] = ()
         while True:
             writer.interrupted()
             tokens = tuple(writer.ids[stats.tokens :])
             stats.tokens += len(tokens)
             stats.finish_reason = writer.finish_reason
-            yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree)
+            yield Cycle(tokens, rows, tuple(path), writer.finish_reason, times, tree, bool(found))
             started, self.spent = perf_counter_ns(), [0, 0]
             if self.writer is writer and not (rows or writer.ended()):
                 self.device.enter()
@@ -279,15 +298,17 @@ class Decoder:
             if self.writer is not writer:
                 raise GumihoError("something else was read into the caches of this generation: start it again")
             self.device.enter()
-            planner = self.planner if speculate and writer.settings.rows is None else None
-            if drafting := speculate and (planner is None or planner.drafts):
+            planner = self.planner if asked.planned else None
+            found = planner.lookup(tokens, self._room - 1) if planner and asked.lookup and not asked.lossy else ()
+            if drafting := speculate and not found and (planner is None or planner.drafts):
                 rows, path = self.cycle(planner, times[2])
             else:
-                rows, path = 1, self.step(planner)
-            tree = self._tree(rows) if drafting and writer.settings.trace else None
+                rows, path = 1 + len(found), self.step(planner, found)
+            if asked.trace:
+                tree = self._tree(rows) if drafting else Tree.chain((tokens[-1], *found)) if found else None
             draft, target = self.spent
             times = draft, target, perf_counter_ns() - started - draft - target
-            stats.count(len(path), times, rows)
+            stats.count(len(path), times, rows, bool(found))
 
     def _run(self, part: int, call: Callable[[], None]) -> None:
         """An engine's pass, by the clock."""
@@ -329,19 +350,28 @@ class Decoder:
         asked = self.writer.settings.rows or self.manifest.rows
         if planner:
             asked = planner.rows(*self._scored())
-        return min(asked, self.manifest.rows, self.manifest.capacity - int(self.target.length[0]))
+        return min(asked, self._room)
 
-    def _put_off(self) -> None:
+    @property
+    def _room(self) -> int:
+        """Rows that a pass may verify."""
+        return min(self.manifest.rows, self.manifest.capacity - int(self.target.length[0]))
+
+    def _put_off(self, kept: int = 0) -> None:
         """The drafter reads what was accepted when it drafts again, and no more of it than a few tokens: to read all that plain
         decoding has added could take longer than drafting gains. Its text then lacks a piece, which costs acceptance alone.
+
+        kept: tokens, the last, that stay pending.
         """
-        end, count = int(self.target.length[0]), int(self.count[0])
+        end, count = int(self.target.length[0]) - kept, int(self.count[0]) - kept
         for at, row in enumerate(self.path[:count].tolist(), end - count):
             self.device.move(self.store, at, self.fresh, row, 1)
         begun = self.unread.start if self.unread else end - count
         if end - begun > _LATER:
             self.aligned, begun = self.drafted, end - _LATER
         self.unread = range(begun, end)
+        self.count[0] = kept
+        self.path[:kept], self.after[:kept] = self.path[count : count + kept], self.after[count : count + kept]
 
     def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """The drafter reads what was put off, until interrupted between two chunks. What was accepted last stays pending."""
@@ -368,16 +398,21 @@ class Decoder:
         """Rows of the drafter's cache that belong to the text from its beginning."""
         return min(self.aligned, int(self.drafter.length[0]))
 
-    def step(self, planner: Planner | None) -> list[int]:
-        """Plain decoding: one row on the same engine. planner: that may want to draft later."""
+    def step(self, planner: Planner | None, found: Sequence[int] = ()) -> list[int]:
+        """Verifies tokens that nobody drafted; without any, plain decoding. Returns the path. planner: that may want to draft later."""
+        tokens, rows = [int(self.after[int(self.count[0]) - 1]), *found], 1 + len(found)
         if planner:
             self._put_off()
-        self.read(int(self.after[int(self.count[0]) - 1]))
-        self.take(0)
-        self._commit([0])
+        self.tokens[:rows] = tokens
+        self._run(_TARGET, self.causal(rows))
+        path = walk(tokens, range(-1, len(found)), self.take)
+        self.target.keep(self.graphs["target"], path)
+        self._commit(path)
         if planner:
-            planner.decoded(self.spent[_TARGET])
-        return [0]
+            if len(path) > self.manifest.depth + 1:  # more than a draft reads
+                self._put_off(kept=1)
+            planner.decoded(self.spent[_TARGET], rows, len(path))
+        return path
 
     def _commit(self, path: Sequence[int]) -> None:
         """Leaves the path's rows, and the token behind each, for the next draft."""

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="prompts are messages, written as the target's chat template wants; without one, a conversation over standard input")  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="what a chat begins with")
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
+    parser.add_argument("--no-lookup", action="store_true", help="verify what the drafter drafts alone, and nothing that followed the same tokens before")  # fmt: skip
     parser.add_argument("--rows", type=int, metavar="N", help="verify so many rows of every tree (as many as pay, by what passes cost and what is accepted)")  # fmt: skip
 
     limits = parser.add_argument_group("limits")
@@ -126,7 +127,7 @@ def settings(args: argparse.Namespace) -> Settings:
         args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
         logit_bias=_biases(args.logit_bias), repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty, no_repeat_ngram=args.no_repeat_ngram, banned=args.ban, grammar=_grammar(args),
-        rows=args.rows, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        lookup=not args.no_lookup, rows=args.rows, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
         tree=args.tree, accept=args.accept, trace=args.trace is not None,
     )  # fmt: skip
 
@@ -198,6 +199,8 @@ def describe(stats: Stats) -> str:
     ]
     if len(s["cycles_by_rows"]) > 1:
         lines.append("cycles by rows verified: " + "  ".join(f"{rows}: {n}" for rows, n in s["cycles_by_rows"].items()))
+    if s["lookups"]:
+        lines.append(f"looked up: {s['looked_up']} tokens in {s['lookups']} cycles")
     if s["acceptance_by_depth"]:
         lines.append("accepted by depth: " + "  ".join(f"{d + 1}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"])))
     return "\n".join(lines)

@@ -4,16 +4,21 @@ what the target accepts of this text.
 A tree's rows come best first, each with a score: the drafter's log-probability that the target takes the path to it. How often it
 does is counted by depth, so scores become probabilities. Of the sizes that can be verified the one with the most expected tokens
 per time is taken, tree by tree. Where drafting loses more than it had gained before, it rests, and is tried again after a while.
+
+Where the text repeats itself, what followed before is verified instead, if that promises more: it costs no draft. How often it is
+right is counted by how many tokens are alike already, whether it was verified or not.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp
+from math import exp, inf
+from operator import mul
 from pathlib import Path
 
 from .errors import GumihoError
+from .lookup import MOST, Lookup
 
 FILE = "costs.json"
 _SIZES = 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64
@@ -27,6 +32,7 @@ _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
 _REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
+_REPEATS = 1.0, 2.0  # of so many repetitions, how many went on, before any was seen
 _DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
 
 
@@ -66,8 +72,8 @@ class Planner:
     In plain Python: behind a pass, which leaves nothing else in the processor's caches, numpy took three times as long.
     """
 
-    def __init__(self, costs: Costs, depth: int) -> None:
-        """depth: of the deepest row."""
+    def __init__(self, costs: Costs, depth: int, padded: int = 0) -> None:
+        """depth: of the deepest row. padded: rows that every pass has, 0 where it has as many as it needs."""
         self._target = dict(sorted(costs.target.items()))
         self._draft, self._host = costs.draft, costs.host
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
@@ -75,10 +81,40 @@ class Planner:
         self._hoped = [_DOUBT] * (depth + 1)
         self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
         self._left, self._rest, self._saved = 0.0, 0.0, 0.0
+        self._lookup, self._prompt = Lookup(), list[int]()
+        self._found: tuple[int, Sequence[int]] = 0, ()
+        # By the length of a repetition: how often it went on, and how often that was looked at.
+        self._right, self._seen = ([weight] * (MOST + 1) for weight in _REPEATS)
+        self._padded = padded
 
-    def begin(self) -> None:
+    def begin(self, prompt: Sequence[int] = ()) -> None:
         """Another text: what did not pay before may pay now."""
         self._left = min(self._left, max(self._short, self._rest / 8))
+        self._lookup, self._prompt, self._found = Lookup(), list(prompt), (0, ())
+
+    def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """What to verify next behind the text's last token instead of a draft: what followed it before, as far as that promises more than
+        anything else. Nothing, where it does not.
+
+        tokens: emitted since the last call; most: at most so many.
+        """
+        length, found = self._found
+        for at, (before, token) in enumerate(zip(found, tokens, strict=False), length):
+            alike, at = before == token, min(at, MOST)
+            self._right[at], self._seen[at] = _MEMORY * self._right[at] + alike, _MEMORY * self._seen[at] + 1
+            if not alike:
+                break
+        self._lookup.extend((*self._prompt, *tokens))
+        self._prompt = []
+        length, found = self._found = self._lookup.find(most)
+        rates = [self._right[at] / self._seen[at] for at in (min(length + i, MOST) for i in range(len(found)))]
+        gained = list(accumulate(accumulate(rates, mul), initial=1.0))
+        best, pace = 0, max(self._pace or inf, self._plain) if self.drafts else self._plain
+        for rows, cost in ({self._padded: self._target[1]} if self._padded else self._target).items():
+            count = min(rows - 1, len(found))
+            if gained[count] > pace * (cost + self._host):
+                best, pace = count, gained[count] / (cost + self._host)
+        return found[:best]
 
     @property
     def drafts(self) -> bool:
@@ -121,11 +157,11 @@ class Planner:
         elif self._saved == _SAVED:
             self._rest = 0.0  # it has paid for a while
 
-    def decoded(self, target: int) -> None:
-        """A token was decoded plainly, in a pass of so many nanoseconds."""
-        self._took(1, target)
+    def decoded(self, target: int, rows: int = 1, emitted: int = 1) -> None:
+        """A cycle did not draft: a pass over so many rows took so many nanoseconds of the target and emitted so many tokens."""
+        self._took(1 if self._padded else rows, target)
         resting = self._left > 0
-        self._left -= 1
+        self._left -= emitted
         if resting and self._left <= 0:
             # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
             # counted before the rest weighs little, so that few trees decide.

@@ -58,7 +58,8 @@ class Settings:
     ids, by index among the new tokens. temperature: 0 for the most likely token. top_k: 0 for all. top_p, min_p: as shares of 1.
     seed: None for a fresh one.
 
-    Ways. speculate: False for plain decoding. rows: of each tree to verify, 2 and more; None for as many as pay, by what was
+    Ways. speculate: False for plain decoding. lookup: whether what followed the same tokens earlier may be verified instead of a draft;
+    it is where rows are planned and the output is exact. rows: of each tree to verify, 2 and more; None for as many as pay, by what was
     measured and counted (``planner``). tree ``fta`` and accept ``typical`` change the output (``lossy``). trace: cycles
     carry their trees.
     """
@@ -86,6 +87,7 @@ class Settings:
     min_p: float = 0.0
     seed: int | None = None
 
+    lookup: bool = True
     rows: int | None = None
     tree: str = "exact"
     accept: str = "exact"
@@ -134,3 +136,8 @@ class Settings:
     def lossy(self) -> bool:
         """Whether the output may differ from the target's."""
         return self.speculate and (self.tree, self.accept) != ("exact", "exact")
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner decides what is verified."""
+        return self.speculate and self.rows is None

@@ -10,7 +10,8 @@ class Stats:
 
     texts: that were added up. cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill.
     cycle_tokens: tokens emitted by them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which
-    at least d + 1 drafted tokens were accepted. seed: None where nothing was drawn.
+    at least d + 1 drafted tokens were accepted. lookups: cycles that verified what a lookup found, and looked_up the tokens of it that
+    were accepted. seed: None where nothing was drawn.
     """
 
     texts: int = 1
@@ -21,6 +22,8 @@ class Stats:
     cycle_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     rows: dict[int, int] = field(default_factory=dict)
+    lookups: int = 0
+    looked_up: int = 0
     prefill_ns: int = 0
     draft_ns: int = 0
     target_ns: int = 0
@@ -28,15 +31,18 @@ class Stats:
     seed: int | None = None
     finish_reason: str | None = None
 
-    def count(self, emitted: int, times: tuple[int, int, int], rows: int = 1) -> None:
-        """One cycle: its tokens, of which the last is the target's own, its nanoseconds of draft, target and host, and the rows
-        that were verified."""
+    def count(self, emitted: int, times: tuple[int, int, int], rows: int = 1, lookup: bool = False) -> None:
+        """One cycle: its tokens, of which the last is the target's own, its nanoseconds of draft, target and host, the rows that were
+        verified, and whether a lookup found them."""
         self.rows[rows] = self.rows.get(rows, 0) + 1
         self.cycles += 1
         self.cycle_tokens += emitted
-        self.accepted += [0] * (emitted - 1 - len(self.accepted))
-        for depth in range(emitted - 1):
+        drafted = 0 if lookup else emitted - 1
+        self.accepted += [0] * (drafted - len(self.accepted))
+        for depth in range(drafted):
             self.accepted[depth] += 1
+        self.lookups += lookup
+        self.looked_up += emitted - 1 - drafted
         self.draft_ns += times[0]
         self.target_ns += times[1]
         self.host_ns += times[2]
@@ -50,6 +56,8 @@ class Stats:
             "tokens",
             "cycles",
             "cycle_tokens",
+            "lookups",
+            "looked_up",
             "prefill_ns",
             "draft_ns",
             "target_ns",
@@ -84,6 +92,8 @@ class Stats:
             "cycles": self.cycles,
             "cycles_by_rows": {str(rows): self.rows[rows] for rows in sorted(self.rows)},
             "tau": round(self.tau, 3),
+            "lookups": self.lookups,
+            "looked_up": self.looked_up,
             "acceptance_by_depth": [round(n / max(1, self.cycles), 3) for n in self.accepted],
             "draft_us_per_cycle": round(self.draft_ns / per_cycle, 1),
             "target_us_per_cycle": round(self.target_ns / per_cycle, 1),

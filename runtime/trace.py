@@ -87,6 +87,7 @@ class Trace:
                 "tokens": tokens,
                 "rows": cycle.rows,
                 "path": list(cycle.path),
+                "lookup": cycle.lookup,
                 "tree": self._tree(cycle, names),
                 "start_us": start / 1e3,
                 "draft_us": draft / 1e3,
@@ -101,6 +102,8 @@ class Trace:
         """Who proposed a cycle's token i."""
         if i + 1 >= len(cycle.path):
             return "target"
+        if cycle.lookup:
+            return "lookup"
         depth = cycle.tree.depths[cycle.path[i + 1]] if cycle.tree else i + 1
         return f"serial {depth}" if depth <= self._serial_steps else f"head {depth - self._serial_steps}"
 

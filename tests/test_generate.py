@@ -25,6 +25,7 @@ def test_prompt_from_everywhere(demo_bundle: Path, tmp_path: Path) -> None:
         generate(demo_bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", "40"),
         generate(demo_bundle, "--max-new-tokens", "40", stdin=PROMPT),
         generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-speculation"),
+        generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-lookup"),
     ]
     assert all(done.returncode == 0 and done.stderr == "" for done in outputs), outputs
     assert len({done.stdout for done in outputs}) == 1

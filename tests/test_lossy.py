@@ -174,11 +174,12 @@ def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> No
     assert path in [other[:room] for other in best]
     # Accepted tokens join the text in turn, and behind the last of them the target's own, if there is room for it: so as many
     # tokens as rows of the path.
-    drafted = next([tokens[row] for row in other[1:]] for other in best if other[:room] == path)
+    # Paths as good as each other may be one, once they are cut, and differ in the last token.
+    fits = ([tokens[row] for row in other[1:]] for other in best if other[:room] == path)
+    drafted = next(drafted for drafted in fits if target.emitted[: len(drafted)] == drafted[:room])
     assert len(target.emitted) == len(path)
     whole = len(path) == len(drafted) + 1
     assert target.asked == ([path[-1]] if whole else [])
-    assert target.emitted[: len(drafted)] == drafted[:room]
     assert target.emitted[len(drafted) :] == [100 + path[-1]] * whole
     # A row of logits is fetched from the device once at most, and not where nothing was drafted behind it.
     assert len(set(fetched)) == len(fetched)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,23 @@ PROMPTS = ("def main(argv=None):\n", "class Reader:\n    def __init__(self", "im
 
 
 class Any:
-    """In a planner's place: drafts where it is told to, and verifies so many rows."""
+    """In a planner's place: drafts where it is told to, and verifies so many rows, or tokens instead that are told by how many were
+    emitted."""
 
-    def __init__(self, drafts: Callable[[int], bool], rows: Callable[[int], int]) -> None:
-        self._drafts, self._rows, self.cycles, self.steps = drafts, rows, 0, 0
+    def __init__(
+        self,
+        drafts: Callable[[int], bool],
+        rows: Callable[[int], int],
+        lookup: Callable[[int], Sequence[int]] = lambda i: (),
+    ) -> None:
+        self._drafts, self._rows, self._lookup, self.cycles, self.steps, self._emitted = drafts, rows, lookup, 0, 0, 0
 
-    def begin(self) -> None:
-        pass
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+
+    def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._emitted += len(tokens)
+        return self._lookup(self._emitted)[:most]
 
     @property
     def drafts(self) -> bool:
@@ -59,13 +69,19 @@ def model(demo_bundle: Path) -> Model:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.integers(1, 8), min_size=1, max_size=7),
-       st.integers(0, 2), st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]))  # fmt: skip
+       st.integers(0, 2), st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]),
+       st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))  # fmt: skip
 def test_no_plan_changes_a_text(
-    model: Model, drafts: list[bool], rows: list[int], prompt: int, asked: dict[str, float]
+    model: Model, drafts: list[bool], rows: list[int], prompt: int, asked: dict[str, float], found: list[tuple[int, int]]
 ) -> None:
-    """Whenever drafting rests and returns, and whatever is verified."""
+    """Whenever drafting rests and returns, and whatever is verified, be it right, wrong, or wrong from some token on."""
     wanted = ids(model, PROMPTS[prompt], 90, speculate=False, **asked)
-    plan = Any(lambda i: drafts[i % len(drafts)], lambda i: rows[i % len(rows)])
+
+    def lookup(emitted: int) -> list[int]:
+        count, right = found[emitted % len(found)]
+        return [token if i < right else token ^ 1 for i, token in enumerate(wanted[emitted : emitted + count])]
+
+    plan = Any(lambda i: drafts[i % len(drafts)], lambda i: rows[i % len(rows)], lookup)
     model.decoder.planner = plan  # type: ignore[assignment]
     assert ids(model, PROMPTS[prompt], 90, **asked) == wanted
     assert plan.cycles + plan.steps > 0
@@ -77,15 +93,21 @@ def test_no_plan_changes_a_text_on_accelerators(make_bundle: MakeBundle, form: s
     with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=True) as model:
         for prompt in PROMPTS:
             wanted = ids(model, prompt, 90, speculate=False)
+
+            def lookup(emitted: int, wanted: list[int] = wanted) -> list[int]:
+                """Every other time what follows, or that with a mistake behind four tokens."""
+                count, mistaken = emitted % 2 * 7, emitted % 3 > 0
+                return [token ^ (mistaken and i > 3) for i, token in enumerate(wanted[emitted : emitted + count])]
+
             for drafts in (lambda i: i % 3 == 0, lambda i: i > 60, lambda i: i < 5):
-                model.decoder.planner = Any(drafts, lambda i: 8)  # type: ignore[assignment]
+                model.decoder.planner = Any(drafts, lambda i: 8, lookup)  # type: ignore[assignment]
                 assert ids(model, prompt, 90) == wanted
             model.decoder.planner = None
 
 
 def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     """After few plain tokens its cache is what it would have been, so the next tree is the same; after many it lacks a piece."""
-    prompt, count = PROMPTS[0], 20
+    prompt, count = PROMPTS[0], 25
     model.decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     text = [*model.encode(prompt), *ids(model, prompt, count)]
     decoder = model.decoder
@@ -98,6 +120,15 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     session.generate(text, 1)
     list(session._turn.cycles())  # type: ignore[union-attr]
     np.testing.assert_allclose(decoder.drafter.rows(length), found, rtol=1e-4, atol=1e-5)
+
+    # The same text, most of it verified at once: more rows are accepted than a draft reads.
+    emitted = text[len(model.encode(prompt)) :]
+    decoder.planner = Any(lambda i: False, lambda i: 8, lambda i: emitted[i : i + 7])  # type: ignore[assignment]
+    assert ids(model, prompt, count) == emitted
+    assert (decoder.planner.steps, int(decoder.count[0])) == (3, 1)  # type: ignore[union-attr]
+    decoder.catch_up()
+    assert (decoder.drafted, decoder.unread) == (len(text) - 2, range(0))
+    np.testing.assert_allclose(decoder.drafter.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
     decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
@@ -162,6 +193,69 @@ def simulate(planner: Planner, cost: Costs, accepted: Callable[[], int], tokens:
             planner.decoded(int(cost.target[1]))
             spent, made = spent + cost.target[1], made + 1
     return spent / made, drafted
+
+
+def resting(cost: Costs) -> Planner:
+    """One whose first draft was far too dear."""
+    planner = Planner(cost, 7)
+    for _ in range(100):
+        planner.drafted([0.0, -9.0], [0, 1], 0, (10**9, int(cost.target[2]), 0))
+    return planner
+
+
+@given(st.integers(0, 7), st.floats(0, 1e6), st.floats(0, 6e5), st.booleans(), st.floats(0.1, 3))
+def test_looked_up_tokens_that_pay(most: int, draft: float, row: float, drafts: bool, score: float) -> None:
+    """Of all numbers of tokens the one with the most expected per time, or none where plain decoding or drafts promise more. At first
+    every other repetition is expected to go on."""
+    cost = costs(draft, row)
+    planner, pace = Planner(cost, 7) if drafts else resting(cost), 1 / cost.target[1]
+    if drafts:
+        scores = [-score * depth for depth in range(8)]
+        planner.rows(scores, range(8))
+        expected = np.cumsum([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)])
+        pace = max(pace, *(expected[rows - 1] / (spent + draft) for rows, spent in cost.target.items()))
+    assert planner.drafts == drafts
+    planner.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1])
+    found = planner.lookup([2], most)
+    paces = dict[int, float]()
+    for rows, spent in cost.target.items():
+        count = min(rows - 1, most)
+        paces[count] = max(paces.get(count, 0), (2 - 0.5**count) / spent)
+    if max(paces.values()) > pace * (1 + 1e-9):
+        assert paces[len(found)] == pytest.approx(max(paces.values()))
+        assert list(found) == list(range(3, 3 + len(found)))
+    else:
+        assert len(found) == 0
+
+
+def looked_up(text: Sequence[int], planner: Planner, cost: Costs) -> float:
+    """Time per token of a text that only lookups speed up."""
+    planner.begin(text[:1])
+    spent, made, emitted = 0.0, 1, [text[0]]
+    while made < len(text) - 8:
+        found = planner.lookup(emitted, 7)
+        alike = 0
+        while alike < len(found) and found[alike] == text[made + alike]:
+            alike += 1
+        emitted = list(text[made : made + alike + 1])
+        took = cost.target[next(rows for rows in sorted(cost.target) if rows > len(found))]
+        planner.decoded(int(took), 1 + len(found), len(emitted))
+        spent, made = spent + took, made + len(emitted)
+    return spent / made
+
+
+def test_a_text_that_repeats_itself_is_looked_up() -> None:
+    cost = costs(draft=1e9, row=2e4)
+    assert looked_up([*range(20)] * 40, resting(cost), cost) < 1.2 * cost.target[8] / 8  # of 40 rounds the first is new
+
+
+def test_repetitions_that_lead_nowhere_cost_two_percent() -> None:
+    """Pairs come again all the time, and what follows is another one."""
+    random = np.random.default_rng(0)
+    pairs = [[2 * i, 2 * i + 1] for i in range(50)]
+    text = [token for i in random.integers(0, 50, 1000) for token in pairs[i]]
+    cost = costs(draft=1e9, row=5e4)
+    assert looked_up(text, resting(cost), cost) < 1.02 * cost.target[1]
 
 
 def test_drafting_that_never_pays_costs_two_percent() -> None:

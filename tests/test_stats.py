@@ -18,6 +18,20 @@ def test_tau_counts_emitted_tokens_only() -> None:
     assert stats.tokens_per_second == pytest.approx(11 / 18e-6)
 
 
+def test_what_was_looked_up_was_not_drafted() -> None:
+    stats = Stats()
+    stats.count(3, (1000, 3000, 500))
+    stats.count(6, (0, 3000, 500), rows=8, lookup=True)
+    both = Stats()
+    both.add(stats)
+    both.add(stats)
+    for found, times in ((stats, 1), (both, 2)):
+        summary = found.summary()
+        assert (summary["lookups"], summary["looked_up"]) == (times, 5 * times)
+        assert summary["acceptance_by_depth"] == [0.5, 0.5]
+        assert found.tau == 4.5
+
+
 def test_nothing_decoded() -> None:
     assert Stats().summary()["tau"] == 0.0
     assert Stats().tokens_per_second == 0.0

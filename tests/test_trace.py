@@ -121,6 +121,22 @@ def test_records() -> None:
     assert end == {"type": "end", "finish_reason": "length", "stats": stats}
 
 
+LOOKED_UP = Cycle((4, 5, 9), 4, (0, 1, 2), None, (0, 1_000_000, 20_000), Tree.chain((3, 4, 5, 6)), lookup=True)
+
+
+def test_records_of_lookups() -> None:
+    (record,) = cycle_records(trace([LOOKED_UP]))
+    assert record["lookup"]
+    assert [token["source"] for token in record["tokens"]] == ["lookup", "lookup", "target"]
+    assert record["tree"] == {
+        "tokens": [3, 4, 5, 6],
+        "texts": ["⟨3⟩", "⟨4⟩", "⟨5⟩", "⟨6⟩"],
+        "parents": [0, 0, 1, 2],
+        "depths": [0, 1, 2, 3],
+        "scores": [0.0, None, None, None],
+    }
+
+
 def test_sources_without_trees() -> None:
     assert [record["tokens"][0]["source"] for record in cycle_records(trace(plain([1, 2, 3])))] == ["target"] * 3
     bare = Cycle((4, 5, 6, 1), 8, (0, 2, 5, 7), None)
@@ -365,6 +381,27 @@ def test_page(browser: Any, tmp_path: Path) -> None:
     assert page.text("#cycle") == "Cycle 2, pinned"
     page.tab.keyboard.press("Escape")
     assert page.text("#cycle") == "Cycle 2"
+    page.quiet()
+
+
+def test_page_of_lookups(browser: Any, tmp_path: Path) -> None:
+    tree = Tree((3, 30), (0, 0), (0, 1), (0.0, -0.5))
+    cycles = [Cycle((3,), 0, (), None), Cycle((30, 3), 2, (0, 1), None, (1, 1, 1), tree), LOOKED_UP]
+    trace(cycles, [30], words(HOSTILE)).write(tmp_path / "trace.html", {"acceptance_by_depth": [0.5]})
+    page = Page(browser, tmp_path / "trace.html")
+    assert page.tab.locator("#sources .name").all_text_contents() == ["serial 1", "lookup", "target’s own"]
+    assert page.tab.locator("#sources .count").all_text_contents() == ["1", "2", "3"]
+    assert page.tab.locator("#sources .share").all_text_contents() == ["50 %", "", ""]
+    for scheme in ("dark", "light"):
+        page.tab.emulate_media(color_scheme=scheme)
+        looks = page.tab.eval_on_selector_all(".token", "all => all.map((e) => getComputedStyle(e).backgroundImage)")
+        assert len(set(looks)) == 3
+        assert looks[3] == looks[4]
+    page.token(4).hover()
+    assert page.text("#facts") == "2 of 3 looked up rows accepted, then the target’s own token"
+    assert page.rows(".node.accepted") == [0, 1, 2]
+    assert page.tab.locator(".column span").all_text_contents() == ["pending", "lookup", "lookup", "lookup"]
+    assert page.tab.locator("#tree .score").all_text_contents() == ["target"]
     page.quiet()
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.bench build/demo [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
 
-decodes every prompt greedily by every way in turn: bundles speculatively and plainly, transformers (greedy, prompt lookup,
+decodes every prompt greedily by every way in turn: bundles speculatively (with and without lookups) and plainly, transformers (greedy, prompt lookup,
 assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and llama.cpp (plain, prompt lookup), each
 peer in an environment and in processes of its own (``tools/peers``). Writes ``bench.md``, ``bench.json``, and plots. What
 cannot run is listed with the reason. Where memory does not hold all processes at once, as many as fit take turns, prompt by

@@ -1,4 +1,4 @@
-"""This project's runtime over bundles, speculative as it plans it and plain."""
+"""This project's runtime over bundles: speculative as it plans it, the same with the drafter alone, and plain."""
 
 import time
 from pathlib import Path
@@ -18,6 +18,7 @@ def ways(bundles: list[Path]) -> list[Way]:
         plain = f"ours, {bundle.name}, plain"
         found += [
             Way(f"ours, {bundle.name}", weights, plain, str(bundle)),
+            Way(f"ours, {bundle.name}, no lookup", weights, plain, str(bundle), settings=[{"lookup": False}]),
             Way(plain, weights, model=str(bundle), settings=[{"speculate": False}]),
         ]
     return found
