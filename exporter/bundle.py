@@ -274,7 +274,11 @@ def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle
     with interruptible() as check:
         try:
             _prepare(partial, same)
-            yield partial
+            try:
+                yield partial
+            except Exception:
+                check()  # a library may have made something else of it
+                raise
             check()
             shutil.rmtree(partial / NOTES, ignore_errors=True)
             if out.exists():

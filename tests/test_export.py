@@ -464,6 +464,20 @@ def test_a_failure_leaves_nothing_behind_and_the_next_run_succeeds(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_interruption_that_a_library_makes_an_error_of_is_one(
+    tiny: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(*_: object) -> Any:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr(exporter.bundle.Packer, "pack", read)
+    fails(options(tiny, tmp_path / "out"), "interrupt", capsys)
+    assert resumable(tmp_path)
+
+
 def failing_rename(patch: pytest.MonkeyPatch, call: int, error: BaseException) -> list[int]:
     """Fails at one of the renames beside the bundle; those inside it, of its engines, are let through."""
     real, calls, struck = Path.rename, [], list[int]()

@@ -40,12 +40,12 @@ def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
     return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 
 
-def decode(bundle: Path, texts: list[str], new_tokens: int) -> tuple[Stats, Stats, Stats]:
-    """Every prompt with whole trees, as the runtime plans it, and plainly, in turn, so that a ratio compares like with like; each
-    added up."""
-    totals = Stats(), Stats(), Stats()
+def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
+    """Every prompt plainly, with whole trees, and as the runtime plans it without and with lookups, in turn, so that a ratio compares
+    like with like; each added up."""
+    totals = [Stats() for _ in range(4)]
     with runtime.load(bundle) as model:
-        ways: tuple[dict[str, Any], ...] = {"rows": model.bundle.manifest.rows}, {}, {"speculate": False}
+        ways: tuple[dict[str, Any], ...] = {"speculate": False}, {"rows": model.bundle.manifest.rows}, {"lookup": False}, {}
         list(model.generate(texts[0], new_tokens).cycles())  # warm-up
         for text in texts:
             for total, way in zip(totals, ways, strict=True):
@@ -94,13 +94,15 @@ def main() -> None:
                 if (variant, rows) == (args.variants[0], args.rows[0]):
                     print(f"export: {seconds:.1f} s, peak {peak:.0f} MB resident")
                     print("memory in MB:", {k: round(v, 1) for k, v in memory(bundle).items()})
-                speculative, planned, plain = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
+                summaries = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
+                plain, speculative, planned, looked_up = summaries
                 print(
                     f"{variant or 'dynamic':20} R {rows:2}  tau {speculative['tau']:.2f}  "
                     f"draft {speculative['draft_us_per_cycle']:.0f} us  target {speculative['target_us_per_cycle']:.0f} us  "
                     f"host {speculative['host_us_per_cycle']:.0f} us  plain pass {plain['target_us_per_cycle']:.0f} us  "
                     f"speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain, "
-                    f"planned {planned['tokens_per_second'] / plain['tokens_per_second']:.2f} {planned['cycles_by_rows']}  "
+                    f"planned {planned['tokens_per_second'] / plain['tokens_per_second']:.2f} {planned['cycles_by_rows']}, "
+                    f"with lookups {looked_up['tokens_per_second'] / plain['tokens_per_second']:.2f} {looked_up['cycles_by_rows']}  "
                     f"by depth {speculative['acceptance_by_depth']}",
                     flush=True,
                 )
