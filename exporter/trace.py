@@ -13,8 +13,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript.optimizer import fold_constants
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.onnx import ops
 
 from graphs.drafter import Drafter
 from graphs.target import Target
@@ -108,6 +109,67 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
                 value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
 
 
+def _mark(_: nn.Module, given: tuple[Tensor]) -> Tensor:
+    """``gumiho::Mark`` over what a norm is given."""
+    (x,) = given
+    return ops.symbolic("gumiho::Mark", (x,), {}, dtype=x.dtype, shape=x.shape, version=1)
+
+
+@contextlib.contextmanager
+def _shortened(module: Target | Drafter) -> Iterator[int]:
+    """Within it a target has two layers at most, the second of which begins and ends with a ``gumiho::Mark`` where there are
+    more. Yields how many there are.
+    """
+    layers, hooks = module.layers, list[torch.utils.hooks.RemovableHandle]()
+    if isinstance(module, Target) and len(layers) > 2:
+        module.layers = layers[:2]
+        hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
+    try:
+        yield len(layers)
+    finally:
+        module.layers = layers
+        for hook in hooks:
+            hook.remove()
+
+
+def _repeat(graph: ir.Graph, layers: int) -> None:
+    """Makes of two layers so many, as a trace of all would: nodes are in the order they were traced in, so the second layer is what
+    lies between the marks."""
+    nodes = list(graph)
+    begin, end = (node for node in nodes if node.op_type == "Mark")
+    second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
+    given, last = begin.inputs[0], end.inputs[0]
+    caches, written = graph.inputs[-2:], graph.outputs[-2:]
+    ir.convenience.replace_all_uses_with(begin.outputs[0], given)
+    made = {value for node in second for value in node.outputs}
+    read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in made))
+    pattern = ir.GraphView(read, [last, *written], nodes=second)
+    for i in range(2, layers):
+        layer = pattern.clone()
+        copies, twins, ends = list(layer), dict(zip(read, layer.inputs, strict=True)), list(layer.outputs)
+        for part in (layer.inputs, layer.outputs):
+            part.clear()
+        layer.remove(copies)
+        for node in copies:
+            node.name = f"{node.name}.{i}"
+            for value in node.outputs:
+                value.name = f"{value.name}.{i}"
+        for old, new in zip((*caches, *written), (*(twins[cache] for cache in caches), *ends[1:]), strict=True):
+            new.name = old.name.removesuffix("1") + str(i)
+        for value, twin in twins.items():
+            if value.name.startswith("layers.1."):
+                twin.name = value.name.replace("1", str(i), 1)
+                graph.initializers.add(twin)
+            elif value not in caches:
+                ir.convenience.replace_all_uses_with(twin, last if value is given else value)
+        graph.inputs.extend(twins[cache] for cache in caches)
+        graph.outputs.extend(ends[1:])
+        graph.insert_before(end, copies)
+        last = ends[0]
+    ir.convenience.replace_all_uses_with(end.outputs[0], last)
+    graph.remove((begin, end), safe=True)
+
+
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
     dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
     return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
@@ -155,6 +217,7 @@ def _simplify(model: ir.Model) -> None:
         passes.IdentityEliminationPass(),
         passes.CommonSubexpressionEliminationPass(),
         passes.RemoveUnusedNodesPass(),
+        passes.ClearMetadataAndDocStringPass(),  # of the tracer: where each node stands in our code, and what it knew of two layers
     ):
         simplify(model)
 
@@ -167,30 +230,33 @@ def trace(
 
     dtype: of weights. sizes: see ``signature``.
     """
-    inputs, outputs = signature(module, handed(dtype), sizes)
-    dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
-    past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
-    dynamic["caches"] = [dynamic.pop(name) for name in past]
-    for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes are what they are
-            parameter.data = parameter.data.to(dtype)
-    # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        module.to_empty(device="cpu")
-        examples = [torch.empty_like(example) for _, example, _ in inputs]
-        program = torch.onnx.export(
-            module,
-            (*examples[: -len(past)], examples[-len(past) :]),
-            dynamo=True,
-            opset_version=module.ops.opset,
-            optimize=False,
-            input_names=[name for name, _, _ in inputs],
-            output_names=outputs,
-            dynamic_shapes=dynamic,
-        )
+    with _shortened(module) as layers:
+        inputs, outputs = signature(module, handed(dtype), sizes)
+        dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
+        past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
+        dynamic["caches"] = [dynamic.pop(name) for name in past]
+        for name, parameter in module.named_parameters():
+            if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes are what they are
+                parameter.data = parameter.data.to(dtype)
+        # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            module.to_empty(device="cpu")
+            examples = [torch.empty_like(example) for _, example, _ in inputs]
+            program = torch.onnx.export(
+                module,
+                (*examples[: -len(past)], examples[-len(past) :]),
+                dynamo=True,
+                opset_version=module.ops.opset,
+                optimize=False,
+                input_names=[name for name, _, _ in inputs],
+                output_names=outputs,
+                dynamic_shapes=dynamic,
+            )
     assert program is not None
     model = program.model
     _name_axes(model, inputs)
+    if 2 * layers > len(past):
+        _repeat(model.graph, layers)
     for name, value in model.graph.initializers.items():
         if name in locations:
             tensor = _external(name, locations[name], bundle)

@@ -1,0 +1,92 @@
+"""exporter.trace: a target whose layers are repeated is, node by node, the one of a trace of all its layers."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from exporter.trace import trace
+from exporter.weights import Location
+from graphs.layer import LlamaShape
+from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard
+from graphs.target import Target
+
+LAYERS = 4
+SHAPE = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
+BIASED = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=4, head_dim=16, eps=1e-5, attention_bias=True, mlp_bias=True)
+STATIC, HALF = {"rows": 8}, torch.float16
+# Every dialect as the backends have it, and every kind of codes.
+FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Scheme | None]] = {
+    "cpu": (SHAPE, Contrib, torch.float32, {}, None),
+    "cpu, odd heads": (SHAPE, Standard, torch.float32, {}, None),
+    "cpu, int4": (SHAPE, Exact, torch.float32, {}, Scheme(32, torch.uint8)),
+    "cpu, a key for every head, int8": (BIASED, Exact, torch.float32, {}, Scheme(32, torch.uint8, 8)),
+    "cpu, w8a8": (SHAPE, Exact, torch.float32, {}, Scheme(0, torch.int8, 8)),
+    "cuda": (SHAPE, Standard, HALF, STATIC, None),
+    "migraphx": (SHAPE, Basic, HALF, STATIC, None),
+    "migraphx, int8": (SHAPE, Basic, HALF, STATIC, Scheme(32, torch.int8, 8)),
+    "tensorrt": (SHAPE, Standard, HALF, STATIC, None),
+    "tensorrt, int4": (SHAPE, Standard, HALF, STATIC, Scheme(16, torch.int8)),
+    "tensorrt, spare, fp8": (SHAPE, Decomposed, HALF, STATIC, Scheme(0, FP8)),
+    "tensorrt, spare, bfloat16": (BIASED, Decomposed, torch.bfloat16, STATIC, None),
+}
+
+
+def traced(shape: LlamaShape, ops: type[Plain], dtype: torch.dtype, sizes: dict[str, int], scheme: Scheme | None) -> ir.Model:
+    """A target whose weights are nowhere."""
+    with torch.device("meta"):
+        module = Target(shape, 64, 128, ops, scheme).eval()
+    places = dict[str, Location]()
+    for i, (name, parameter) in enumerate(module.named_parameters()):
+        numbers = parameter.dtype == torch.float32 and not name.startswith("rotary.")
+        kept = dtype if numbers else parameter.dtype
+        places[name] = Location("w.bin", 4096 * i, parameter.numel() * kept.itemsize, kept, tuple(parameter.shape))
+    return trace(module, places, Path("nowhere"), dtype, sizes)
+
+
+def spelled(model: ir.Model) -> list[Any]:
+    """All that a graph says, but for the names of what is made within it: these are told by the order they come in."""
+    graph, names = model.graph, dict[ir.Value | None, str]()
+    for value in graph.inputs:
+        names[value] = str(value.name)
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        assert tensor is not None
+        if isinstance(tensor, ir.ExternalTensor):
+            names[value] = f"{name}, {tensor.name} at {tensor.location} {tensor.offset} {tensor.length}"
+        else:
+            names[value] = str(tensor.numpy().tolist())
+
+    def port(value: ir.Value | None) -> tuple[str, ...]:
+        return "" if value is None else names.setdefault(value, f"made {len(names)}"), *(
+            () if value is None else (str(value.dtype), str(value.shape))
+        )
+
+    return [
+        *(port(value) for value in graph.inputs),
+        *(
+            (node.domain, node.op_type, node.version, sorted((name, str(a)) for name, a in node.attributes.items()),
+             [port(value) for value in node.inputs], [port(value) for value in node.outputs])
+            for node in graph
+        ),
+        *((value.name, port(value)) for value in graph.outputs),
+        *sorted(port(value) for value in graph.initializers.values()),
+        sorted(model.opset_imports.items()),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = traced(*FORMS[form])
+    monkeypatch.setattr("exporter.trace._shortened", lambda module: nullcontext(0))
+    whole = traced(*FORMS[form])
+    assert [value.name for value in repeated.graph.inputs][-2:] == [f"past_key.{LAYERS - 1}", f"past_value.{LAYERS - 1}"]
+    assert spelled(repeated) == spelled(whole)
+    for names in (
+        [node.name for node in repeated.graph],
+        [*repeated.graph.initializers, *(value.name for node in repeated.graph for value in node.outputs)],
+    ):
+        assert len(set(names)) == len(names)
