@@ -447,7 +447,8 @@ def write(plan: Plan, folder: Path) -> Manifest:
 
     files = dict(packer.hashes)
     for file in sorted(p for p in folder.rglob("*") if p.is_file() and NOTES not in p.parts):
-        files.setdefault(str(file.relative_to(folder)), (file.stat().st_size, file_hash(file)))
+        if (name := str(file.relative_to(folder))) not in files:
+            files[name] = file.stat().st_size, file_hash(file)
     manifest = Manifest(
         capacity=plan.capacity,
         rows=plan.tree.rows,

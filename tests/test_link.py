@@ -99,6 +99,20 @@ def test_nothing_of_the_target_is_copied(linked: Path, pair: Path) -> None:
     assert 4 * heads < (linked / "weights/draft.bin").stat().st_size < 4 * heads + 14 * 4096
 
 
+def test_no_weights_are_read_again_for_their_hashes(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    real = exporter.bundle.file_hash
+
+    def told(path: Path) -> str:
+        hashed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(exporter.bundle, "file_hash", told)
+    assert main(options(pair, tmp_path / "out", "--link-weights", "--backend", "migraphx", "--dtype", "fp32")) == 0
+    assert {path.name for path in hashed} >= {"target.onnx", "golden.npz"}
+    assert not [path for path in hashed if "weights" in path.parts]
+
+
 def test_graphs_point_at_the_targets_very_numbers(linked: Path, pair: Path) -> None:
     """onnx' own reader refuses files of several names, so numpy reads them."""
     model = onnx.load(str(linked / "graphs/cpu/target.onnx"), load_external_data=False)
