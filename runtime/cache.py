@@ -52,7 +52,7 @@ class Slab:
         """
         start, fresh = int(self.length[0]), self._fresh[graph.file]
         first = 0 if graph.appends else start
-        for at, row, count in _runs(path, graph.appends):
+        for at, row, count in runs(path, graph.appends):
             if graph.appends or row != at:
                 self._device.move(self.data, start + at, fresh, first + row, count)
         self.length[0] = start + len(path)
@@ -73,7 +73,7 @@ class Slab:
         self.length[0] = rows.shape[1]
 
 
-def _runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:
+def runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:
     """A path in pieces that one copy can move: place, first row, and how many rows follow one another.
 
     apart: whether rows are copied to other memory; within the same, a piece must end before the rows it would overwrite.

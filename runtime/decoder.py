@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from math import inf
 from time import perf_counter_ns
@@ -11,7 +12,7 @@ import numpy as np
 from . import lossy
 from .backends import Engine, close
 from .bundle import Form, Manifest
-from .cache import Slab
+from .cache import Slab, runs
 from .devices import Array, Device
 from .errors import GumihoError
 from .lossy import Take
@@ -22,8 +23,8 @@ from .writer import Writer
 
 @dataclass(frozen=True)
 class Tree:
-    """The verified rows of a draft tree, the pending token first. scores: cumulative log-probabilities under the drafter, -inf where it
-    was not asked."""
+    """Verified rows, the pending token first. scores: cumulative log-probabilities under the drafter, -inf for rows that it did not
+    draft."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -32,7 +33,7 @@ class Tree:
 
     @staticmethod
     def chain(tokens: Sequence[int]) -> "Tree":
-        """Rows each behind the one before, drafted by nobody."""
+        """Rows each behind the one before, looked up."""
         n = len(tokens)
         return Tree(tuple(tokens), (0, *range(n - 1)), tuple(range(n)), (0.0, *[-inf] * (n - 1)))
 
@@ -115,9 +116,10 @@ class Decoder:
         self.writer: Writer | None = None
         # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
-        self.chunk, self.plain = self._causal(form.chunk), self._causal(1)
-        self._bound: dict[int, Callable[[], None]] = {1: self.plain}
-        self._verify: dict[int, Callable[[], None]] = {}
+        # By rows; what is not bound here is when it is first asked for.
+        self._causal, self._verify, self._extend = cache(self._bind_causal), cache(self._bind_verify), cache(self._bind_extend)
+        for n in (form.chunk, 1):
+            self.causal(n)
         verify = self.verification(rows)
         accepted = [most] if form.static else range(1, most + 1)
         self.planner = Planner(costs, manifest.depth, form.chunk if form.static else 0) if costs else None
@@ -130,7 +132,7 @@ class Decoder:
         self.spent = [0, 0]  # nanoseconds in the engines of drafter and target
         self.sound = manifest.capacity  # rows of the target's cache, from the first, that were read as in plain decoding
         self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
-        self.extend = self._extend(form.chunk)
+        self._extend(form.chunk)
         self.passes = [device.fuse(self._draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
 
     def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
@@ -139,17 +141,18 @@ class Decoder:
         inputs = {"tokens": tokens, "depth": depth, "mask": mask}
         return self.engines["target"].bind({**inputs, **out, **self.target.ports(self.graphs["target"])})
 
-    def _causal(self, rows: int) -> Callable[[], None]:
-        rows = self.form.chunk if self.form.static else rows
+    def causal(self, rows: int) -> Callable[[], None]:
+        """The pass over so many rows, at most a chunk, each of which sees those before it."""
+        return self._causal(self.form.chunk if self.form.static else rows)
+
+    def _bind_causal(self, rows: int) -> Callable[[], None]:
         return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
 
     def verification(self, rows: int) -> Callable[[], None]:
-        """The pass over the tree's first rows, which are the best tree of that size. Bound when it is first asked for."""
-        if rows not in self._verify:
-            self._verify[rows] = self._verification(rows)
-        return self._verify[rows]
+        """The pass over the tree's first rows, which are the best tree of that size."""
+        return self._verify(rows)
 
-    def _verification(self, rows: int) -> Callable[[], None]:
+    def _bind_verify(self, rows: int) -> Callable[[], None]:
         if self.form.static:
             return self._target(*(self.tree[f"tree_{part}"] for part in ("tokens", "depth", "mask")))
         mask = self.tree["tree_mask"] if rows == self.manifest.rows else np.zeros((rows, rows), np.bool_)
@@ -161,7 +164,7 @@ class Decoder:
 
         return call if rows == self.manifest.rows else cut
 
-    def _extend(self, rows: int) -> Callable[[], None]:
+    def _bind_extend(self, rows: int) -> Callable[[], None]:
         return self._draft("extend", rows, {}, self.later.reshape(self.form.chunk, self.manifest.hidden))
 
     def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array) -> Callable[[], None]:
@@ -227,24 +230,12 @@ class Decoder:
                 self.unread = range(begun, min(start + n, len(prompt) - 1))  # the last row is the first draft's
         return n - 1
 
-    def causal(self, rows: int) -> Callable[[], None]:
-        """The causal pass over so many rows, no more than a tree's. Bound when it is first asked for."""
-        if rows not in self._bound:
-            self._bound[rows] = self.chunk if self.form.static else self._causal(rows)
-        return self._bound[rows]
-
     def feed(self, tokens: Sequence[int]) -> None:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
         n = len(tokens)
         self.tokens[:n] = tokens
-        self._run(_TARGET, self.chunk if self.form.static or n == self.form.chunk else self._causal(n))
+        self._run(_TARGET, self.causal(n))
         self.target.keep(self.graphs["target"], range(n))
-
-    def read(self, token: int) -> None:
-        """A pass of the target over one token, as in plain decoding; what follows it is row 0."""
-        self.tokens[0] = token
-        self._run(_TARGET, self.plain)
-        self.target.keep(self.graphs["target"], [0])
 
     def row(self, row: int) -> np.ndarray:
         """The target's logits [V] behind a row of its last pass, which alone is fetched from the device."""
@@ -273,7 +264,7 @@ class Decoder:
         stats.cached_tokens = self.resume(prompt, speculate)
         self.writer, self.text = writer, (prompt, writer.ids)
         if self.planner:
-            self.planner.begin(prompt)
+            self.planner.begin(prompt if asked.looks_up else ())
         last = self.prefill(prompt, speculate, writer.interrupted)
         if last is not None:
             self.take(last)
@@ -298,10 +289,10 @@ class Decoder:
             if self.writer is not writer:
                 raise GumihoError("something else was read into the caches of this generation: start it again")
             self.device.enter()
-            planner = self.planner if asked.planned else None
-            found = planner.lookup(tokens, self._room - 1) if planner and asked.lookup and not asked.lossy else ()
+            planner = self.planner if speculate and asked.rows is None else None
+            found = planner.lookup(tokens, self._room - 1) if planner and asked.looks_up else ()
             if drafting := speculate and not found and (planner is None or planner.drafts):
-                rows, path = self.cycle(planner, times[2])
+                rows, path = self.cycle(planner, times[2] if stats.cycles > 1 else 0)  # the first one's has what a prompt takes
             else:
                 rows, path = 1 + len(found), self.step(planner, found)
             if asked.trace:
@@ -337,7 +328,7 @@ class Decoder:
             if self.form.static:
                 planner.rows(scores, depths)  # all are verified; it is told what they promised
             draft_ns, target_ns = self.spent
-            planner.drafted(scores[:rows], depths[:rows], len(path) - 1, (draft_ns - caught_up, target_ns, host))
+            planner.drafted(scores[:rows], depths[:rows], len(path) - 1, (draft_ns - caught_up, target_ns, host), caught_up)
         return rows, path
 
     def _scored(self) -> tuple[list[float], list[int]]:
@@ -364,8 +355,8 @@ class Decoder:
         kept: tokens, the last, that stay pending.
         """
         end, count = int(self.target.length[0]) - kept, int(self.count[0]) - kept
-        for at, row in enumerate(self.path[:count].tolist(), end - count):
-            self.device.move(self.store, at, self.fresh, row, 1)
+        for at, row, n in runs(self.path[:count].tolist(), True):
+            self.device.move(self.store, end - count + at, self.fresh, row, n)
         begun = self.unread.start if self.unread else end - count
         if end - begun > _LATER:
             self.aligned, begun = self.drafted, end - _LATER
@@ -383,8 +374,7 @@ class Decoder:
             self.count[0] = n
             self.device.move(self.later, 0, self.store, at, n)
             self.path[:n], self.after[:n] = self.depth[:n], text[at + 1 : at + 1 + n]
-            whole = self.form.static or n == self.form.chunk
-            self._run(_DRAFT, self.extend if whole else self._extend(n))
+            self._run(_DRAFT, self._extend(self.form.chunk if self.form.static else n))
             # It returns nothing to the host, which is about to change what it reads.
             self._run(_DRAFT, self.device.synchronize)
             self.drafter.keep(self.graphs["extend"], range(n))
@@ -411,7 +401,7 @@ class Decoder:
         if planner:
             if len(path) > self.manifest.depth + 1:  # more than a draft reads
                 self._put_off(kept=1)
-            planner.decoded(self.spent[_TARGET], rows, len(path))
+            planner.decoded(self.spent[_TARGET], rows)
         return path
 
     def _commit(self, path: Sequence[int]) -> None:

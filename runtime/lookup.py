@@ -2,8 +2,6 @@
 llama.cpp have it)."""
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
-from operator import eq
 
 _RUNS = 4, 2  # tokens by which an earlier place is found, the longer first
 MOST = 8  # that a repetition's length is counted to
@@ -13,12 +11,12 @@ class Lookup:
     """A text that grows, and where it repeats itself."""
 
     def __init__(self) -> None:
-        self._text: list[int] = []
+        self.text: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}  # a run -> the place behind its last appearance
         self._found = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        text, behind = self._text, self._behind
+        text, behind = self.text, self._behind
         for token in tokens:
             text.append(token)
             runs = [tuple(text[-n:]) for n in _RUNS if n <= len(text)]
@@ -30,7 +28,7 @@ class Lookup:
         repetition that reaches the end of the text goes on with what it repeats."""
         if not self._found:
             return 0, ()
-        text, found = self._text, self._found
-        length = sum(1 for _ in takewhile(bool, map(eq, text[-MOST:][::-1], text[max(0, found - MOST) : found][::-1])))
+        text, found = self.text, self._found
+        length = next((i for i in range(min(MOST, found)) if text[found - 1 - i] != text[-1 - i]), min(MOST, found))
         period = len(text) - found
         return length, [text[found + i % period] for i in range(most)]

@@ -51,6 +51,6 @@ def differences(model: Model, generation: Generation) -> list[Difference]:
                 found.append(Difference(index, len(prompt) + index, token, choice, margin, margin <= near))
             sampler.accept(token)
             if index + 1 < len(generation.ids):
-                decoder.read(token)
+                decoder.feed([token])
                 row = 0
     return found

@@ -28,10 +28,10 @@ def measure(decoder: Decoder) -> Costs:
         decoder.device.synchronize()
 
     if static:
-        costs = Costs({1: _fastest(decoder.plain), rows: _fastest(cycle)}, 0.0, _HOST)
+        costs = Costs({1: _fastest(decoder.causal(1)), rows: _fastest(cycle)}, 0.0, _HOST)
     else:
         cycle()  # a tree to verify
-        by_rows, started = {1: _fastest(decoder.plain), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
+        by_rows, started = {1: _fastest(decoder.causal(1)), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
         for size in sizes(rows):
             if size not in by_rows and perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
                 by_rows[size] = _fastest(decoder.verification(size))

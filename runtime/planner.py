@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, inf
-from operator import mul
 from pathlib import Path
 
 from .errors import GumihoError
@@ -31,9 +30,10 @@ _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
-_REST = 24, 512  # tokens decoded plainly before drafting is tried again: at first, and at most
-_REPEATS = 1.0, 2.0  # of so many repetitions, how many went on, before any was seen
+_REST = 24, 512  # passes without a draft before drafting is tried again: at first, and at most
 _DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
+_REPEATS = 1.0, 2.0  # repetitions that went on, of how many: before any was seen, one of two
+_UNLIKELY = 0.02  # no tokens are looked up that are as unlikely as this
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -85,18 +85,22 @@ class Planner:
         self._found: tuple[int, Sequence[int]] = 0, ()
         # By the length of a repetition: how often it went on, and how often that was looked at.
         self._right, self._seen = ([weight] * (MOST + 1) for weight in _REPEATS)
+        self._late = 0.0  # nanoseconds that the drafter takes, before it drafts again, for what came without it
+        self._caught_up = True  # whether nothing did since it drafted last
         self._padded = padded
 
     def begin(self, prompt: Sequence[int] = ()) -> None:
         """Another text: what did not pay before may pay now."""
         self._left = min(self._left, max(self._short, self._rest / 8))
-        self._lookup, self._prompt, self._found = Lookup(), list(prompt), (0, ())
+        if list(prompt[: len(self._lookup.text)]) != self._lookup.text:
+            self._lookup = Lookup()
+        self._prompt, self._found, self._caught_up = list(prompt[len(self._lookup.text) :]), (0, ()), True
 
     def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What to verify next behind the text's last token instead of a draft: what followed it before, as far as that promises more than
-        anything else. Nothing, where it does not.
+        """Takes in what was emitted, in every cycle, and returns what to verify next instead of a draft: what followed the text's last
+        tokens before, as far as that promises more than anything else. Nothing, where it does not.
 
-        tokens: emitted since the last call; most: at most so many.
+        tokens: emitted since the last call; most: at most so many are returned.
         """
         length, found = self._found
         for at, (before, token) in enumerate(zip(found, tokens, strict=False), length):
@@ -107,13 +111,17 @@ class Planner:
         self._lookup.extend((*self._prompt, *tokens))
         self._prompt = []
         length, found = self._found = self._lookup.find(most)
-        rates = [self._right[at] / self._seen[at] for at in (min(length + i, MOST) for i in range(len(found)))]
-        gained = list(accumulate(accumulate(rates, mul), initial=1.0))
+        gained, chance = [1.0], 1.0
+        while len(gained) <= len(found) and chance > _UNLIKELY:
+            at = min(length + len(gained) - 1, MOST)
+            chance *= self._right[at] / self._seen[at]
+            gained.append(gained[-1] + chance)
         best, pace = 0, max(self._pace or inf, self._plain) if self.drafts else self._plain
+        besides = self._host + (self._late if self.drafts and self._caught_up else 0)
         for rows, cost in ({self._padded: self._target[1]} if self._padded else self._target).items():
-            count = min(rows - 1, len(found))
-            if gained[count] > pace * (cost + self._host):
-                best, pace = count, gained[count] / (cost + self._host)
+            count = min(rows, len(gained)) - 1
+            if count and gained[count] > pace * (cost + besides):
+                best, pace = count, gained[count] / (cost + besides)
         return found[:best]
 
     @property
@@ -136,12 +144,16 @@ class Planner:
         scale = [taken / hoped for taken, hoped in zip(self._taken, self._hoped, strict=True)]
         return [min(exp(score) * scale[depth], 1.0) for score, depth in zip(scores, depths, strict=True)]
 
-    def drafted(self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int]) -> None:
+    def drafted(
+        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], late: int = 0
+    ) -> None:
         """A cycle has drafted.
 
         scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host, 0 where it
-        is not known.
+        is not known; late: of what the drafter had to read first.
         """
+        self._late += (late - self._late) * (0 if self._caught_up else _TURN if self._late else 1)
+        self._caught_up = True
         draft, target, host = times
         self._draft = _tracked(self._draft, draft)
         self._host = _tracked(self._host, host) if host else self._host
@@ -157,11 +169,11 @@ class Planner:
         elif self._saved == _SAVED:
             self._rest = 0.0  # it has paid for a while
 
-    def decoded(self, target: int, rows: int = 1, emitted: int = 1) -> None:
-        """A cycle did not draft: a pass over so many rows took so many nanoseconds of the target and emitted so many tokens."""
+    def decoded(self, target: int, rows: int = 1) -> None:
+        """A cycle did not draft: a pass of the target over so many rows took so many nanoseconds."""
         self._took(1 if self._padded else rows, target)
         resting = self._left > 0
-        self._left -= emitted
+        self._left, self._caught_up = self._left - 1, False
         if resting and self._left <= 0:
             # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
             # counted before the rest weighs little, so that few trees decide.
@@ -172,7 +184,7 @@ class Planner:
 
     @property
     def _short(self) -> float:
-        """Tokens of the shortest rest."""
+        """Passes of the shortest rest."""
         return max(_REST[0], _DEAR * self._draft * self._plain)
 
     @property

@@ -87,7 +87,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             for path, together in zip(paths, logits, strict=True):
                 decoder.target.length[0] = past
                 for row in path:
-                    decoder.read(tree.tokens[row])
+                    decoder.feed([tree.tokens[row]])
                 unlike += not np.array_equal(decoder.row(0), together)
     return sum(len(logits) for _, _, logits in trees), unlike
 

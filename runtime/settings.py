@@ -138,6 +138,6 @@ class Settings:
         return self.speculate and (self.tree, self.accept) != ("exact", "exact")
 
     @property
-    def planned(self) -> bool:
-        """Whether the planner decides what is verified."""
-        return self.speculate and self.rows is None
+    def looks_up(self) -> bool:
+        """Whether lookups may take the drafter's turn."""
+        return self.lookup and self.speculate and self.rows is None and not self.lossy

@@ -118,7 +118,7 @@ class Trace:
             "texts": [names[token] for token in tree.tokens],
             "parents": list(tree.parents),
             "depths": list(tree.depths),
-            # JSON has no infinity, which is the score of a row that is there to fill up the tree.
+            # JSON has no infinity, which is the score of a row that fills up the tree, or that was looked up.
             "scores": [round(score, 5) if abs(score) < float("inf") else None for score in tree.scores],
         }
 

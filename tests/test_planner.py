@@ -219,7 +219,7 @@ def test_looked_up_tokens_that_pay(most: int, draft: float, row: float, drafts: 
     found = planner.lookup([2], most)
     paces = dict[int, float]()
     for rows, spent in cost.target.items():
-        count = min(rows - 1, most)
+        count = min(rows - 1, most, 6)  # a seventh is not worth a thought
         paces[count] = max(paces.get(count, 0), (2 - 0.5**count) / spent)
     if max(paces.values()) > pace * (1 + 1e-9):
         assert paces[len(found)] == pytest.approx(max(paces.values()))
@@ -239,7 +239,7 @@ def looked_up(text: Sequence[int], planner: Planner, cost: Costs) -> float:
             alike += 1
         emitted = list(text[made : made + alike + 1])
         took = cost.target[next(rows for rows in sorted(cost.target) if rows > len(found))]
-        planner.decoded(int(took), 1 + len(found), len(emitted))
+        planner.decoded(int(took), 1 + len(found))
         spent, made = spent + took, made + len(emitted)
     return spent / made
 
@@ -247,6 +247,34 @@ def looked_up(text: Sequence[int], planner: Planner, cost: Costs) -> float:
 def test_a_text_that_repeats_itself_is_looked_up() -> None:
     cost = costs(draft=1e9, row=2e4)
     assert looked_up([*range(20)] * 40, resting(cost), cost) < 1.2 * cost.target[8] / 8  # of 40 rounds the first is new
+
+
+def test_sessions_go_on_with_what_they_know() -> None:
+    """The next turn's prompt begins with the text so far; another text is another one."""
+    cost, text = costs(draft=1e9), [1, 2, 3, 4, 5, 6, 7]
+    for prompt, expected in ((text, [3, 4]), ([9, 8], []), (text, [3, 4]), ([*text, 1, 2, 3], [4, 5])):
+        planner = resting(cost)
+        planner.begin(prompt[:5])
+        planner.lookup(prompt[5:6], 2)
+        planner.begin(prompt)
+        assert list(planner.lookup([1, 2] if expected == [3, 4] else (), 2)) == expected
+
+
+def test_a_lookup_pays_for_what_the_drafter_has_to_read_then() -> None:
+    cost = costs(draft=1e5)
+    planner = Planner(cost, 7)
+
+    def found(late: int) -> int:
+        planner.drafted([0.0, -0.1], [0, 1], 1, (10**5, int(cost.target[2]), 0), late)
+        planner.rows([0.0] + [-9.0] * 7, [0, *[1] * 7])
+        planner.begin([1, 2, 3, 4, 5, 1])
+        planner.drafted([0.0, -0.1], [0, 1], 1, (10**5, int(cost.target[2]), 0))
+        return len(planner.lookup([2], 7))
+
+    planner._right = [0.9 * seen for seen in planner._seen]
+    assert found(0) > 0
+    planner.decoded(int(cost.target[1]))
+    assert found(10**8) == 0
 
 
 def test_repetitions_that_lead_nowhere_cost_two_percent() -> None:

@@ -41,7 +41,7 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
             f"{max(contexts)} positions and {most} rows exceed the capacity of {capacity}: give smaller --contexts"
         )
     draft, _ = decoder.passes[0]
-    calls: list[Callable[[], None]] = [*(decoder._causal(n) for n in rows), draft]
+    calls: list[Callable[[], None]] = [*(decoder.causal(n) for n in rows), draft]
     found = [[math.inf] * len(contexts) for _ in calls]
     decoder.count[0] = 1
     for _ in range(repeats + 1):  # the first time, memory is still being touched

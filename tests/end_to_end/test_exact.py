@@ -39,7 +39,7 @@ def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> N
         row = rows.pop()
         depth = 0 if row == 0 else found[parents[row]][0] + 1
         decoder.target.length[0] = past + depth  # its ancestors' rows are those in front: children come next
-        decoder.read(tokens[row])
+        decoder.feed([tokens[row]])
         found[row] = depth, decoder.logits[0].copy(), decoder.hidden[0].copy()
         rows += [child for child in range(row + 1, n) if parents[child] == row]
     decoder.target.length[0] = past
