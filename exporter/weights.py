@@ -304,19 +304,20 @@ class Packer:
     def _equal(self, source: Source, first: Tensor) -> Location | None:
         """Where the same bytes lie already, as the same type. first: the first slice."""
         dtype = source.dtype(self.dtype)
-        head = np.frombuffer(_bytes(first.reshape(-1)[:_HEAD], dtype), np.uint8)
+        head = _bytes(first.reshape(-1)[:_HEAD], dtype)
         for place in self._known.get((dtype, source.nbytes(self.dtype)), []):
-            stored, at = place.mapped(self.bundle).view(torch.uint8).reshape(-1).numpy(), 0
-            if not np.array_equal(head, stored[: len(head)]):
-                continue
-            for values in source.slices():
-                data = np.frombuffer(_bytes(values, dtype), np.uint8)
-                if not np.array_equal(data, stored[at : at + len(data)]):
-                    break
-                at += len(data)
-            else:
-                self.progress(place.length)
-                return place
+            # Read, not mapped: what has been looked at of a map is held until it goes.
+            with (self.bundle / place.file).open("rb") as stored:
+
+                def same(data: memoryview, stored: BinaryIO = stored) -> bool:
+                    return np.array_equal(np.frombuffer(stored.read(len(data)), np.uint8), np.frombuffer(data, np.uint8))
+
+                stored.seek(place.offset)
+                if same(head):
+                    stored.seek(place.offset)
+                    if all(same(_bytes(values, dtype)) for values in source.slices()):
+                        self.progress(place.length)
+                        return place
         return None
 
     def _journal(self, file: str) -> Path:

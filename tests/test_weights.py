@@ -1,6 +1,8 @@
 """Packed weights hold what went in: aligned, converted exactly, and every content once."""
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -209,3 +211,23 @@ def test_any_list_of_tensors(items: list[Any]) -> None:
             assert p.hashes[f"weights/{i}.bin"] == (len(data), hashlib.sha256(data).hexdigest())
             sizes += len(data)
         assert sizes == sum(-(-len(content) // PAGE) * PAGE for content in by_content)
+
+
+def test_equal_tensors_are_found_in_little_memory(tmp_path: Path) -> None:
+    """Compared with what is on disk, of which no more than a slice is held."""
+    code = """
+import resource, sys, torch
+from pathlib import Path
+from exporter.weights import Packer, Source
+slices = lambda: (torch.full((1 << 20,), float(i)) for i in range(1, 65))
+packer = Packer(Path(sys.argv[1]), torch.float32, lambda written: None)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(Path(sys.argv[1]) / ".notes").mkdir()
+packer.pack("weights/first.bin", {"a": Source((64 << 20,), slices)})
+before = peak()
+print(packer.pack("weights/second.bin", {"b": Source((64 << 20,), slices)})["b"].file, peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    file, grown = done.stdout.split()
+    assert file == "weights/first.bin"
+    assert int(grown) < 64 << 10  # KiB, of 256 MiB
