@@ -117,7 +117,8 @@ class Decoder:
         # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         # By rows; what is not bound here is when it is first asked for.
-        self._causal, self._verify, self._extend = cache(self._bind_causal), cache(self._bind_verify), cache(self._bind_extend)
+        self._causal, self._extend = cache(self._bind_causal), cache(self._bind_extend)
+        self.verification = cache(self._bind_verification)
         for n in (form.chunk, 1):
             self.causal(n)
         verify = self.verification(rows)
@@ -148,11 +149,8 @@ class Decoder:
     def _bind_causal(self, rows: int) -> Callable[[], None]:
         return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
 
-    def verification(self, rows: int) -> Callable[[], None]:
+    def _bind_verification(self, rows: int) -> Callable[[], None]:
         """The pass over the tree's first rows, which are the best tree of that size."""
-        return self._verify(rows)
-
-    def _bind_verify(self, rows: int) -> Callable[[], None]:
         if self.form.static:
             return self._target(*(self.tree[f"tree_{part}"] for part in ("tokens", "depth", "mask")))
         mask = self.tree["tree_mask"] if rows == self.manifest.rows else np.zeros((rows, rows), np.bool_)
@@ -232,10 +230,13 @@ class Decoder:
 
     def feed(self, tokens: Sequence[int]) -> None:
         """One causal pass of the target over at most a chunk of tokens, behind what its cache holds."""
-        n = len(tokens)
-        self.tokens[:n] = tokens
-        self._run(_TARGET, self.causal(n))
-        self.target.keep(self.graphs["target"], range(n))
+        self._read(tokens)
+        self.target.keep(self.graphs["target"], range(len(tokens)))
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """The same pass, of which nothing is kept yet."""
+        self.tokens[: len(tokens)] = tokens
+        self._run(_TARGET, self.causal(len(tokens)))
 
     def row(self, row: int) -> np.ndarray:
         """The target's logits [V] behind a row of its last pass, which alone is fetched from the device."""
@@ -390,18 +391,17 @@ class Decoder:
 
     def step(self, planner: Planner | None, found: Sequence[int] = ()) -> list[int]:
         """Verifies tokens that nobody drafted; without any, plain decoding. Returns the path. planner: that may want to draft later."""
-        tokens, rows = [int(self.after[int(self.count[0]) - 1]), *found], 1 + len(found)
+        tokens = [int(self.after[int(self.count[0]) - 1]), *found]
         if planner:
             self._put_off()
-        self.tokens[:rows] = tokens
-        self._run(_TARGET, self.causal(rows))
+        self._read(tokens)
         path = walk(tokens, range(-1, len(found)), self.take)
         self.target.keep(self.graphs["target"], path)
         self._commit(path)
         if planner:
             if len(path) > self.manifest.depth + 1:  # more than a draft reads
                 self._put_off(kept=1)
-            planner.decoded(self.spent[_TARGET], rows)
+            planner.decoded(self.spent[_TARGET], len(tokens))
         return path
 
     def _commit(self, path: Sequence[int]) -> None:

@@ -61,9 +61,9 @@ def spelled(model: ir.Model) -> list[Any]:
             names[value] = str(tensor.numpy().tolist())
 
     def port(value: ir.Value | None) -> tuple[str, ...]:
-        return "" if value is None else names.setdefault(value, f"made {len(names)}"), *(
-            () if value is None else (str(value.dtype), str(value.shape))
-        )
+        if value is None:
+            return ("",)
+        return names.setdefault(value, f"made {len(names)}"), str(value.dtype), str(value.shape)
 
     return [
         *(port(value) for value in graph.inputs),
