@@ -28,6 +28,7 @@ from .trace import handed, trace
 from .weights import ALIGNMENT, NOTES, Location, Packer, Source, quantized, recoded
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
+_HELD = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SAME = f"{NOTES}/same"  # in an unfinished bundle: what is to be written
 _RECODED = "weights/{}-signed.bin"
@@ -199,9 +200,10 @@ class Plan:
         return again
 
     def memory(self) -> int:
-        """Bytes the export holds at its peak, weights being streamed: torch and one slice, then the golden run's mapped
-        weights, which the system may drop again, are counted in full."""
-        return 900 * 2**20 + sum(self.sizes().values()) - self.shared()
+        """Bytes the export holds at its peak, about: torch and slices, and of codes that are kept input-major a matrix."""
+        how = self.schemes(self.codes[0]).get("target")
+        codes = (s.nbytes(self.dtype) for s in self.sources()["weights/target.bin"].values() if s.fixed == torch.int8)
+        return _HELD + (max(codes, default=0) if how and how.input_major else 0)
 
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:

@@ -232,7 +232,7 @@ def describe(plan: "Plan", out: Path) -> str:
         *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
         f"disk      {plan.disk() / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
-        f"memory    {plan.memory() / 1e9:.2f} GB at the peak, mapped weights included",
+        f"memory    {plan.memory() / 1e9:.2f} GB at the peak",
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """Records the golden run with eager PyTorch over the packed weights."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
@@ -32,7 +32,8 @@ class Weights:
     """
 
     def __init__(self, bundle: Path, workers: int) -> None:
-        self._bundle, self._pool, self._own = bundle, ThreadPoolExecutor(workers), threading.local()
+        self._bundle, self._own = bundle, threading.local()
+        self._workers, self._pool = workers, ThreadPoolExecutor(workers)
         self._places: dict[int, Location] = {}  # by a parameter's address
 
     def close(self) -> None:
@@ -45,17 +46,17 @@ class Weights:
         self._places |= {parameter.data_ptr(): locations[name] for name, parameter in state.items()}
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
-        """The calling worker's: for bytes as they are read, and for the numbers they stand for."""
+        """The calling worker's: for bytes as they are read, and for the numbers they stand for, or the scales that codes have."""
         if not hasattr(self._own, "buffers"):
             self._own.buffers = torch.empty(4 * _SLICE_ELEMENTS, dtype=torch.uint8), torch.empty(_SLICE_ELEMENTS)
         found: tuple[Tensor, Tensor] = self._own.buffers
         return found
 
-    def _rows(self, matrix: Tensor, start: int, stop: int) -> Tensor:
-        """Rows of a parameter, or of one of the matrices stacked in it. They hold until the worker asks for the next."""
+    def _rows(self, matrix: Tensor, start: int, stop: int, buffer: Tensor) -> Tensor:
+        """Rows of a parameter, or of one of the matrices stacked in it, read into a buffer."""
         base, part = matrix.untyped_storage().data_ptr(), matrix[start:stop]
         place = self._places[base]
-        into = self._buffers()[0][: part.numel() * part.itemsize]
+        into = buffer.view(torch.uint8)[: part.numel() * part.itemsize]
         with (self._bundle / place.file).open("rb", buffering=0) as file:
             file.seek(place.offset + part.data_ptr() - base)
             file.readinto(into.numpy().data)
@@ -68,20 +69,34 @@ class Weights:
         """
         x, turned = x.float(), transposed or input_major(weight)
         rows = max(1, _SLICE_ELEMENTS // prod(weight.shape[1:]) // (1 if scale is None else 2))
+        starts = range(0, weight.shape[0], rows)
+
+        def numbers(start: int) -> Tensor:
+            (raw, wide), stop = self._buffers(), start + rows
+            found = self._rows(weight, start, stop, raw)
+            if scale is None or turned:
+                return wide[: found.numel()].view(found.shape).copy_(found)
+            return dequantize(found, self._rows(scale, start, stop, wide), bits_of(found, x.shape[1])).float()
 
         @torch.inference_mode()
-        def part(start: int) -> Tensor:
-            found = self._rows(weight, start, start + rows)
-            if scale is None or turned:
-                numbers = self._buffers()[1][: found.numel()].view(found.shape).copy_(found)
-            else:
-                numbers = dequantize(found, scale[start : start + rows], bits_of(found, x.shape[1])).float()
-            return x[:, start : start + rows] @ numbers if turned else x @ numbers.T
+        def summand(own: Iterable[int]) -> Tensor:
+            made = torch.zeros(len(x), weight.shape[1])
+            for start in own:
+                made.addmm_(x[:, start : start + rows], numbers(start))
+            return made
 
-        made = self._pool.map(part, range(0, weight.shape[0], rows))
-        if not turned:
-            return torch.cat(list(made), dim=-1)
-        return reduce(torch.add, made) * (1.0 if scale is None else scale)
+        @torch.inference_mode()
+        def columns(start: int) -> None:
+            made[:, start : start + rows] = x @ numbers(start).T
+
+        if turned:
+            shares = [starts[i :: self._workers] for i in range(self._workers)]
+            return reduce(torch.add, self._pool.map(summand, shares)) * (1.0 if scale is None else scale)
+        # Filled, not put together of parts: small ones that are kept lie between what is freed, and hold it.
+        made = torch.empty(len(x), weight.shape[0])
+        for _ in self._pool.map(columns, starts):
+            pass
+        return made
 
     def dialect(self) -> type[Plain]:
         """``Plain``, its products made so."""
