@@ -28,7 +28,7 @@ _MEMORY = 0.97  # of a cycle ago, in what is counted
 _HOPE = 1.5
 _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
-_STAKE, _SAVED = 2.0, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
+_STAKE, _SAVED = 1.5, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
 _REST = 24, 512  # passes without a draft before drafting is tried again: at first, and at most
 _DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
@@ -140,9 +140,13 @@ class Planner:
         return max(spent, key=lambda rows: gained[rows - 1] - pace * spent[rows])
 
     def _expected(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
-        """Tokens that each row brings, the root the target's own."""
+        """Tokens that each row brings, the root the target's own. Of a depth no more are accepted than of the one before."""
         scale = [taken / hoped for taken, hoped in zip(self._taken, self._hoped, strict=True)]
-        return [min(exp(score) * scale[depth], 1.0) for score, depth in zip(scores, depths, strict=True)]
+        brought, found = [1.0] + [0.0] * (len(scale) - 1), [1.0]
+        for score, depth in zip(scores[1:], depths[1:], strict=True):
+            found.append(min(exp(score) * scale[depth], brought[depth - 1] - brought[depth]))
+            brought[depth] += found[-1]
+        return found
 
     def drafted(
         self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], late: int = 0
@@ -158,7 +162,8 @@ class Planner:
         self._draft = _tracked(self._draft, draft)
         self._host = _tracked(self._host, host) if host else self._host
         spent = self._draft + self._took(len(scores), target) + self._host
-        self._saved = min(self._saved + sum(self._expected(scores, depths)) - spent * self._plain, _SAVED)
+        # Of tokens that came: what is expected varies less, but long has a confident drafter pay that is never right.
+        self._saved = min(self._saved + accepted + 1 - spent * self._plain, _SAVED)
         self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]
         self._hoped = [_MEMORY * hoped for hoped in self._hoped]
         for score, depth in zip(scores[1:], depths[1:], strict=True):

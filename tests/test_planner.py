@@ -160,14 +160,20 @@ def costs(draft: float, row: float = 0.0, base: float = 1e6, rows: int = 8) -> C
 @given(st.integers(0, 10_000), st.floats(0, 1e6), st.floats(0, 3e5))
 def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
     """Of all sizes the one with the most expected tokens per time, the draft's included, or where plain decoding is faster, the one
-    that loses least against it. At first more is expected than scores say, the more the deeper.
+    that loses least against it. At first more is expected than scores say, the more the deeper, but of no depth more than of the
+    one before.
     """
     random = np.random.default_rng(seed)
     planner, scores = Planner(costs(draft, row), 4), np.sort(-random.exponential(2, 8))[::-1]
     scores[0] = 0.0
-    depths = np.array([0, *random.integers(1, 5, 7)])
+    depths = [0]
+    while len(depths) < 8:
+        depths.append(1 + random.choice([depth for depth in depths if depth < 4]))
     found = planner.rows(scores, depths)
-    expected = [min(1.0, float(np.exp(score)) * 1.5**depth) for score, depth in zip(scores, depths, strict=True)]
+    expected = [1.0]
+    for score, depth in zip(scores[1:], depths[1:], strict=True):
+        above, beside = (sum(e for e, d in zip(expected, depths, strict=False) if d == depth - up) for up in (1, 0))
+        expected.append(min(float(np.exp(score)) * 1.5**depth, above - beside))
     spent = {size: 1e6 + row * size for size in sizes(8)}
     paces = {size: sum(expected[:size]) / (spent[size] + draft) for size in spent}
     if max(paces.values()) > 1 / spent[1]:
@@ -177,9 +183,11 @@ def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
         assert saved[found] == pytest.approx(max(saved.values()))
 
 
-def simulate(planner: Planner, cost: Costs, accepted: Callable[[], int], tokens: int, text: int = 400) -> tuple[float, int]:
-    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted."""
-    scores, depths = -0.7 * np.arange(8.0), np.array([0, 1, 2, 3, 4, 5, 6, 7])
+def simulate(
+    planner: Planner, cost: Costs, accepted: Callable[[], int], tokens: int, text: int = 400, score: float = -0.7
+) -> tuple[float, int]:
+    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted. score: of each row after the other."""
+    scores, depths = score * np.arange(8.0), np.array([0, 1, 2, 3, 4, 5, 6, 7])
     spent, made, drafted = 0.0, 0, 0
     while made < tokens:
         if made % text == 0:
@@ -212,7 +220,7 @@ def test_looked_up_tokens_that_pay(most: int, draft: float, row: float, drafts: 
     if drafts:
         scores = [-score * depth for depth in range(8)]
         planner.rows(scores, range(8))
-        expected = np.cumsum([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)])
+        expected = np.cumsum(np.minimum.accumulate([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)]))
         pace = max(pace, *(expected[rows - 1] / (spent + draft) for rows, spent in cost.target.items()))
     assert planner.drafts == drafts
     planner.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1])
@@ -291,6 +299,15 @@ def test_drafting_that_never_pays_costs_two_percent() -> None:
     pace, drafted = simulate(Planner(cost, 7), cost, lambda: 0, 4000)
     assert pace < 1.02 * cost.target[1]
     assert drafted > 0
+
+
+@pytest.mark.parametrize(("draft", "row"), [(3e5, 1e5), (5e5, 3e5), (1e5, 3e4)])
+def test_a_confident_drafter_that_is_never_right_costs_little(draft: float, row: float) -> None:
+    """Whatever a draft and a row cost."""
+    cost = costs(draft, row)
+    for tokens, most in ((128, 1.05), (400, 1.03), (4000, 1.01)):
+        pace, _ = simulate(Planner(cost, 7), cost, lambda: 0, tokens, score=-0.05)
+        assert pace < most * cost.target[1]
 
 
 def test_drafting_that_pays_is_kept() -> None:
