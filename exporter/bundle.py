@@ -202,8 +202,10 @@ class Plan:
     def memory(self) -> int:
         """Bytes the export holds at its peak, about: torch and slices, and of codes that are kept input-major a matrix."""
         how = self.schemes(self.codes[0]).get("target")
-        codes = (s.nbytes(self.dtype) for s in self.sources()["weights/target.bin"].values() if s.fixed == torch.int8)
-        return _HELD + (max(codes, default=0) if how and how.input_major else 0)
+        if how is None or not how.input_major:
+            return _HELD
+        codes = (s.nbytes(self.dtype) for s in self.sources()["weights/target.bin"].values() if s.fixed == how.codes)
+        return _HELD + max(codes, default=0)
 
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:

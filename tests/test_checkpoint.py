@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -26,6 +24,7 @@ from exporter import checkpoint
 from exporter.checkpoint import Checkpoint, llama_config, llama_shape, locate, rotary_tables, target_of
 from runtime.errors import GumihoError
 
+from . import peak
 from .pairs import RandomPair, drafter_config
 
 State = dict[str, Tensor]
@@ -192,11 +191,9 @@ def test_a_safetensors_file_is_preferred_to_a_bin(tmp_path: Path, drafter_state:
 # --- laziness ----------------------------------------------------------------------------------------------------------
 
 _CHILD = """
-import resource, sys
 from exporter.checkpoint import Checkpoint
 import torch
 torch.zeros(8) + 1
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 found = Checkpoint(sys.argv[1], "target")
 shapes = [found.shape(name) for name in sorted(found.names())]
@@ -224,13 +221,7 @@ def test_a_big_file_is_opened_and_read_without_holding_it(tmp_path: Path) -> Non
     sparse_safetensors(tmp_path / "model.safetensors", 1 << 20)
     (tmp_path / "config.json").write_text("{}")
     assert (tmp_path / "model.safetensors").stat().st_size > 6 << 30
-    root = Path(checkpoint.__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    grown, *rest = result.stdout.split(maxsplit=1)
+    grown, *rest = peak.printed(_CHILD, tmp_path).split(maxsplit=1)
     assert rest == ["[1.0, 2.5, -3.0] 4 4\n"]
     assert int(grown) < 32 * 1024, f"{grown} KiB"
 

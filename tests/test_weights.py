@@ -1,8 +1,6 @@
 """Packed weights hold what went in: aligned, converted exactly, and every content once."""
 
 import hashlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporter.weights import ALIGNMENT, Location, Packer, Source
+
+from . import peak
 
 PAGE = 4096
 
@@ -216,19 +216,16 @@ def test_any_list_of_tensors(items: list[Any]) -> None:
 def test_equal_tensors_are_found_in_little_memory(tmp_path: Path) -> None:
     """Compared with what is on disk, of which no more than a slice is held."""
     code = """
-import resource, sys, torch
+import torch
 from pathlib import Path
 from exporter.weights import Packer, Source
 slices = lambda: (torch.full((1 << 20,), float(i)) for i in range(1, 65))
 packer = Packer(Path(sys.argv[1]), torch.float32, lambda written: None)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-(Path(sys.argv[1]) / ".notes").mkdir()
 packer.pack("weights/first.bin", {"a": Source((64 << 20,), slices)})
 before = peak()
 print(packer.pack("weights/second.bin", {"b": Source((64 << 20,), slices)})["b"].file, peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    file, grown = done.stdout.split()
+    file, grown = peak.printed(code, tmp_path).split()
     assert file == "weights/first.bin"
     assert int(grown) < 64 << 10  # KiB, of 256 MiB
 
@@ -237,22 +234,21 @@ print(packer.pack("weights/second.bin", {"b": Source((64 << 20,), slices)})["b"]
 def test_products_of_codes_take_little_memory(tmp_path: Path, bits: int) -> None:
     """Of a golden run, as wide as those with an lm_head: a result a worker, and slices."""
     code = """
-import resource, sys, torch
+import torch
 from pathlib import Path
 from exporter import golden
 from exporter.weights import Packer, Source, quantized
 from graphs.ops import Scheme, dequantize
 folder, bits = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(2)
 scheme = Scheme(32, torch.uint8) if bits == 4 else Scheme(0, torch.int8, 8)
 wide = torch.randn(1 << 18, 256, generator=torch.Generator().manual_seed(0))
-(folder / ".notes").mkdir()
 sources = quantized(Source(wide.shape, lambda: iter(wide.split(1 << 12))), "a.weight", scheme, torch.float32)
 places = Packer(folder, torch.float32, lambda written: None).pack("weights/target.bin", sources)
 module, x = torch.nn.Module(), torch.randn(20, 256)
 for name in ("weight", "scale"):
     meta = torch.empty_like(places[f"a.{name}"].mapped(folder), device="meta")
     module.register_parameter(name, torch.nn.Parameter(meta, requires_grad=False))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with torch.inference_mode(), golden.weights(folder) as weights:
     weights.fill(module, {name: places[f"a.{name}"] for name in ("weight", "scale")})
     before = peak()
@@ -261,7 +257,6 @@ with torch.inference_mode(), golden.weights(folder) as weights:
 expected = x @ dequantize(module.weight, module.scale).T
 print(float((made - expected).abs().max() / expected.abs().max()), grown)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(bits)], capture_output=True, text=True, check=True)
-    error, grown = done.stdout.split()
+    error, grown = peak.printed(code, tmp_path, bits).split()
     assert float(error) < 1e-5
     assert int(grown) < 200 << 10  # KiB; a result has 20 MiB
