@@ -28,6 +28,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM
 
 import exporter.bundle
+import exporter.staging
 import exporter.validate
 import exporter.weights
 import runtime.backends.onnxruntime
@@ -35,7 +36,7 @@ import runtime.engines
 import runtime.golden
 from exporter import forms
 from exporter.cli import main, parser, plan
-from exporter.weights import NOTES
+from exporter.staging import NOTES
 from graphs.ops import Standard
 from runtime.bundle import Bundle
 from runtime.errors import GumihoError
@@ -654,7 +655,7 @@ def test_an_interrupt_that_a_library_swallows_still_counts(tmp_path: Path, numbe
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def export() -> None:
-        with exporter.bundle.staged(tmp_path / "out", overwrite=False) as folder:
+        with exporter.staging.staged(tmp_path / "out", overwrite=False) as folder:
             (folder / "file").write_text("half of it")
             with contextlib.suppress(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
