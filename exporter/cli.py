@@ -158,6 +158,7 @@ def plan(args: argparse.Namespace) -> "Plan":
     from .bundle import Plan
 
     pair = open_pair(args)
+    _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
     trim(args, pair)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity

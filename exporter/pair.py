@@ -79,6 +79,8 @@ class Pair:
         # Before anything is made of these numbers: a configuration, and a name, may hold any.
         found, wanted = _numbers(self.target, "layers.#."), ((i,) for i in range(target.layers))
         _require(self.target, "layers.{}.self_attn.q_proj.weight", found, wanted)
+        found, wanted = _numbers(self.drafter, "layers.#."), ((i,) for i in range(self.draft_shape.layers))
+        _require(self.drafter, "layers.{}.self_attn.q_proj.weight", found, wanted)
         found, each = _numbers(self.drafter, "mlp.#.#."), range(self.blocks + 1)
         _require(self.drafter, "mlp.{}.{}.linear.weight", found, ((h, b) for h in range(self.heads) for b in each))
         self.target.require(self._expected_target())
