@@ -33,7 +33,8 @@ _ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 def reason(error: BaseException) -> str:
     """What a library's exception says, in one line; its type where it says nothing."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the file's name
+    return " ".join(said.split())[:500] or type(error).__name__
 
 
 def shown(value: object) -> str:

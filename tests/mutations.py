@@ -269,7 +269,9 @@ def survey(
             with deadline(SECONDS):
                 outcome = module.attempt(copy)
             assert snapshot(copy) == before, "it changed what it was given"
-        except (Exception, Hang) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of a library's in Rust is no Exception
             outcome = "FAULT"
             faults.append(f"case {case}, {'; '.join(said)}\n{''.join(traceback.format_exception(error)[-4:])}")
             tell(faults[-1])
