@@ -1,5 +1,6 @@
 """A folder that is written whole or not at all, by one process at a time. Imports nothing heavy: interruptions come any time."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -11,9 +12,10 @@ from pathlib import Path
 
 from runtime.bundle import MANIFEST
 from runtime.errors import GumihoError
-from runtime.locks import locked, replace_folder
+from runtime.locks import locked
 
 NOTES = ".notes"  # in an unfinished folder: what has been written, see ``weights.Packer``
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 _SAME = f"{NOTES}/same"  # what is to be written
 
 
@@ -70,7 +72,9 @@ def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle
     busy = f"another export is writing '{out}': wait for it, or name another folder with --out"
     with interruptible() as check:
         try:
-            with locked(out, busy):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with locked(out.with_name(f".{out.name}.lock"), busy, remove=True):
+                _recover(out)
                 _require_replaceable(out, overwrite, known)
                 try:
                     _prepare(partial, same)
@@ -131,3 +135,50 @@ def _prepare(partial: Path, same: str) -> None:
     if same:
         note.parent.mkdir()
         note.write_text(same, "utf-8")
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _recover(folder: Path) -> None:
+    """Puts back what a killed ``replace_folder`` left."""
+    old = _old(folder)
+    if not old.is_dir():
+        return
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.rename(folder)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Gives the folder ``new`` the name ``folder``, where another folder may be; that one is then deleted.
+
+    On Linux the two folders change names in one step, so that at every moment one of them, whole, has the name. Elsewhere there is
+    a moment at which none has; if the process is killed then, the next ``staged`` puts it right. Raises OSError; then ``folder`` is
+    as it was.
+    """
+    if not folder.exists():
+        new.rename(folder)
+        return
+    if _exchanged(new, folder):
+        shutil.rmtree(new, ignore_errors=True)
+        return
+    old = _old(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    finally:
+        _recover(folder)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two names could be exchanged: False where the system or the file system cannot."""
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):  # another system, or an older C library
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)

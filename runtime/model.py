@@ -8,7 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from .backends import Engine, backend, close, require
+from .backends import Backend, Engine, backend, close, require
 from .bundle import Bundle, Form
 from .chat import ChatTemplate
 from .decoder import Cycle, Decoder, check
@@ -240,11 +240,22 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     name = backend_name or opened.manifest.default
     require(name)
     form, made = opened.manifest.form(name), backend(name, device, threads)
-    folder = find_engines(opened, made)
-    costs = Costs.load(folder)
-    engines, memory = made.open(opened, folder)
+    opened.verify(quick=True)
+    engines, memory, costs = _open(opened, made)
     try:
         return Model(opened, form, engines, memory, costs)
-    except GumihoError:
+    except BaseException:
         close(engines, memory)
         raise
+
+
+def _open(bundle: Bundle, backend: Backend) -> tuple[Mapping[str, Engine], Device, Costs | None]:
+    """The current engines, and what their passes cost."""
+    while True:
+        folder = find_engines(bundle, backend)
+        try:
+            costs = Costs.load(folder)
+            return *backend.open(bundle, folder), costs
+        except GumihoError:
+            if folder.exists():
+                raise  # else a compile has just replaced them

@@ -260,7 +260,7 @@ def survey(
         said = []
         for _ in range(rng.choice((1, 1, 1, 2))):
             what, apply = next(drawn)
-            with contextlib.suppress(OSError):  # the second may find its file gone
+            with contextlib.suppress(OSError, IndexError):  # the second may find its file gone, or shorter
                 apply(copy)
                 said.append(what)
         began = time.monotonic()

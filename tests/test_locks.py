@@ -1,4 +1,4 @@
-"""One process at a time writes a folder, a lock file that was left locks nothing, and a folder's name is never without a folder."""
+"""One process at a time holds a lock, and a file that was left locks nothing."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from runtime import locks
 from runtime.errors import GumihoError
-from runtime.locks import locked, replace_folder
+from runtime.locks import locked
 
 ROOT = Path(__file__).parents[1]
 _HOLDER = """
@@ -23,16 +23,10 @@ with locked(Path(sys.argv[1]), "busy"):
 """
 
 
-def folder(path: Path, content: str) -> Path:
-    path.mkdir()
-    (path / "file").write_text(content)
-    return path
-
-
 @pytest.fixture
 def holder(tmp_path: Path) -> subprocess.Popen[str]:
     """Another process that holds the lock of ``out``."""
-    argv = [sys.executable, "-c", _HOLDER, str(tmp_path / "out")]
+    argv = [sys.executable, "-c", _HOLDER, str(tmp_path / ".out.lock")]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout
     assert process.stdout.readline() == "held\n"
@@ -41,24 +35,24 @@ def holder(tmp_path: Path) -> subprocess.Popen[str]:
 
 def test_the_second_process_gets_the_sentence_until_the_first_is_gone(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with holder:
-        with pytest.raises(GumihoError, match="^wait for it$"), locked(tmp_path / "out", "wait for it"):
+        with pytest.raises(GumihoError, match="^wait for it$"), locked(tmp_path / ".out.lock", "wait for it", remove=True):
             pass
-        with locked(tmp_path / "other", "wait for it"):
+        with locked(tmp_path / "other", "wait for it", remove=True):
             pass
         assert (tmp_path / ".out.lock").exists()
         holder.kill()  # it had no chance to clean up
         holder.wait()
     assert (tmp_path / ".out.lock").exists()
-    with locked(tmp_path / "out", "wait for it"):
+    with locked(tmp_path / ".out.lock", "wait for it", remove=True):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_thread_and_the_same_one_are_refused_too(tmp_path: Path) -> None:
-    with locked(tmp_path / "out", "first"):
-        with pytest.raises(GumihoError, match="second"), locked(tmp_path / "out", "second"):
+    with locked(tmp_path / ".out.lock", "first", remove=True):
+        with pytest.raises(GumihoError, match="second"), locked(tmp_path / ".out.lock", "second", remove=True):
             pass
-        with pytest.raises(GumihoError, match="third"), locked(tmp_path / "out", "third"):
+        with pytest.raises(GumihoError, match="third"), locked(tmp_path / ".out.lock", "third", remove=True):
             pass  # the one who was refused has not removed the file
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +64,7 @@ def test_only_one_of_many_is_inside(tmp_path: Path) -> None:
     def work(number: int) -> None:
         while len(seen) < 300:
             try:
-                with locked(tmp_path / "out", "busy"):
+                with locked(tmp_path / ".out.lock", "busy", remove=True):
                     inside.append(number)
                     if len(inside) > 1:
                         wrong.append(number)
@@ -101,7 +95,7 @@ def test_a_lock_whose_file_was_removed_in_between_does_not_count(tmp_path: Path,
         return mine
 
     monkeypatch.setattr(os, "open", opened)
-    with pytest.raises(GumihoError, match="busy"), locked(tmp_path / "out", "busy"):
+    with pytest.raises(GumihoError, match="busy"), locked(tmp_path / ".out.lock", "busy", remove=True):
         pass
     os.close(other[0])
 
@@ -117,7 +111,7 @@ def test_without_locks_it_goes_on_with_a_warning(
         monkeypatch.setattr(locks, "fcntl", None)
     else:
         monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with locked(tmp_path / "out", "busy"):
+    with locked(tmp_path / ".out.lock", "busy", remove=True):
         pass
     said = capsys.readouterr().err
     assert said.startswith(f"warning: '{tmp_path}' cannot be locked (")
@@ -126,69 +120,6 @@ def test_without_locks_it_goes_on_with_a_warning(
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".out.lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic links"), locked(tmp_path / "out", "busy"):
+    with pytest.raises(OSError, match="symbolic links"), locked(tmp_path / ".out.lock", "busy", remove=True):
         pass
     assert not (tmp_path / "victim").exists()
-
-
-# --- replacing ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_a_folder_is_replaced_or_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:
-        monkeypatch.setattr(locks, "_exchanged", lambda *_: False)
-    for content in ("first", "second"):
-        replace_folder(folder(tmp_path / "new", content), tmp_path / "out")
-        assert (tmp_path / "out" / "file").read_text() == content
-        assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names are exchanged in one step on Linux only")
-def test_at_every_moment_a_whole_folder_has_the_name(tmp_path: Path) -> None:
-    out, missing, done = folder(tmp_path / "out", "0"), list[int](), threading.Event()
-
-    def look() -> None:
-        while not done.is_set():
-            try:
-                os.close(os.open(out / "file", os.O_RDONLY))
-            except OSError as error:
-                missing.append(error.errno or 0)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    for number in range(300):
-        replace_folder(folder(tmp_path / "new", str(number)), out)
-    done.set()
-    thread.join()
-    assert not missing
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_failure_between_two_renames_leaves_the_old_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    monkeypatch.setattr(locks, "_exchanged", lambda *_: False)
-    out, new, calls, real = folder(tmp_path / "out", "old"), folder(tmp_path / "new", "new"), list[int](), Path.rename
-
-    def rename(self: Path, target: Path) -> Path:
-        calls.append(1)
-        if len(calls) == call:
-            raise OSError(5, "Input/output error")
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="Input/output"):
-        replace_folder(new, out)
-    assert (out / "file").read_text() == "old"
-    assert not (tmp_path / ".out.old").exists()
-
-
-def test_what_a_killed_process_left_between_two_renames_is_put_back(tmp_path: Path) -> None:
-    folder(tmp_path / ".out.old", "old")
-    with locked(tmp_path / "out", "busy"):
-        assert (tmp_path / "out" / "file").read_text() == "old"
-    folder(tmp_path / ".out.old", "older")
-    with locked(tmp_path / "out", "busy"):
-        assert (tmp_path / "out" / "file").read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]

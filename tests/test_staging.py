@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     RandomPair(TINY, layers=1, heads=1).write(folder)
     return folder
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
 
 
 def options(pair: Path, out: Path | str, *more: str) -> list[str]:
@@ -170,6 +177,71 @@ def test_an_interruption_while_libraries_are_imported(pair: Path, tmp_path: Path
     error = process.communicate(timeout=300)[1]
     assert (process.returncode, error) == (130, "error: interrupted, nothing was written\n")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- replacing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_is_replaced_or_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(staging, "_exchanged", lambda *_: False)
+    for content in ("first", "second"):
+        staging.replace_folder(folder(tmp_path / "new", content), tmp_path / "out")
+        assert (tmp_path / "out" / "file").read_text() == content
+        assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are exchanged in one step on Linux only")
+def test_at_every_moment_a_whole_folder_has_the_name(tmp_path: Path) -> None:
+    out, missing, done = folder(tmp_path / "out", "0"), list[int](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                os.close(os.open(out / "file", os.O_RDONLY))
+            except OSError as error:
+                missing.append(error.errno or 0)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(300):
+        staging.replace_folder(folder(tmp_path / "new", str(number)), out)
+    done.set()
+    thread.join()
+    assert not missing
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_failure_between_two_renames_leaves_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    monkeypatch.setattr(staging, "_exchanged", lambda *_: False)
+    out, new, calls, real = folder(tmp_path / "out", "old"), folder(tmp_path / "new", "new"), list[int](), Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(1)
+        if len(calls) == call:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        staging.replace_folder(new, out)
+    assert (out / "file").read_text() == "old"
+    assert not (tmp_path / ".out.old").exists()
+
+
+def test_what_a_killed_process_left_between_two_renames_is_put_back(tmp_path: Path) -> None:
+    folder(tmp_path / ".out.old", "old")
+    for _ in range(2):
+        with pytest.raises(GumihoError, match="exists"), staged(tmp_path / "out", overwrite=False):
+            pass
+        assert (tmp_path / "out" / "file").read_text() == "old"
+        folder(tmp_path / ".out.old", "older")
+    with pytest.raises(GumihoError, match="exists"), staged(tmp_path / "out", overwrite=False):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class TensorRT:
                 "export again with --weights int4 or none"
             )
         reason = ""
-        for attention, graphs in (("fused", form.graphs), ("decomposed", form.spare)):
+        for attention, graphs in (("fused", form.graphs), ("decomposed", form.spares.get("decomposed", {}))):
             if not graphs:
                 continue
             try:
@@ -181,7 +181,7 @@ class TensorRT:
         self._device.enter()
         runtime = trt.Runtime(_LOG)
         loaded = {name: self._load(runtime, bundle, graph, folder / f"{name}.plan")
-                  for name, graph in (form.spare if decomposed else form.graphs).items()}  # fmt: skip
+                  for name, graph in (form.spares["decomposed"] if decomposed else form.graphs).items()}  # fmt: skip
         device = type(self._device)(self._device.index)
         # Engines run one after another, so they share what they compute with.
         scratch = device.zeros((max(1, *(engine.device_memory_size_v2 for engine in loaded.values())),), np.uint8)
