@@ -5,7 +5,7 @@
 
 A kind is a module with ``prepare(folder)``, which makes something whole once, and ``attempt(folder)``, which gives a spoiled copy
 of it to the program, returns what came of it in a word, and raises where the program did anything but succeed or say in one line
-why it cannot. It may have ``WAYS``, mutations of its own.
+why it cannot. It may have ``WAYS``, mutations of its own, or ``mutants`` in place of those here.
 """
 
 import argparse
@@ -30,7 +30,9 @@ from typing import Any
 Apply = Callable[[Path], None]
 Way = Callable[[Path, random.Random], tuple[str, Apply] | None]  # a whole file, which is only read -> a mutation of its copy
 
-KINDS = {"checkpoint": "tests.hostile_checkpoints"}
+KINDS = {
+    "checkpoint": "tests.hostile_checkpoints",
+}
 SECONDS = 20  # that an attempt may take
 
 _RAW = {"@1e400": "1e400", "@deep": "[" * 100_000 + "]" * 100_000, "@open": '{"a":' * 100_000, "@digits": "9" * 6000}
@@ -46,11 +48,16 @@ def mutants(folder: Path, rng: random.Random, ways: Sequence[Way] = ()) -> Itera
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     while True:
         file = rng.choice(files)
-        found = rng.choice([*ways, *(w for w in GENERAL for _ in range(2)), _json, _json, _json])(file, rng)
+        found = rng.choice([*ways, *(general for _ in range(15))])(file, rng)
         if found:
             what, apply = found
             name = file.relative_to(folder)
             yield f"{name}: {what}", lambda copy, apply=apply, name=name: apply(copy / name)  # type: ignore[misc]
+
+
+def general(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
+    """A mutation of any file: of its bytes, its name and kind, or of the JSON in it; None where the one drawn does not suit it."""
+    return rng.choice([*(way for way in GENERAL for _ in range(2)), _json, _json, _json])(file, rng)
 
 
 # --- bytes and names ---------------------------------------------------------------------------------------------------
@@ -124,7 +131,7 @@ GENERAL: Sequence[Way] = (_flip, _flip, _overwrite, _truncate, _append, _replace
 # --- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def _spoil(content: Any, rng: random.Random) -> str:
+def spoil(content: Any, rng: random.Random) -> str:
     """Changes one place of a JSON document; says what."""
     path, holder, key = "", content, None
     while isinstance(holder, dict | list) and holder:
@@ -151,7 +158,7 @@ def _spoil(content: Any, rng: random.Random) -> str:
     return f"{way} {path} {str(value)[:40]!r}"
 
 
-def _dumped(content: Any) -> bytes:
+def dumped(content: Any) -> bytes:
     text = json.dumps(content)
     for mark, raw in _RAW.items():
         text = text.replace(f'"{mark}"', raw)
@@ -164,15 +171,15 @@ def _json(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
     if file.suffix == ".safetensors":
         size = struct.unpack("<Q", content[:8])[0]
         header = json.loads(content[8 : 8 + size])
-        said = _spoil(header, rng)
-        new = _dumped(header)
+        said = spoil(header, rng)
+        new = dumped(header)
         return said, lambda f: void(f.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + size :]))
     try:
         document = json.loads(content)
     except ValueError:
         return None
-    said = _spoil(document, rng)
-    return said, lambda f: void(f.write_bytes(_dumped(document)))
+    said = spoil(document, rng)
+    return said, lambda f: void(f.write_bytes(dumped(document)))
 
 
 def void(_: object) -> None:
@@ -256,7 +263,7 @@ def survey(
         rng = random.Random(f"{seed}/{case}")
         copy = root / f"case{case}" / "spoiled"
         shutil.copytree(whole, copy)
-        drawn = mutants(whole, rng, getattr(module, "WAYS", ()))
+        drawn = getattr(module, "mutants", mutants)(whole, rng, getattr(module, "WAYS", ()))
         said = []
         for _ in range(rng.choice((1, 1, 1, 2))):
             what, apply = next(drawn)
