@@ -268,6 +268,85 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     assert not migraphx.DEVICES
 
 
+@pytest.mark.parametrize("tenth", ["main:#output_{}", "main:#output_:{:05}"])
+def test_migraphx_names_its_tenth_output_in_two_ways(
+    amd: ModuleType, bundle: Path, expected: list[list[int]], tenth: str
+) -> None:
+    """Up to ROCm 7.2.2, and since."""
+    amd.TENTH = tenth
+    assert len(Bundle(bundle).manifest.form("migraphx").graphs["target"].outputs) > 11
+    compiled(bundle, "migraphx")
+    with load(bundle, "migraphx") as model:
+        assert ids(model, *PROMPTS[1]) == expected[1]
+
+
+@pytest.mark.parametrize(("odd", "message"), [
+    ({"main:#output_:00099": "logits"}, "parameter 'main:#output_:00099', which is neither"),
+    ({"main:#output_1_0": "logits"}, "parameter 'main:#output_1_0', which is neither"),
+    ({"main:#output_0": "logits"}, "parameter 'main:#output_0' of another shape than its output 'choice'"),
+    ({"main:#output_:00001": "logits"}, "two parameters for its output 'logits'"),
+])  # fmt: skip
+def test_migraphx_parameters_of_no_meaning_are_refused(
+    amd: ModuleType, bundle: Path, odd: dict[str, str], message: str
+) -> None:
+    amd.ODD = odd
+    with pytest.raises(GumihoError, match=message):
+        compiled(bundle, "migraphx")
+    assert not kept(bundle)
+
+
+@pytest.mark.parametrize(("version", "message"), [
+    ("2.12.0.dev+9c2f1", "MIGraphX 2.12.0.dev.* leaves the order of equal TopK values open"),
+    ("2.13.0.dev", "ROCm 7.0 has no TopK of some sizes: install ROCm 7.1"),
+    ("2.14.0.dev", r"no graph.*\)?$"),
+])  # fmt: skip
+def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle: Path, version: str, message: str) -> None:
+    """What cannot be compiled is told apart from what is not here to be compiled."""
+    amd.__version__ = version
+    read = Bundle(bundle)
+    (bundle / read.manifest.form("migraphx").graphs["target"].file).write_bytes(b"no graph at all")
+    with pytest.raises(GumihoError, match=message):
+        backend("migraphx").compile(read, bundle, False, lambda _: None)
+    made_on_ref = import_module("runtime.backends.migraphx").MIGraphX("ref", 0)
+    assert made_on_ref.versions()["migraphx"] == version
+
+
+def test_an_empty_migraphx_names_the_pythons_it_is_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of that name on the path, or the registry's package of that name, has nothing in it."""
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    put(monkeypatch, {"migraphx": ModuleType("migraphx")})
+    with pytest.raises(GumihoError, match=r"is empty\): install ROCm's package migraphx \(the package of that name on PyPI"):
+        backend("migraphx")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "lib/libmigraphx_py_3.8.so.2015").touch()
+    (tmp_path / "lib/migraphx.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.raises(GumihoError, match=rf"{tmp_path} has it for Python 3\.8 and 3\.9, and this is {here}: make an env"):
+        backend("migraphx")
+    (tmp_path / f"lib/libmigraphx_py_{here}.so").touch()
+    with pytest.raises(GumihoError, match=rf"is empty\): put {tmp_path}/lib on PYTHONPATH$"):
+        backend("migraphx")
+
+
+def test_hips_library_is_the_one_that_migraphx_has_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hip = import_module("runtime.devices.hip")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libamdhip64.so").touch()
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert hip.candidates()[0] == f"{tmp_path}/lib/libamdhip64.so"
+    maps = (
+        "7f00-7f10 r--p 00000000 08:01 12   /opt/rocm-7.2.0/lib/libmigraphx.so.2015000\n"
+        "7f10-7f20 r-xp 00000000 08:01 13   /opt/rocm 7/lib/libamdhip64.so.7.2.70200\n"
+        "7f20-7f30 r--p 00000000 08:01 13   /opt/rocm 7/lib/libamdhip64.so.7.2.70200\n"
+        "7f30-7f40 rw-p 00000000 00:00 0\n"
+        "7f40-7f50 r--p 00000000 08:01 14   /usr/lib/libamdhip64.so.json\n"
+    )
+    assert hip.mapped(maps) == ["/opt/rocm 7/lib/libamdhip64.so.7.2.70200"]
+    monkeypatch.setattr(hip, "_MAPS", tmp_path / "maps")
+    (tmp_path / "maps").write_text(maps)
+    assert hip.candidates()[:2] == ["/opt/rocm 7/lib/libamdhip64.so.7.2.70200", f"{tmp_path}/lib/libamdhip64.so"]
+
+
 LOOSE = pytest.mark.parametrize("loose", [set(), {"choice", "tree_parent", "tree_mask"}], ids=["bound", "loose"])
 
 

@@ -5,6 +5,7 @@ ordered on one stream; the reference target, which runs on any processor, return
 """
 
 import gc
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import disk_usage
@@ -12,18 +13,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle
+from ..bundle import Bundle, Graph
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
-from ..devices.hip import Hip
+from ..devices.hip import Hip, advice
 from ..errors import GumihoError
 
 try:
     import migraphx
+
+    # A folder of that name on the path, or the package of that name on the registry, imports as a module without anything in it.
+    _MISSING = "" if hasattr(migraphx, "program") else f"the one found, {migraphx}, is empty"
 except ImportError as error:
-    raise GumihoError(
-        f"backend migraphx needs the Python module 'migraphx' ({error}): install ROCm's package migraphx, and put "
-        "/opt/rocm/lib on PYTHONPATH"
-    ) from None
+    _MISSING = str(error)
+if _MISSING:
+    raise GumihoError(f"backend migraphx needs the Python module 'migraphx' ({_MISSING}): {advice()}")
+
+# Before 2.13 (ROCm 7.0) TopK on a GPU leaves the order of ties open. The tree needs it: a child as likely as its parent must come
+# after it. (It also takes one thread a row there: src/targets/gpu/device/topk.cpp.)
+_OLDEST = (2, 13)
+# The kernel of TopK has a loop of no steps there, which does not compile (local_stride in kernels/index.hpp, mended in 2.14).
+_UNCOMPILABLE = (2, 13)
+_OUTPUT = re.compile(
+    r"main:#output_(?::0*)?(\d+)"
+)  # 10 is ``main:#output_10`` up to ROCm 7.2.2 and ``main:#output_:00010`` since
 
 
 class MIGraphX:
@@ -39,6 +51,11 @@ class MIGraphX:
         self.target, self.index = kind, int(index or 0)
         self._device: Hip | None = None
         if kind == "gpu":
+            if _version() < _OLDEST:
+                raise GumihoError(
+                    f"MIGraphX {migraphx.__version__} leaves the order of equal TopK values open, and a tree needs it: "
+                    "install ROCm 7.1 or newer"
+                )
             self._device = Hip(self.index)
             self._device.close()  # to ask about: engines get one of their own
 
@@ -71,51 +88,91 @@ class MIGraphX:
                 program.compile(migraphx.get_target(self.target), offload_copy=False, fast_math=False, exhaustive_tune=tune)
                 migraphx.save(program, str(folder / f"{name}.mxr"))
             except RuntimeError as error:
-                raise GumihoError(f"MIGraphX {migraphx.__version__} cannot compile {file}: {_first_line(error)}") from None
+                hint = ""
+                if self._device and _version() == _UNCOMPILABLE:
+                    hint = " (ROCm 7.0 has no TopK of some sizes: install ROCm 7.1 or newer)"
+                raise GumihoError(
+                    f"MIGraphX {migraphx.__version__} cannot compile {file}: {_first_line(error)}{hint}"
+                ) from None
             del program
             gc.collect()
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
-        engines = {}
         accelerator = Hip(self.index) if self._device else None
-        for name, graph in bundle.manifest.form(self.NAME).graphs.items():
-            try:
-                program = migraphx.load(str(folder / f"{name}.mxr"))
-            except RuntimeError as error:
-                raise GumihoError(
-                    f"MIGraphX {migraphx.__version__} cannot load {folder / name}.mxr ({_first_line(error)}): "
-                    f"run `python -m runtime.compile {bundle.path} --backend migraphx` again"
-                ) from None
-            engines[name] = Engine(program, [port.name for port in graph.outputs], accelerator)
+        try:
+            engines = {
+                name: Engine(self._load(bundle, folder / f"{name}.mxr"), graph, accelerator)
+                for name, graph in bundle.manifest.form(self.NAME).graphs.items()
+            }
+        except GumihoError:
+            if accelerator:
+                accelerator.close()
+            raise
         return engines, accelerator or Host()
+
+    def _load(self, bundle: Bundle, file: Path) -> Any:
+        try:
+            return migraphx.load(str(file))
+        except RuntimeError as error:
+            raise GumihoError(
+                f"MIGraphX {migraphx.__version__} cannot load {file} ({_first_line(error)}): "
+                f"run `python -m runtime.compile {bundle.path} --backend migraphx` again"
+            ) from None
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _output(i: int) -> str:
-    """The parameter of a program's i-th output (MIGraphX, src/param_utils.cpp)."""
-    return f"main:#output_{i}" if i < 10 else f"main:#output_:{i:05}"
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in migraphx.__version__.split(".")[:2])
+
+
+def _output_parameters(program: Any, graph: Graph) -> dict[str, str]:
+    """A program's parameters that are outputs, and the graph's name of each. The reference target's programs have none.
+
+    An output that is a constant, an input or the same as another output has no parameter. Source: MIGraphX,
+    src/replace_allocate.cpp and src/param_utils.cpp. Raises GumihoError for a parameter that is nothing the graph has: the program
+    would read or write memory that nobody meant.
+    """
+    inputs, found = {port.name for port in graph.inputs}, dict[str, str]()
+    parameters, outputs = program.get_parameter_shapes(), program.get_output_shapes()
+
+    def refuse(what: str) -> GumihoError:
+        return GumihoError(f"MIGraphX {migraphx.__version__} gives {graph.file} {what}: try another version")
+
+    if len(outputs) != len(graph.outputs):
+        raise refuse(f"{len(outputs)} outputs, and it has {len(graph.outputs)}")
+    for parameter, shape in parameters.items():
+        if parameter in inputs:
+            continue
+        match = _OUTPUT.fullmatch(parameter)
+        index = int(match[1]) if match else len(outputs)
+        if index >= len(outputs):
+            raise refuse(f"a parameter '{parameter}', which is neither an input nor an output")
+        name = graph.outputs[index].name
+        if (shape.lens(), shape.type_string()) != (outputs[index].lens(), outputs[index].type_string()):
+            raise refuse(f"a parameter '{parameter}' of another shape than its output '{name}'")
+        if name in found.values():
+            raise refuse(f"two parameters for its output '{name}'")
+        found[parameter] = name
+    return found
 
 
 class Engine:
     """A compiled program; see ``backends.Engine``."""
 
-    def __init__(self, program: Any, outputs: list[str], device: Accelerator | None) -> None:
-        """outputs: names in the graph's order, which is all that MIGraphX keeps of them."""
+    def __init__(self, program: Any, graph: Graph, device: Accelerator | None) -> None:
         self._program, self._device = program, device
-        parameters = program.get_parameter_shapes()
-        self._outputs = outputs
-        named = {_output(i): name for i, name in enumerate(outputs)}
-        self._bound = {parameter: name for parameter, name in named.items() if parameter in parameters}
-        self._inputs = {name: shape for name, shape in parameters.items() if name not in self._bound}
-        self._shapes = parameters
+        self._outputs = [port.name for port in graph.outputs]  # in order, which is all that MIGraphX keeps of their names
+        self._shapes = program.get_parameter_shapes()
+        self._bound = _output_parameters(program, graph)
+        self._inputs = self._shapes.keys() - self._bound.keys()
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         if self._program is None:
             raise GumihoError("the model is closed: load the bundle again")
-        if missing := self._inputs.keys() - buffers.keys():
+        if missing := self._inputs - buffers.keys():
             raise GumihoError(f"the engine's input '{min(missing)}' has no buffer: the bundle does not fit this version")
         return self._on_host(buffers) if self._device is None else self._on_device(buffers, self._device)
 
@@ -146,7 +203,7 @@ class Engine:
                     raise GumihoError(f"MIGraphX {migraphx.__version__} lays out '{name}' in another way: try another version")
                 device.copy(place.address, results[i].data_ptr(), place.nbytes)
 
-        call = Staging(device, buffers, set(self._inputs), set(self._outputs), launch, capturable=False)
+        call = Staging(device, buffers, self._inputs, set(self._outputs), launch, capturable=False)
         arguments = {}
         for parameter, name in ({name: name for name in self._inputs} | self._bound).items():
             shape = self._shapes[parameter]

@@ -1,10 +1,10 @@
 """``migraphx`` with its gpu target over ONNX Runtime's CPU provider, and the device under it, whose stream is late.
 
 It holds its caller to MIGraphX's rules: a program is compiled before it is saved, without copies of its own and without fast
-math; a call has every parameter, the outputs' among them by the names MIGraphX gives them (``main:#output_0``, …, from ten on
-``main:#output_:00010``), each in memory of the device; its stream is alive, of the type that is named, and the calling thread has
+math; a call has every parameter, the outputs' among them by the names MIGraphX gives them (``main:#output_0``, …, from ten on as
+``TENTH`` says, which differs between releases), each in memory of the device; its stream is alive, of the type that is named, and the calling thread has
 entered its device. Outputs in ``LOOSE`` have no parameter and stay in memory of the program's own. Ports in ``STRANGE`` are laid
-out in another way than the graph's.
+out in another way than the graph's. ``ODD`` gives parameters that no graph has, by the name of the output they are like.
 """
 
 from pathlib import Path
@@ -19,8 +19,11 @@ from tests.accelerator import Lazy
 __version__ = "2.16.0"
 
 LOOSE: set[str] = set()
+TENTH = "main:#output_:{:05}"
+ODD: dict[str, str] = {}
 STRANGE: dict[str, str] = {}  # by name: "strided" or "half" as large
 DEVICES: dict[int, "Hip"] = {}  # open, by stream
+_NAMES = {"float32": "float_type", "float16": "half_type", "int64": "int64_type", "bool": "bool_type"}
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
 
@@ -55,6 +58,12 @@ class shape:
 
     def bytes(self) -> int:
         return int(np.prod(self.sizes)) * self.dtype.itemsize // (2 if STRANGE.get(self.name) == "half" else 1)
+
+    def lens(self) -> list[int]:
+        return self.sizes
+
+    def type_string(self) -> str:
+        return _NAMES[self.dtype.name]
 
     def standard(self) -> bool:
         return STRANGE.get(self.name) != "strided"
@@ -102,11 +111,15 @@ class program:
 
     def bound(self) -> dict[str, str]:
         """Outputs by their parameter."""
-        names = [f"main:#output_{i}" if i < 10 else f"main:#output_:{i:05}" for i in range(len(self.outputs))]
+        names = [f"main:#output_{i}" if i < 10 else TENTH.format(i) for i in range(len(self.outputs))]
         return {parameter: name for parameter, name in zip(names, self.outputs, strict=True) if name not in self.own}
 
     def get_parameter_shapes(self) -> dict[str, shape]:
-        return self.inputs | {parameter: self.outputs[name] for parameter, name in self.bound().items()}
+        odd = {parameter: self.outputs[name] for parameter, name in ODD.items() if name in self.outputs}
+        return self.inputs | {parameter: self.outputs[name] for parameter, name in self.bound().items()} | odd
+
+    def get_output_shapes(self) -> list[shape]:
+        return list(self.outputs.values())
 
     def run_async(self, parameters: dict[str, argument], stream: int, kind: str) -> list[argument]:
         assert kind == "ihipStream_t"
