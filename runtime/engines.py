@@ -12,6 +12,7 @@ from .bundle import Bundle
 from .decoder import Decoder
 from .errors import GumihoError
 from .measure import measure
+from .memory import require, size
 
 
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
@@ -34,8 +35,8 @@ def compile_engines(
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
     folder = bundle.path / "engines" / f"{backend.NAME}-{digest}"
     partial = folder.with_name(f".{folder.name}.partial")
-    host, accelerator = backend.memory(bundle)
-    progress(f"needs about {size(host)} of memory" + (f" and {size(accelerator)} on the device" if accelerator else ""))
+    need = require(bundle, backend, compiling=True)
+    progress(f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else ""))
     progress("checking the bundle's files")
     bundle.verify()
     try:
@@ -72,11 +73,6 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
     finally:
         free()
     return errors
-
-
-def size(nbytes: int) -> str:
-    """Bytes for a reader."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def find_engines(bundle: Bundle, backend: Backend) -> Path:

@@ -16,6 +16,7 @@ from .devices import Device
 from .engines import find_engines
 from .errors import GumihoError
 from .guide import Guides
+from .memory import require as require_memory
 from .planner import Costs
 from .session import Session
 from .settings import Settings
@@ -242,6 +243,7 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     form, made = opened.manifest.form(name), backend(name, device, threads)
     folder = find_engines(opened, made)
     costs = Costs.load(folder)
+    require_memory(opened, made)
     engines, memory = made.open(opened, folder)
     try:
         return Model(opened, form, engines, memory, costs)

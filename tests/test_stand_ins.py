@@ -5,9 +5,11 @@ The stand-ins compute with ONNX Runtime on the processor and assert that the lib
 
 import gc
 import json
+import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -264,6 +266,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     migraphx = fresh(monkeypatch, "migraphx")
     monkeypatch.setattr("runtime.devices.hip.Hip", migraphx.Hip)
     put(monkeypatch, {"migraphx": migraphx})
+    monkeypatch.syspath_prepend(Path(__file__).parent / "stand_ins/apart")  # for children
     yield migraphx
     assert not migraphx.DEVICES
 
@@ -309,6 +312,116 @@ def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle
         backend("migraphx").compile(read, bundle, False, lambda _: None)
     made_on_ref = import_module("runtime.backends.migraphx").MIGraphX("ref", 0)
     assert made_on_ref.versions()["migraphx"] == version
+
+
+@pytest.mark.parametrize(("fate", "message"), [
+    ("killed", "was killed by SIGKILL while compiling target for gpu: memory has run out"),
+    ("exits", "ended with status 3 while compiling target for gpu: see what it printed"),
+])  # fmt: skip
+def test_a_compiler_that_dies_says_how(
+    amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch, fate: str, message: str
+) -> None:
+    monkeypatch.setenv("STAND_IN_FATE", fate)
+    with pytest.raises(GumihoError, match=message):
+        compiled(bundle, "migraphx")
+    assert not list((bundle / "engines").iterdir())
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, seen or not by its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_migraphxs_compilation(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """With the compilers that MIGraphX has started, and what it has dumped."""
+    log = tmp_path / "processes"
+    monkeypatch.setenv("STAND_IN_FATE", "waits")
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+
+    def interrupt() -> None:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.05)
+        assert list((bundle / "engines").rglob("dump.mxr")), "it has no temporary folder of its own"
+        os.kill(os.getpid(), number)
+
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                compiled(bundle, "migraphx")
+            future.result()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert all(gone(int(process)) for process in log.read_text().split())
+    assert not list((bundle / "engines").iterdir())
+
+
+def test_migraphxs_solutions_outlive_a_compilation(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+
+    def found(**options: bool) -> list[int]:
+        """How many solutions were known before each graph."""
+        log.unlink(missing_ok=True)
+        compile_engines(Bundle(bundle), backend("migraphx"), **options)
+        return [json.loads(line)[0] for line in log.read_text().splitlines()]
+
+    assert found() == [0, 1, 2]
+    assert found() == [3, 3, 3]
+    assert found(tune=True) == [0, 1, 2], "what was found without looking long would stop it from looking longer"
+    for file in (bundle / "engines").glob("migraphx-problems-*.json"):
+        file.write_text("damaged")
+    assert found() == [0, 1, 2]
+    monkeypatch.setenv("MIGRAPHX_PROBLEM_CACHE", str(tmp_path / "mine.json"))
+    assert found() == [0, 1, 2]
+    assert found() == [3, 3, 3]
+    assert json.loads((tmp_path / "mine.json").read_text())
+
+
+@pytest.mark.parametrize(("architecture", "weights", "mine", "expected"), [
+    ("gfx942", "int4", None, "fused,dot"),
+    ("gfx942", "int4", "attention", "attention"),
+    ("gfx1151", "int4", None, None),
+    ("gfx942", "none", None, None),
+])  # fmt: skip
+def test_int4_on_gfx9_keeps_products_from_hipblaslt(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    architecture: str, weights: str, mine: str | None, expected: str | None,
+) -> None:  # fmt: skip
+    amd.ARCHITECTURE = architecture
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["weights"] = {} if weights == "none" else {"target": weights}
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
+    if mine:
+        monkeypatch.setenv("MIGRAPHX_MLIR_USE_SPECIFIC_OPS", mine)
+    compiled(bundle, "migraphx")
+    assert {json.loads(line)[2] for line in (tmp_path / "log").read_text().splitlines()} == {expected}
+
+
+def test_weights_that_went_to_the_hosts_memory_are_refused(
+    amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(bundle, "migraphx")
+    amd.ARRIVING = 0.7
+    message = r"weights of target take (\d+) MB and \d+ MB of them are on Stand-in GPU .*, the rest in the host's memory: free"
+    with pytest.raises(GumihoError, match=message):
+        load(bundle, "migraphx")
+    monkeypatch.setattr(amd.Hip, "unified", True)
+    load(bundle, "migraphx").close()  # it is one memory
+    monkeypatch.setattr(amd.Hip, "unified", False)
+    monkeypatch.setenv("GUMIHO_IGNORE_MEMORY", "1")
+    load(bundle, "migraphx").close()
 
 
 def test_an_empty_migraphx_names_the_pythons_it_is_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,9 +4,13 @@ A program per graph, of static shapes. On a GPU its outputs are parameters, boun
 ordered on one stream; the reference target, which runs on any processor, returns its outputs instead, and they are copied.
 """
 
-import gc
+import hashlib
+import json
+import os
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, ClassVar
@@ -17,6 +21,8 @@ from ..bundle import Bundle, Graph
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
 from ..devices.hip import Hip, advice
 from ..errors import GumihoError
+from ..memory import IGNORE, Free, Needs, Space, buffers, size
+from .migraphx_compile import Job, compile_apart
 
 try:
     import migraphx
@@ -33,6 +39,9 @@ if _MISSING:
 _OLDEST = (2, 13)
 # The kernel of TopK has a loop of no steps there, which does not compile (local_stride in kernels/index.hpp, mended in 2.14).
 _UNCOMPILABLE = (2, 13)
+_SAVING, _LOADING = 4, 3  # times a program's weights on the host at the peak, measured on the reference target
+_ARRIVED = 0.8  # of its weights, the least that a program which was loaded must have taken on the device
+_PROBLEMS, _SPECIFIC = "MIGRAPHX_PROBLEM_CACHE", "MIGRAPHX_MLIR_USE_SPECIFIC_OPS"
 _OUTPUT = re.compile(
     r"main:#output_(?::0*)?(\d+)"
 )  # 10 is ``main:#output_10`` up to ROCm 7.2.2 and ``main:#output_:00010`` since
@@ -65,12 +74,17 @@ class MIGraphX:
     def details(self) -> dict[str, str]:
         return self._device.details() if self._device else {}
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        # A program holds its weights while it is compiled, constants folded from them beside.
-        weights = 2 * bundle.weights()
-        return (
-            (weights, bundle.weights() + bundle.caches(self.NAME)) if self._device else (weights + bundle.caches(self.NAME), 0)
-        )
+    def memory(self, bundle: Bundle) -> Needs:
+        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
+        work = buffers(bundle, self.NAME)
+        # Programs are loaded one after another, and each keeps its weights on the host for good, on a GPU too (``hip_copy_literal``).
+        loading = max(sum(weights[:i]) + _LOADING * own for i, own in enumerate(weights))
+        if self._device:
+            return Needs(Space(_SAVING * max(weights), max(weights)), Space(loading, sum(weights) + work))
+        return Needs(Space(_SAVING * max(weights)), Space(max(loading, sum(weights) + work)))
+
+    def free(self) -> Free | None:
+        return Free(self._device.memory()[0], self._device.unified) if self._device else None
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         needed = sum(graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values())  # a program holds its own
@@ -78,32 +92,61 @@ class MIGraphX:
             raise GumihoError(
                 f"the programs take {needed / 1e9:.2f} GB and the disk of {folder} has {free / 1e9:.2f} GB free: free some space"
             )
-        if self._device:
-            self._device.enter()
-        for name, graph in bundle.manifest.form(self.NAME).graphs.items():
-            progress(f"compiling {name} for {self.target}")
-            file = bundle.path / graph.file
+        graphs = {name: graph.file for name, graph in bundle.manifest.form(self.NAME).graphs.items()}
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".scratch-") as scratch:
+            job = Job(self.target, self.index, tune, str(bundle.path), str(folder), graphs)
             try:
-                program = migraphx.parse_onnx_buffer(file.read_bytes(), external_data_path=str(bundle.path))
-                program.compile(migraphx.get_target(self.target), offload_copy=False, fast_math=False, exhaustive_tune=tune)
-                migraphx.save(program, str(folder / f"{name}.mxr"))
-            except RuntimeError as error:
-                hint = ""
-                if self._device and _version() == _UNCOMPILABLE:
-                    hint = " (ROCm 7.0 has no TopK of some sizes: install ROCm 7.1 or newer)"
-                raise GumihoError(
-                    f"MIGraphX {migraphx.__version__} cannot compile {file}: {_first_line(error)}{hint}"
-                ) from None
-            del program
-            gc.collect()
+                with self._problems(bundle, Path(scratch), tune) as problems:
+                    compile_apart(job, Path(scratch), problems | self._settings(bundle), progress)
+            except GumihoError as error:
+                if not (self._device and _version() == _UNCOMPILABLE):
+                    raise
+                raise GumihoError(f"{error} (ROCm 7.0 has no TopK of some sizes: install ROCm 7.1 or newer)") from None
+
+    @contextmanager
+    def _problems(self, bundle: Bundle, scratch: Path, tune: bool) -> Iterator[dict[str, str]]:
+        """The environment in which solutions of tuning are taken from, and added to, those of earlier compilations on this device.
+
+        MIGraphX writes the file in place, so it works on a copy. What was found without ``tune`` would stop it from looking longer.
+        """
+        if not self._device or _PROBLEMS in os.environ:
+            yield {}
+            return
+        digest = hashlib.sha256(json.dumps([self.versions(), tune]).encode()).hexdigest()[:12]
+        kept, copy = bundle.path / "engines" / f"migraphx-problems-{digest}.json", scratch / "problems.json"
+        with suppress(OSError, ValueError):
+            text = kept.read_text("utf-8")
+            json.loads(text)  # MIGraphX would refuse to compile anything over a damaged one
+            copy.write_text(text, "utf-8")
+        yield {_PROBLEMS: str(copy)}
+        if copy.is_file():
+            os.replace(copy, kept)
+
+    def _settings(self, bundle: Bundle) -> dict[str, str]:
+        """On gfx9 larger products go to hipBLASLt unless told otherwise, which reads no int4: weights would be unpacked in every
+        pass (``is_mlir_dot``, src/targets/gpu/fuse_mlir.cpp)."""
+        int4 = any(how.startswith("int4") for how in bundle.manifest.weights.values())
+        if not (self._device and self._device.architecture.startswith("gfx9") and int4) or _SPECIFIC in os.environ:
+            return {}
+        return {_SPECIFIC: "fused,dot"}
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None
+        engines = {}
         try:
-            engines = {
-                name: Engine(self._load(bundle, folder / f"{name}.mxr"), graph, accelerator)
-                for name, graph in bundle.manifest.form(self.NAME).graphs.items()
-            }
+            for name, graph in bundle.manifest.form(self.NAME).graphs.items():
+                before = accelerator.memory()[0] if accelerator else 0
+                engines[name] = Engine(self._load(bundle, folder / f"{name}.mxr"), graph, accelerator)
+                if accelerator and not accelerator.unified:
+                    # Where the device is full, MIGraphX puts weights into the host's memory and says nothing (allocate_gpu, src/
+                    # targets/gpu/hip.cpp); every pass would read them from there.
+                    taken = max(0, before - accelerator.memory()[0])
+                    if taken < _ARRIVED * graph.weights and not os.environ.get(IGNORE):
+                        raise GumihoError(
+                            f"the weights of {name} take {size(graph.weights)} and {size(taken)} of them are on {accelerator.name}, "
+                            "the rest in the host's memory: free memory on the device, or export again with --weights int4 or a "
+                            f"smaller --capacity ({IGNORE}=1 runs it slowly)"
+                        )
         except GumihoError:
             if accelerator:
                 accelerator.close()

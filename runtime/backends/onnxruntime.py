@@ -16,8 +16,11 @@ import onnxruntime as ort
 from ..bundle import Bundle, Port
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
+from ..memory import Free, Needs, Space, buffers
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+_LIBRARIES = 1 << 30  # bytes of host memory that CUDA with its libraries takes, about
 
 
 class Cpu:
@@ -36,10 +39,13 @@ class Cpu:
     def details(self) -> dict[str, str]:
         return {"cores": str(os.cpu_count())}
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
+    def memory(self, bundle: Bundle) -> Needs:
         _require_bytes(bundle)
-        # Packed weights: those of the target, and of the drafter with an lm_head of its own.
-        return bundle.weights() + bundle.caches(self.NAME), 0
+        # Packed weights: those of the target, and of the drafter with an lm_head of its own. The optimizer leaves them in their files.
+        return Needs(Space(0), Space(bundle.weights() + bundle.caches(self.NAME)))
+
+    def free(self) -> Free | None:
+        return None
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
@@ -91,10 +97,13 @@ class Cuda:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        # Weights go through the host's memory; on the device each session holds its own.
-        graphs = bundle.manifest.form(self.NAME).graphs.values()
-        return bundle.weights(), sum(graph.weights for graph in graphs) + bundle.caches(self.NAME)
+    def memory(self, bundle: Bundle) -> Needs:
+        # Weights are copied to the device from their mapped files, tensor by tensor; each session holds its own there.
+        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
+        return Needs(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+
+    def free(self) -> Free | None:
+        return Free(self._device.memory()[0], self._device.unified)
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():

@@ -18,6 +18,7 @@ import numpy as np
 from ..bundle import Bundle, Graph
 from ..devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import GumihoError
+from ..memory import Free, Needs, Space, buffers
 
 try:
     import tensorrt as trt
@@ -30,6 +31,8 @@ except ImportError as error:
 _OLDEST = (10, 15)
 _CHOICE = "attention.json"
 _ALIGNMENT = 256  # of every address that a context is given
+_LIBRARIES = 2 << 30  # bytes of host memory that CUDA and TensorRT take, about
+_TACTICS = 1 << 30  # bytes on the device beside the weights while a plan is built, about
 _FP8 = (8, 9)  # compute capability from which on a device multiplies fp8: Ada's, then Hopper's
 _STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # 11 knows nothing else and still takes the flag
 
@@ -111,10 +114,13 @@ class TensorRT:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        # Weights stay mapped on the host; on the device each plan holds its own, and tactics are tried beside them.
-        graphs = bundle.manifest.form(self.NAME).graphs.values()
-        return 2 << 30, sum(graph.weights for graph in graphs) + bundle.caches(self.NAME) + (1 << 30)
+    def memory(self, bundle: Bundle) -> Needs:
+        # Weights stay mapped on the host; on the device each plan holds its own, and while one is built tactics are tried beside.
+        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
+        return Needs(Space(_LIBRARIES, max(weights) + _TACTICS), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+
+    def free(self) -> Free | None:
+        return Free(self._device.memory()[0], self._device.unified)
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         from .. import golden

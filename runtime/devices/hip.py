@@ -19,6 +19,7 @@ from .accelerator import Accelerator
 
 _DEFAULT = 4  # hipMemcpyDefault: the runtime tells host and device addresses apart
 _NON_BLOCKING = 1
+_INTEGRATED = 16  # hipDeviceAttributeIntegrated
 # hipGetDevicePropertiesR0600 fills a struct of 1472 bytes; the symbol without the suffix is an older layout.
 _PROPERTIES, _ARCHITECTURE = 4096, 1160
 
@@ -28,6 +29,7 @@ _PYTHON = re.compile(r"(?:libmigraphx_py_|migraphx\.cpython-)(\d)\.?(\d+)\b")
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "hipGetDeviceCount": (POINTER(c_int),),
     "hipSetDevice": (c_int,),
+    "hipDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "hipGetDevicePropertiesR0600": (c_void_p, c_int),
     "hipRuntimeGetVersion": (POINTER(c_int),),
     "hipMemGetInfo": (POINTER(c_size_t), POINTER(c_size_t)),
@@ -119,6 +121,9 @@ class Hip(Accelerator):
             properties.raw[_ARCHITECTURE : _ARCHITECTURE + 256].split(b"\0")[0].split(b":")[0].decode(errors="replace")
         )
         self.name = f"{model} ({self.architecture})"
+        integrated = c_int()
+        self._check("hipDeviceGetAttribute", byref(integrated), _INTEGRATED, index)
+        self.unified = bool(integrated.value)
         version = c_int()
         self._check("hipRuntimeGetVersion", byref(version))
         self.runtime = f"{version.value // 10**7}.{version.value // 10**5 % 100}.{version.value % 10**5}"
@@ -135,11 +140,15 @@ class Hip(Accelerator):
     def enter(self) -> None:
         self._check("hipSetDevice", self.index)
 
-    def details(self) -> dict[str, str]:
+    def memory(self) -> tuple[int, int]:
         self.enter()
         free, total = c_size_t(), c_size_t()
         self._check("hipMemGetInfo", byref(free), byref(total))
-        return {"runtime": f"HIP {self.runtime}", "memory": f"{free.value / 1e9:.1f} of {total.value / 1e9:.1f} GB free"}
+        return free.value, total.value
+
+    def details(self) -> dict[str, str]:
+        free, total = self.memory()
+        return {"runtime": f"HIP {self.runtime}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
         place = c_void_p()
