@@ -383,8 +383,11 @@ def _graphs(
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
     made, spare = plan.layouts[backend], BACKENDS[backend].spare
     graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
-    others = _graphs(plan, backend, (spare, spare), f"{backend}-{spare.__name__.lower()}", locations, folder) if spare else {}
-    return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, others)
+    spares = {}
+    if spare:
+        name = spare.__name__.lower()
+        spares[name] = _graphs(plan, backend, (spare, spare), f"{backend}-{name}", locations, folder)
+    return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, spares)
 
 
 def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, Location]]]:

@@ -72,14 +72,14 @@ class Form:
 
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether every pass of the target has that
     many rows, as of the draft graph all that can be accepted; else any number goes. graphs: ``target``, ``draft`` and
-    ``extend``. spare: the same in another spelling of attention, where some devices need it.
+    ``extend``. spares: by dialect, the same graphs spelled for devices and versions that cannot do with the first.
     """
 
     dialect: str
     chunk: int
     static: bool
     graphs: Mapping[str, Graph]
-    spare: Mapping[str, Graph]
+    spares: Mapping[str, Mapping[str, Graph]]
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,12 @@ class Manifest:
 
 
 def _form(raw: Any) -> Form:
-    graphs, spare = ({name: _graph(graph) for name, graph in raw[key].items()} for key in ("graphs", "spare"))
-    return Form(raw["dialect"], int(raw["chunk"]), bool(raw["static"]), graphs, spare)
+    spares = {dialect: _graphs(graphs) for dialect, graphs in raw["spares"].items()}
+    return Form(raw["dialect"], int(raw["chunk"]), bool(raw["static"]), _graphs(raw["graphs"]), spares)
+
+
+def _graphs(raw: Any) -> dict[str, Graph]:
+    return {name: _graph(graph) for name, graph in raw.items()}
 
 
 def _graph(raw: Any) -> Graph:

@@ -18,7 +18,7 @@ from .memory import require, size
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
     """What engines depend on besides the options they were compiled with: another value of any part makes them other ones."""
     form = bundle.manifest.form(backend.NAME)
-    files = [graph.file for graph in (*form.graphs.values(), *form.spare.values())]
+    files = [graph.file for graphs in (form.graphs, *form.spares.values()) for graph in graphs.values()]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     return {"backend": backend.NAME, **backend.versions(), **{name: bundle.manifest.files[name][1] for name in files}}
 
@@ -65,9 +65,9 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         close(engines, device)
 
     try:
-        errors = golden.replay(bundle, backend.NAME, engines, device)
+        errors = golden.replay(bundle, backend.form(bundle, folder), engines, device)
         progress("measuring passes")
-        decoder = Decoder(bundle.manifest, bundle.manifest.form(backend.NAME), engines, device)
+        decoder = Decoder(bundle.manifest, backend.form(bundle, folder), engines, device)
         free = decoder.close
         measure(decoder).save(folder)
     finally:

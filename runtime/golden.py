@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .backends import Backend, Engine, close
-from .bundle import Bundle
+from .bundle import Bundle, Form
 from .cache import Slab
 from .devices import Call, Device
 from .errors import GumihoError
@@ -20,13 +20,13 @@ from .errors import GumihoError
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
 
 
-def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
-    """Runs the recorded passes over fresh caches, padded where the backend's form is static.
+def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
+    """Runs the recorded passes over fresh caches, padded where the form is static.
 
     Returns the largest error of target (logits and hidden, relative to the largest logit or hidden value) and draft (tree
     scores, in nats). Raises GumihoError where one exceeds the tolerance of its graph's precision.
     """
-    run, manifest, form = bundle.golden(), bundle.manifest, bundle.manifest.form(backend)
+    run, manifest = bundle.golden(), bundle.manifest
     device.enter()
     target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
     errors = {"target": 0.0, "draft": 0.0}
@@ -100,7 +100,7 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
     """``replay`` over the engines in a folder, which are closed behind it."""
     engines, device = backend.open(bundle, folder)
     try:
-        return replay(bundle, backend.NAME, engines, device)
+        return replay(bundle, backend.form(bundle, folder), engines, device)
     finally:
         close(engines, device)
 

@@ -240,13 +240,14 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
         raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or more")
     name = backend_name or opened.manifest.default
     require(name)
-    form, made = opened.manifest.form(name), backend(name, device, threads)
+    opened.manifest.form(name)
+    made = backend(name, device, threads)
     folder = find_engines(opened, made)
     costs = Costs.load(folder)
     require_memory(opened, made)
     engines, memory = made.open(opened, folder)
     try:
-        return Model(opened, form, engines, memory, costs)
+        return Model(opened, made.form(opened, folder), engines, memory, costs)
     except GumihoError:
         close(engines, memory)
         raise

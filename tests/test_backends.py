@@ -206,7 +206,7 @@ def test_a_failed_compilation_leaves_nothing(running: tuple[str, str], bundle: P
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
     form, manifest = Bundle(copy).manifest.form(name), json.loads((copy / "gumiho.json").read_text())
-    for broken in (graphs["draft"].file for graphs in (form.graphs, form.spare) if graphs):
+    for broken in (graphs["draft"].file for graphs in (form.graphs, *form.spares.values())):
         (copy / broken).write_bytes(b"this is no graph at all")
         manifest["files"][broken] = [(copy / broken).stat().st_size, file_hash(copy / broken)]
     (copy / "gumiho.json").write_text(json.dumps(manifest))

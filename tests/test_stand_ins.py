@@ -171,6 +171,59 @@ def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> No
     assert not kept(bundle)
 
 
+def with_primitives(bundle: Path) -> None:
+    """Gives TensorRT's form the graphs of primitives that MIGraphX's has: they are of one pair and one size."""
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["forms"]["tensorrt"]["spares"]["basic"] = manifest["forms"]["migraphx"]["graphs"]
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("version", ["10.3.0", "10.13.3.9"])
+def test_a_tensorrt_that_cannot_write_caches_gets_primitives(
+    nvidia: ModuleType, bundle: Path, expected: list[list[int]], version: str
+) -> None:
+    with_primitives(bundle)
+    nvidia.__version__ = version
+    folder, _ = compiled(bundle, "tensorrt")
+    assert set(nvidia.BUILT) == {"basic"}
+    assert json.loads((folder / "attention.json").read_text())["attention"] == "basic"
+    with load(bundle, "tensorrt") as model:
+        assert model.decoder.form.dialect == "basic"
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            assert ids(model, *prompt) == ids(model, *prompt, speculate=False) == wanted
+
+
+def test_a_tensorrt_that_cannot_write_caches_says_so(nvidia: ModuleType, bundle: Path) -> None:
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["forms"]["tensorrt"]["spares"].pop("basic", None)
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    nvidia.__version__ = "10.13.3.9"
+    with pytest.raises(GumihoError, match=r"TensorRT 10\.13\.3\.9 cannot update caches in place, and the bundle has no graphs"):
+        compiled(bundle, "tensorrt")
+    nvidia.__version__ = "10.1.0"
+    with pytest.raises(GumihoError, match=r"TensorRT 10\.1\.0 is too old: install 10\.3 or newer"):
+        backend("tensorrt")
+
+
+def test_the_last_resort_are_primitives(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
+    with_primitives(bundle)
+    nvidia.UNBUILDABLE |= {"fused", "decomposed"}
+    compiled(bundle, "tensorrt")
+    assert set(nvidia.BUILT) == {"basic"}
+    with load(bundle, "tensorrt") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.parametrize(("machine", "jetson"), [("aarch64", True), ("x86_64", False)])
+def test_a_jetson_is_told_where_its_tensorrt_is(monkeypatch: pytest.MonkeyPatch, machine: str, jetson: bool) -> None:
+    hide(monkeypatch, "runtime.backends.tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # type: ignore[arg-type]
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with pytest.raises(GumihoError, match="needs the Python module 'tensorrt'") as refused:
+        backend("tensorrt")
+    assert ("--system-site-packages" in str(refused.value)) == jetson
+
+
 def test_tensorrt_takes_fp8_where_the_device_does(nvidia: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
     options = ("--backend", "tensorrt", "--dtype", "fp32", "--weights", "fp8", "--draft-weights", "fp8")
     made = make_bundle(DEMO, *options)

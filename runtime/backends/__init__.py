@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ..bundle import Bundle
+from ..bundle import Bundle, Form
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
 from ..memory import Free, Needs
@@ -54,6 +54,9 @@ class Backend(Protocol):
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.compile_engines``."""
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        """The bundle's form for this backend with the graphs that the engines in ``folder`` were compiled from: the first, or spares."""
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines compiled into ``folder``, by graph, and the memory they work on."""

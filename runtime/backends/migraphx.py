@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle, Graph
+from ..bundle import Bundle, Form, Graph
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
 from ..devices.hip import Hip, advice
 from ..errors import GumihoError
@@ -129,6 +129,9 @@ class MIGraphX:
         if not (self._device and self._device.architecture.startswith("gfx9") and int4) or _SPECIFIC in os.environ:
             return {}
         return {_SPECIFIC: "fused,dot"}
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        return bundle.manifest.form(self.NAME)
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import onnxruntime as ort
 
-from ..bundle import Bundle, Port
+from ..bundle import Bundle, Form, Port
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
 from ..memory import Free, Needs, Space, buffers
@@ -56,6 +56,9 @@ class Cpu:
             # Packing is for the session that runs; here it would only cost time and memory.
             session.add_session_config_entry("session.disable_prepacking", "1")
             _session(bundle.path / graph.file, session, _CPU, {})
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        return bundle.manifest.form(self.NAME)
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         _require_bytes(bundle)
@@ -122,6 +125,9 @@ class Cuda:
                 raise GumihoError(
                     f"ONNX Runtime {ort.__version__} does not run all of {graph.file} on CUDA: {', '.join(elsewhere)}"
                 )
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        return bundle.manifest.form(self.NAME)
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "CudaEngine"], Device]:
         engines, device = {}, type(self._device)(self._device.index)
