@@ -232,21 +232,6 @@ def require_space(needed: int, out: Path) -> None:
         )
 
 
-def free_memory() -> int | None:
-    """Bytes that programs may take without swapping, as Linux estimates it; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def require_memory(needed: int) -> None:
-    free = free_memory()
-    if free is not None and free < needed:
-        raise GumihoError(f"that takes {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free")
-
-
 def _ports(values: Any) -> tuple[Port, ...]:
     return tuple(
         Port(v.name, str(v.dtype.numpy()), tuple(d if isinstance(d, int) else str(d.value) for d in v.shape)) for v in values

@@ -283,6 +283,7 @@ def links(plan: "Plan") -> list[str]:
 
 
 def export(args: argparse.Namespace) -> None:
+    from runtime import memory
     from runtime.backends import backend
     from runtime.bundle import Bundle
     from runtime.engines import compile_engines
@@ -308,7 +309,7 @@ def export(args: argparse.Namespace) -> None:
         for name in wanted.backends:
             try:
                 made = backend(name, args.device)
-                bundle.require_memory(made.memory(Bundle(folder))[0])
+                memory.require(Bundle(folder), made, compiling=True)
             except GumihoError as error:
                 lines += [
                     f"{name}: not compiled here, since {error}",

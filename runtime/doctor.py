@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from .backends import DEVICES, NAMES, Backend, backend
 from .bundle import Bundle
 from .command import run
-from .engines import find_engines, size
+from .engines import find_engines
 from .errors import GumihoError
+from .memory import size
 
 _PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "jinja2", "cuda-bindings", "tensorrt")
 

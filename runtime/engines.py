@@ -18,6 +18,7 @@ from .errors import GumihoError
 from .files import read_regular
 from .locks import locked
 from .measure import measure
+from .memory import require, size
 from .records import Damage, Pattern, checked, parse, sealed, unsealed
 
 RECORD = "engine.json"
@@ -54,8 +55,8 @@ def compile_engines(
     whole = key(bundle, backend) | {"tune": str(tune)}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
     root, name = bundle.path / "engines", f"{backend.NAME}-{digest}"
-    host, accelerator = backend.memory(bundle)
-    progress(f"needs about {size(host)} of memory" + (f" and {size(accelerator)} on the device" if accelerator else ""))
+    need = require(bundle, backend, compiling=True)
+    progress(f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else ""))
     progress("checking the bundle's files")
     bundle.verify()
     try:
@@ -99,19 +100,14 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         close(engines, device)
 
     try:
-        errors = golden.replay(bundle, backend.NAME, engines, device)
+        errors = golden.replay(bundle, backend.form(bundle, folder), engines, device)
         progress("measuring passes")
-        decoder = Decoder(bundle.manifest, bundle.manifest.form(backend.NAME), engines, device)
+        decoder = Decoder(bundle.manifest, backend.form(bundle, folder), engines, device)
         free = decoder.close
         measure(decoder).save(folder)
     finally:
         free()
     return errors
-
-
-def size(nbytes: int) -> str:
-    """Bytes for a reader."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:

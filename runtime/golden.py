@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .backends import Backend, Engine, close
-from .bundle import Bundle, Manifest
+from .bundle import Bundle, Form, Manifest
 from .cache import Slab
 from .devices import Array, Call, Device
 from .errors import GumihoError
@@ -30,14 +30,14 @@ _TREE = ("tokens", "depth", "parent", "mask", "score")
 _MOST = 64 << 20  # bytes
 
 
-def replay(bundle: Bundle, backend: str, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
-    """Runs the recorded passes over fresh caches whose unused positions hold garbage, padded where the backend's form is static.
+def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
+    """Runs the recorded passes over fresh caches whose unused positions hold garbage, padded where the form is static.
 
     Returns the largest error of target (logits and hidden, relative to the largest logit or hidden value) and draft (tree
     scores, in nats). Raises GumihoError where an output holds NaN or infinity, an error exceeds the tolerance of its graph's
     precision, the target chooses another token by more than that, or a tree is not the recorded one.
     """
-    run, manifest, form = read(bundle), bundle.manifest, bundle.manifest.form(backend)
+    run, manifest = read(bundle), bundle.manifest
     device.enter()
     target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
     for slab in (target, draft):
@@ -120,7 +120,7 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
     """``replay`` over the engines in a folder, which are closed afterwards."""
     engines, device = backend.open(bundle, folder)
     try:
-        return replay(bundle, backend.NAME, engines, device)
+        return replay(bundle, backend.form(bundle, folder), engines, device)
     finally:
         close(engines, device)
 

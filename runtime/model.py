@@ -16,6 +16,7 @@ from .devices import Device
 from .engines import find_engines
 from .errors import GumihoError
 from .guide import Guides
+from .memory import require as require_memory
 from .planner import Costs
 from .session import Session
 from .settings import Settings
@@ -239,23 +240,25 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
         raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or more")
     name = backend_name or opened.manifest.default
     require(name)
-    form, made = opened.manifest.form(name), backend(name, device, threads)
+    opened.manifest.form(name)
+    made = backend(name, device, threads)
     opened.verify(quick=True)
-    engines, memory, costs = _open(opened, made)
+    require_memory(opened, made)
+    folder, engines, memory, costs = _open(opened, made)
     try:
-        return Model(opened, form, engines, memory, costs)
+        return Model(opened, made.form(opened, folder), engines, memory, costs)
     except BaseException:
         close(engines, memory)
         raise
 
 
-def _open(bundle: Bundle, backend: Backend) -> tuple[Mapping[str, Engine], Device, Costs | None]:
-    """The current engines, and what their passes cost."""
+def _open(bundle: Bundle, backend: Backend) -> tuple[Path, Mapping[str, Engine], Device, Costs | None]:
+    """The folder of the current engines, the engines and their memory, and what their passes cost."""
     while True:
         folder = find_engines(bundle, backend)
         try:
             costs = Costs.load(folder)
-            return *backend.open(bundle, folder), costs
+            return folder, *backend.open(bundle, folder), costs
         except GumihoError:
             if folder.exists():
                 raise  # else a compile has just replaced them

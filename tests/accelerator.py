@@ -22,6 +22,11 @@ class Lazy(Accelerator):
         self.blocks: list[np.ndarray] = []
         self.launches = 0
 
+    unified = False
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 34, 1 << 35
+
     def details(self) -> dict[str, str]:
         return {}
 

@@ -1,17 +1,19 @@
 """What every backend promises of its engines, on every one that can run where the tests are; the others are skipped by name."""
 
+import importlib
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-from runtime import GumihoError, Model, load
+from runtime import GumihoError, Model, doctor, load
 from runtime.backends import Backend, backend
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle import Bundle
@@ -264,6 +266,53 @@ def test_an_onnxruntime_that_is_too_old(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ort, "InferenceSession", refuse)
     with pytest.raises(GumihoError, match=r"is too old for .*target\.onnx: install onnxruntime 1\.25 or newer"):
         ort_backend._session(tmp_path / "target.onnx", ort.SessionOptions(), "CPUExecutionProvider", {})
+
+
+def distribution(site: Path, name: str) -> None:
+    """What a package leaves beside its files."""
+    folder = site / f"{name.replace('-', '_')}-1.31.1.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.31.1\n")
+
+
+def test_two_onnxruntimes_in_one_folder(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    distribution(first, "onnxruntime")
+    distribution(second, "onnxruntime-gpu")
+    for site in (second, first):
+        monkeypatch.syspath_prepend(site)
+    backend("cpu")  # one hides the other whole
+    distribution(first, "onnxruntime-gpu")
+    importlib.invalidate_caches()
+    message = (
+        rf"onnxruntime and onnxruntime-gpu are both installed in {first}/? and .*: pip uninstall -y onnxruntime onnxruntime-gpu, "
+        r"then, for an NVIDIA GPU, pip install 'onnxruntime-gpu\[cuda,cudnn\]>=1\.31' .*, or else pip install onnxruntime$"
+    )
+    for name in ("cpu", "cuda"):
+        with pytest.raises(GumihoError, match=message):
+            backend(name)
+    with pytest.raises(GumihoError, match=message):
+        load(demo_bundle)
+    assert doctor.main([str(demo_bundle), "--backend", "cpu"]) == 1
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("weights", "mine", "expected"), [("int4", None, "1"), ("int4", "0", None), ("int8", None, None)])
+def test_int4_on_cuda_is_multiplied_as_it_is(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, weights: str, mine: str | None, expected: str | None
+) -> None:
+    read = Bundle(demo_bundle)
+    monkeypatch.setattr(read, "manifest", replace(read.manifest, weights={"draft": weights}))
+    if mine:
+        monkeypatch.setenv("ORT_FPA_INTB_GEMM", mine)
+    options = ort_backend.Cuda._options(read)
+    if expected:
+        assert options.get_session_config_entry("ep.cuda.fpa_intb_gemm") == expected
+    else:
+        with pytest.raises(Exception, match="fpa_intb_gemm"):
+            options.get_session_config_entry("ep.cuda.fpa_intb_gemm")
 
 
 def test_a_provider_that_falls_back_is_refused(demo_bundle: Path) -> None:

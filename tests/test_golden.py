@@ -227,9 +227,9 @@ def test_what_an_engine_may_get_wrong_is_noticed(
     opened: tuple[Bundle, dict[str, Engine], Host], engine: str, change: Callable[[Any], None], said: str
 ) -> None:
     bundle, engines, device = opened
-    assert max(replay(bundle, "cpu", engines, device).values()) < 1e-3
+    assert max(replay(bundle, bundle.manifest.form("cpu"), engines, device).values()) < 1e-3
     with pytest.raises(GumihoError, match=said):
-        replay(bundle, "cpu", {**engines, engine: Changed(engines[engine], change)}, device)
+        replay(bundle, bundle.manifest.form("cpu"), {**engines, engine: Changed(engines[engine], change)}, device)
 
 
 def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], Host], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], 
     slabs = list[Slab]()
     littered = Slab.litter
     monkeypatch.setattr(Slab, "litter", lambda slab: (littered(slab), slabs.append(slab))[0])
-    replay(bundle, "cpu", engines, device)
+    replay(bundle, bundle.manifest.form("cpu"), engines, device)
     assert len(slabs) == 2
     for slab in slabs:
         unused = slab.data[:, int(slab.length[0]) + bundle.manifest.rows :]

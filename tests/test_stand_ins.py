@@ -5,9 +5,11 @@ The stand-ins compute with ONNX Runtime on the processor and assert that the lib
 
 import gc
 import json
+import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -169,6 +171,59 @@ def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> No
     assert not kept(bundle)
 
 
+def with_primitives(bundle: Path) -> None:
+    """Gives TensorRT's form the graphs of primitives that MIGraphX's has: they are of one pair and one size."""
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["forms"]["tensorrt"]["spares"]["basic"] = manifest["forms"]["migraphx"]["graphs"]
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("version", ["10.3.0", "10.13.3.9"])
+def test_a_tensorrt_that_cannot_write_caches_gets_primitives(
+    nvidia: ModuleType, bundle: Path, expected: list[list[int]], version: str
+) -> None:
+    with_primitives(bundle)
+    nvidia.__version__ = version
+    folder, _ = compiled(bundle, "tensorrt")
+    assert set(nvidia.BUILT) == {"basic"}
+    assert json.loads((folder / "attention.json").read_text())["attention"] == "basic"
+    with load(bundle, "tensorrt") as model:
+        assert model.decoder.form.dialect == "basic"
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            assert ids(model, *prompt) == ids(model, *prompt, speculate=False) == wanted
+
+
+def test_a_tensorrt_that_cannot_write_caches_says_so(nvidia: ModuleType, bundle: Path) -> None:
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["forms"]["tensorrt"]["spares"].pop("basic", None)
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    nvidia.__version__ = "10.13.3.9"
+    with pytest.raises(GumihoError, match=r"TensorRT 10\.13\.3\.9 cannot update caches in place, and the bundle has no graphs"):
+        compiled(bundle, "tensorrt")
+    nvidia.__version__ = "10.1.0"
+    with pytest.raises(GumihoError, match=r"TensorRT 10\.1\.0 is too old: install 10\.3 or newer"):
+        backend("tensorrt")
+
+
+def test_the_last_resort_are_primitives(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
+    with_primitives(bundle)
+    nvidia.UNBUILDABLE |= {"fused", "decomposed"}
+    compiled(bundle, "tensorrt")
+    assert set(nvidia.BUILT) == {"basic"}
+    with load(bundle, "tensorrt") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.parametrize(("machine", "jetson"), [("aarch64", True), ("x86_64", False)])
+def test_a_jetson_is_told_where_its_tensorrt_is(monkeypatch: pytest.MonkeyPatch, machine: str, jetson: bool) -> None:
+    hide(monkeypatch, "runtime.backends.tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # type: ignore[arg-type]
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with pytest.raises(GumihoError, match="needs the Python module 'tensorrt'") as refused:
+        backend("tensorrt")
+    assert ("--system-site-packages" in str(refused.value)) == jetson
+
+
 def test_tensorrt_takes_fp8_where_the_device_does(nvidia: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
     options = ("--backend", "tensorrt", "--dtype", "fp32", "--weights", "fp8", "--draft-weights", "fp8")
     made = make_bundle(DEMO, *options)
@@ -264,8 +319,198 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     migraphx = fresh(monkeypatch, "migraphx")
     monkeypatch.setattr("runtime.devices.hip.Hip", migraphx.Hip)
     put(monkeypatch, {"migraphx": migraphx})
+    monkeypatch.syspath_prepend(Path(__file__).parent / "stand_ins/apart")  # for children
     yield migraphx
     assert not migraphx.DEVICES
+
+
+@pytest.mark.parametrize("tenth", ["main:#output_{}", "main:#output_:{:05}"])
+def test_migraphx_names_its_tenth_output_in_two_ways(
+    amd: ModuleType, bundle: Path, expected: list[list[int]], tenth: str
+) -> None:
+    """Up to ROCm 7.2.2, and since."""
+    amd.TENTH = tenth
+    assert len(Bundle(bundle).manifest.form("migraphx").graphs["target"].outputs) > 11
+    compiled(bundle, "migraphx")
+    with load(bundle, "migraphx") as model:
+        assert ids(model, *PROMPTS[1]) == expected[1]
+
+
+@pytest.mark.parametrize(("odd", "message"), [
+    ({"main:#output_:00099": "logits"}, "parameter 'main:#output_:00099', which is neither"),
+    ({"main:#output_1_0": "logits"}, "parameter 'main:#output_1_0', which is neither"),
+    ({"main:#output_0": "logits"}, "parameter 'main:#output_0' of another shape than its output 'choice'"),
+    ({"main:#output_:00001": "logits"}, "two parameters for its output 'logits'"),
+])  # fmt: skip
+def test_migraphx_parameters_of_no_meaning_are_refused(
+    amd: ModuleType, bundle: Path, odd: dict[str, str], message: str
+) -> None:
+    amd.ODD = odd
+    with pytest.raises(GumihoError, match=message):
+        compiled(bundle, "migraphx")
+    assert not kept(bundle)
+
+
+@pytest.mark.parametrize(("version", "message"), [
+    ("2.12.0.dev+9c2f1", "MIGraphX 2.12.0.dev.* leaves the order of equal TopK values open"),
+    ("2.13.0.dev", "ROCm 7.0 has no TopK of some sizes: install ROCm 7.1"),
+    ("2.14.0.dev", r"no graph.*\)?$"),
+])  # fmt: skip
+def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle: Path, version: str, message: str) -> None:
+    """What cannot be compiled is told apart from what is not here to be compiled."""
+    amd.__version__ = version
+    read = Bundle(bundle)
+    (bundle / read.manifest.form("migraphx").graphs["target"].file).write_bytes(b"no graph at all")
+    with pytest.raises(GumihoError, match=message):
+        backend("migraphx").compile(read, bundle, False, lambda _: None)
+    made_on_ref = import_module("runtime.backends.migraphx").MIGraphX("ref", 0)
+    assert made_on_ref.versions()["migraphx"] == version
+
+
+@pytest.mark.parametrize(("fate", "message"), [
+    ("killed", "was killed by SIGKILL while compiling target for gpu: memory has run out"),
+    ("exits", "ended with status 3 while compiling target for gpu: see what it printed"),
+])  # fmt: skip
+def test_a_compiler_that_dies_says_how(
+    amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch, fate: str, message: str
+) -> None:
+    monkeypatch.setenv("STAND_IN_FATE", fate)
+    with pytest.raises(GumihoError, match=message):
+        compiled(bundle, "migraphx")
+    assert not list((bundle / "engines").iterdir())
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, seen or not by its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_migraphxs_compilation(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """With the compilers that MIGraphX has started, and what it has dumped."""
+    log = tmp_path / "processes"
+    monkeypatch.setenv("STAND_IN_FATE", "waits")
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+
+    def interrupt() -> None:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.05)
+        assert list((bundle / "engines").rglob("dump.mxr")), "it has no temporary folder of its own"
+        os.kill(os.getpid(), number)
+
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                compiled(bundle, "migraphx")
+            future.result()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert all(gone(int(process)) for process in log.read_text().split())
+    assert not list((bundle / "engines").iterdir())
+
+
+def test_migraphxs_solutions_outlive_a_compilation(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+
+    def found(**options: bool) -> list[int]:
+        """How many solutions were known before each graph."""
+        log.unlink(missing_ok=True)
+        compile_engines(Bundle(bundle), backend("migraphx"), **options)
+        return [json.loads(line)[0] for line in log.read_text().splitlines()]
+
+    assert found() == [0, 1, 2]
+    assert found() == [3, 3, 3]
+    assert found(tune=True) == [0, 1, 2], "what was found without looking long would stop it from looking longer"
+    for file in (bundle / "engines").glob("migraphx-problems-*.json"):
+        file.write_text("damaged")
+    assert found() == [0, 1, 2]
+    monkeypatch.setenv("MIGRAPHX_PROBLEM_CACHE", str(tmp_path / "mine.json"))
+    assert found() == [0, 1, 2]
+    assert found() == [3, 3, 3]
+    assert json.loads((tmp_path / "mine.json").read_text())
+
+
+@pytest.mark.parametrize(("architecture", "weights", "mine", "expected"), [
+    ("gfx942", "int4", None, "fused,dot"),
+    ("gfx942", "int4", "attention", "attention"),
+    ("gfx1151", "int4", None, None),
+    ("gfx942", "none", None, None),
+])  # fmt: skip
+def test_int4_on_gfx9_keeps_products_from_hipblaslt(
+    amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    architecture: str, weights: str, mine: str | None, expected: str | None,
+) -> None:  # fmt: skip
+    amd.ARCHITECTURE = architecture
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    manifest["weights"] = {} if weights == "none" else {"target": weights}
+    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
+    if mine:
+        monkeypatch.setenv("MIGRAPHX_MLIR_USE_SPECIFIC_OPS", mine)
+    compiled(bundle, "migraphx")
+    assert {json.loads(line)[2] for line in (tmp_path / "log").read_text().splitlines()} == {expected}
+
+
+def test_weights_that_went_to_the_hosts_memory_are_refused(
+    amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(bundle, "migraphx")
+    amd.ARRIVING = 0.7
+    message = r"weights of target take (\d+) MB and \d+ MB of them are on Stand-in GPU .*, the rest in the host's memory: free"
+    with pytest.raises(GumihoError, match=message):
+        load(bundle, "migraphx")
+    monkeypatch.setattr(amd.Hip, "unified", True)
+    load(bundle, "migraphx").close()  # it is one memory
+    monkeypatch.setattr(amd.Hip, "unified", False)
+    monkeypatch.setenv("GUMIHO_IGNORE_MEMORY", "1")
+    load(bundle, "migraphx").close()
+
+
+def test_an_empty_migraphx_names_the_pythons_it_is_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of that name on the path, or the registry's package of that name, has nothing in it."""
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    put(monkeypatch, {"migraphx": ModuleType("migraphx")})
+    with pytest.raises(GumihoError, match=r"is empty\): install ROCm's package migraphx \(the package of that name on PyPI"):
+        backend("migraphx")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "lib/libmigraphx_py_3.8.so.2015").touch()
+    (tmp_path / "lib/migraphx.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.raises(GumihoError, match=rf"{tmp_path} has it for Python 3\.8 and 3\.9, and this is {here}: make an env"):
+        backend("migraphx")
+    (tmp_path / f"lib/libmigraphx_py_{here}.so").touch()
+    with pytest.raises(GumihoError, match=rf"is empty\): put {tmp_path}/lib on PYTHONPATH$"):
+        backend("migraphx")
+
+
+def test_hips_library_is_the_one_that_migraphx_has_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hip = import_module("runtime.devices.hip")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libamdhip64.so").touch()
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert hip.candidates()[0] == f"{tmp_path}/lib/libamdhip64.so"
+    maps = (
+        "7f00-7f10 r--p 00000000 08:01 12   /opt/rocm-7.2.0/lib/libmigraphx.so.2015000\n"
+        "7f10-7f20 r-xp 00000000 08:01 13   /opt/rocm 7/lib/libamdhip64.so.7.2.70200\n"
+        "7f20-7f30 r--p 00000000 08:01 13   /opt/rocm 7/lib/libamdhip64.so.7.2.70200\n"
+        "7f30-7f40 rw-p 00000000 00:00 0\n"
+        "7f40-7f50 r--p 00000000 08:01 14   /usr/lib/libamdhip64.so.json\n"
+    )
+    assert hip.mapped(maps) == ["/opt/rocm 7/lib/libamdhip64.so.7.2.70200"]
+    monkeypatch.setattr(hip, "_MAPS", tmp_path / "maps")
+    (tmp_path / "maps").write_text(maps)
+    assert hip.candidates()[:2] == ["/opt/rocm 7/lib/libamdhip64.so.7.2.70200", f"{tmp_path}/lib/libamdhip64.so"]
 
 
 LOOSE = pytest.mark.parametrize("loose", [set(), {"choice", "tree_parent", "tree_mask"}], ids=["bound", "loose"])

@@ -5,9 +5,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ..bundle import Bundle
+from ..bundle import Bundle, Form
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
+from ..memory import Free, Needs
 
 
 class Engine(Protocol):
@@ -42,14 +43,20 @@ class Backend(Protocol):
     def details(self) -> dict[str, str]:
         """What else there is to know of driver and device, for a reader."""
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        """Bytes that compiling and the golden run need at most, about: of the processor's memory, and of the device's.
+    def memory(self, bundle: Bundle) -> Needs:
+        """What compiling and running take, about; compared with what is free by ``memory.require``.
 
         Raises GumihoError where the processor lacks what the bundle's products take; so does ``open``.
         """
 
+    def free(self) -> Free | None:
+        """What is free on the device now; None where that is the processor."""
+
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.compile_engines``."""
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        """The bundle's form for this backend with the graphs that the engines in ``folder`` were compiled from: the first, or spares."""
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines compiled into ``folder``, by graph, and the memory they work on."""

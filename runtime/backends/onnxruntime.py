@@ -7,17 +7,40 @@ graphs point into. On the CPU row counts stay symbolic, so one session serves pl
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import onnxruntime as ort
 
-from ..bundle import Bundle, Port
+from ..bundle import Bundle, Form, Port
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
+from ..memory import Free, Needs, Space, buffers
 
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    raise GumihoError(
+        f"the package onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime"
+    ) from None
+
+# Distributions of one and the same Python package: installed into one folder they overwrite each other's files.
+_DISTRIBUTIONS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-migraphx",
+    "onnxruntime-rocm",
+    "onnxruntime-openvino",
+    "onnxruntime-qnn",
+)
+_INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+_LIBRARIES = 1 << 30  # bytes of host memory that CUDA with its libraries takes, about
+_FUSED_INT4 = "ORT_FPA_INTB_GEMM"  # the same setting, by the environment
+_NO_PACKAGE = "the registry has none for aarch64, so export for tensorrt"
 
 
 class Cpu:
@@ -28,6 +51,7 @@ class Cpu:
     def __init__(self, device: str, threads: int) -> None:
         if device:
             raise GumihoError(f"there is no device '{device}' of backend cpu: leave it out")
+        _require_one()
         self.threads = threads
 
     def versions(self) -> dict[str, str]:
@@ -36,10 +60,13 @@ class Cpu:
     def details(self) -> dict[str, str]:
         return {"cores": str(os.cpu_count())}
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
+    def memory(self, bundle: Bundle) -> Needs:
         _require_bytes(bundle)
-        # Packed weights: those of the target, and of the drafter with an lm_head of its own.
-        return bundle.weights() + bundle.caches(self.NAME), 0
+        # Packed weights: those of the target, and of the drafter with an lm_head of its own. The optimizer leaves them in their files.
+        return Needs(Space(0), Space(bundle.weights() + bundle.caches(self.NAME)))
+
+    def free(self) -> Free | None:
+        return None
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
@@ -50,6 +77,9 @@ class Cpu:
             # Packing is for the session that runs; here it would only cost time and memory.
             session.add_session_config_entry("session.disable_prepacking", "1")
             _session(bundle.path / graph.file, session, _CPU, {})
+
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        return bundle.manifest.form(self.NAME)
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         _require_bytes(bundle)
@@ -74,10 +104,11 @@ class Cuda:
         """threads: means nothing here."""
         if device and not device.isdigit():
             raise GumihoError(f"there is no device '{device}' of backend cuda: give the index of a GPU")
+        _require_one()
         if _CUDA not in ort.get_available_providers():
             raise GumihoError(
                 f"backend cuda needs the package onnxruntime-gpu, and here is onnxruntime {ort.__version__} without it: "
-                "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
+                + (_NO_PACKAGE if platform.machine() == "aarch64" else f"pip uninstall -y onnxruntime, then {_INSTALL_CUDA}")
             )
         from ..devices.cuda import Cuda as Gpu
 
@@ -91,10 +122,13 @@ class Cuda:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        # Weights go through the host's memory; on the device each session holds its own.
-        graphs = bundle.manifest.form(self.NAME).graphs.values()
-        return bundle.weights(), sum(graph.weights for graph in graphs) + bundle.caches(self.NAME)
+    def memory(self, bundle: Bundle) -> Needs:
+        # Weights are copied to the device from their mapped files, tensor by tensor; each session holds its own there.
+        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
+        return Needs(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+
+    def free(self) -> Free | None:
+        return Free(self._device.memory()[0], self._device.unified)
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
@@ -114,6 +148,9 @@ class Cuda:
                     f"ONNX Runtime {ort.__version__} does not run all of {graph.file} on CUDA: {', '.join(elsewhere)}"
                 )
 
+    def form(self, bundle: Bundle, folder: Path) -> Form:
+        return bundle.manifest.form(self.NAME)
+
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "CudaEngine"], Device]:
         engines, device = {}, type(self._device)(self._device.index)
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
@@ -126,6 +163,9 @@ class Cuda:
     @staticmethod
     def _options(bundle: Bundle) -> ort.SessionOptions:
         options = _options(bundle, threads=1)
+        # Otherwise the rows of a tree make it unpack whole matrices of int4 into fp16 ones, in every pass, before multiplying.
+        if any(how.startswith("int4") for how in bundle.manifest.weights.values()) and _FUSED_INT4 not in os.environ:
+            options.add_session_config_entry("ep.cuda.fpa_intb_gemm", "1")
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options
 
@@ -133,6 +173,21 @@ class Cuda:
         """stream: on which runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
         settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
+
+
+def _require_one() -> None:
+    """Raises GumihoError where two distributions of ONNX Runtime lie in one folder: which files are whose depends on their order."""
+    found: dict[str, list[str]] = {}
+    for name in _DISTRIBUTIONS:
+        with suppress(PackageNotFoundError):
+            found.setdefault(str(distribution(name).locate_file("")), []).append(name)
+    for folder, names in found.items():
+        if len(names) > 1:
+            both = " ".join(names)
+            raise GumihoError(
+                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip uninstall -y {both}, "
+                f"then, for an NVIDIA GPU, {_INSTALL_CUDA}, or else pip install onnxruntime"
+            )
 
 
 def _require_bytes(bundle: Bundle) -> None:

@@ -1,35 +1,45 @@
-"""NVIDIA TensorRT, 10.15 and newer, through its own Python module.
+"""NVIDIA TensorRT, 10.3 and newer, through its own Python module.
 
 A plan per graph, of static shapes and without its weights: those come from the bundle's own files, mapped, when the plan is
 built and again when it is loaded (``STRIP_PLAN``, ``REFIT_IDENTICAL``). Caches are updated in place. Where the device has no
-fused attention for these shapes, or a wrong one, the graphs that spell attention out take over.
+fused attention for these shapes, or a wrong one, the graphs that spell attention out take over. Before 10.15, which JetPack 6 has,
+TensorRT cannot write into caches: graphs of primitives return their rows instead.
 """
 
 import json
+import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle, Graph
+from ..bundle import Bundle, Form, Graph
 from ..devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import GumihoError
+from ..memory import Free, Needs, Space, buffers
 
 try:
     import tensorrt as trt
 except ImportError as error:
+    # The registry's packages are not for Jetsons, whose TensorRT belongs to JetPack and the system's Python.
+    jetson = "on a Jetson make the environment with `python3 -m venv --system-site-packages`, for JetPack brings TensorRT; elsewhere "
     raise GumihoError(
-        f"backend tensorrt needs the Python module 'tensorrt' ({error}): pip install 'tensorrt>=10.15' 'cuda-bindings>=13' from "
-        "NVIDIA's package index"
+        f"backend tensorrt needs the Python module 'tensorrt' ({error}): {jetson if platform.machine() == 'aarch64' else ''}"
+        "pip install 'tensorrt>=10.15' 'cuda-bindings>=13'"
     ) from None
 
-_OLDEST = (10, 15)
+_OLDEST = (10, 3)
+_IN_PLACE = (10, 15)  # from which on the parser knows TensorScatter
+_FIRST = "fused"  # what the form's first graphs are called; the others go by their dialect
 _CHOICE = "attention.json"
 _ALIGNMENT = 256  # of every address that a context is given
+_LIBRARIES = 2 << 30  # bytes of host memory that CUDA and TensorRT take, about
+_TACTICS = 1 << 30  # bytes on the device beside the weights while a plan is built, about
 _FP8 = (8, 9)  # compute capability from which on a device multiplies fp8: Ada's, then Hopper's
 _STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # 11 knows nothing else and still takes the flag
 
@@ -98,8 +108,8 @@ class TensorRT:
         """threads: means nothing here."""
         if device and not device.isdigit():
             raise GumihoError(f"there is no device '{device}' of backend tensorrt: give the index of a GPU")
-        if tuple(int(part) for part in trt.__version__.split(".")[:2]) < _OLDEST:
-            raise GumihoError(f"TensorRT {trt.__version__} cannot update caches in place: install 10.15 or newer")
+        if _version() < _OLDEST:
+            raise GumihoError(f"TensorRT {trt.__version__} is too old: install 10.3 or newer, or 10.15 for fused attention")
         from ..devices.cuda import Cuda
 
         self._device = Cuda(int(device or 0))
@@ -111,10 +121,13 @@ class TensorRT:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> tuple[int, int]:
-        # Weights stay mapped on the host; on the device each plan holds its own, and tactics are tried beside them.
-        graphs = bundle.manifest.form(self.NAME).graphs.values()
-        return 2 << 30, sum(graph.weights for graph in graphs) + bundle.caches(self.NAME) + (1 << 30)
+    def memory(self, bundle: Bundle) -> Needs:
+        # Weights stay mapped on the host; on the device each plan holds its own, and while one is built tactics are tried beside.
+        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
+        return Needs(Space(_LIBRARIES, max(weights) + _TACTICS), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+
+    def free(self) -> Free | None:
+        return Free(self._device.memory()[0], self._device.unified)
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
         from .. import golden
@@ -127,9 +140,14 @@ class TensorRT:
                 "export again with --weights int4 or none"
             )
         reason = ""
-        for attention, graphs in (("fused", form.graphs), ("decomposed", form.spares.get("decomposed", {}))):
-            if not graphs:
-                continue
+        spellings = {_FIRST: form.graphs, **form.spares}
+        if _version() < _IN_PLACE:
+            spellings = {name: graphs for name, graphs in spellings.items() if graphs["target"].appends}
+            reason = (
+                f"TensorRT {trt.__version__} cannot update caches in place, and the bundle has no graphs that do without: "
+                "install 10.15 or newer, or export it again"
+            )
+        for attention, graphs in spellings.items():
             try:
                 for name, graph in graphs.items():
                     self._build(bundle, graph, folder / f"{name}.plan", tune, progress)
@@ -172,20 +190,23 @@ class TensorRT:
         if (kept := config.get_timing_cache()) is not None:
             timings.write_bytes(kept.serialize())
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+    def form(self, bundle: Bundle, folder: Path) -> Form:
         form = bundle.manifest.form(self.NAME)
         try:
-            decomposed = json.loads((folder / _CHOICE).read_text("utf-8"))["attention"] == "decomposed"
-        except (OSError, ValueError, KeyError) as error:
+            attention = json.loads((folder / _CHOICE).read_text("utf-8"))["attention"]
+            return form if attention == _FIRST else replace(form, dialect=attention, graphs=form.spares[attention])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._stale(bundle, folder / _CHOICE, str(error)) from None
+
+    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+        graphs = self.form(bundle, folder).graphs
         self._device.enter()
         runtime = trt.Runtime(_LOG)
-        loaded = {name: self._load(runtime, bundle, graph, folder / f"{name}.plan")
-                  for name, graph in (form.spares["decomposed"] if decomposed else form.graphs).items()}  # fmt: skip
+        loaded = {name: self._load(runtime, bundle, graph, folder / f"{name}.plan") for name, graph in graphs.items()}
         device = type(self._device)(self._device.index)
         # Engines run one after another, so they share what they compute with.
         scratch = device.zeros((max(1, *(engine.device_memory_size_v2 for engine in loaded.values())),), np.uint8)
-        return {name: Engine(engine, device, scratch) for name, engine in loaded.items()}, device
+        return {name: Engine(engine, graphs[name], device, scratch) for name, engine in loaded.items()}, device
 
     def _load(self, runtime: trt.Runtime, bundle: Bundle, graph: Graph, file: Path) -> trt.ICudaEngine:
         try:
@@ -209,7 +230,7 @@ class TensorRT:
                 raise GumihoError(
                     f"TensorRT {trt.__version__} takes '{port.name}' as {found}, and {source} has {wanted}: try another version"
                 )
-        for port in graph.caches:
+        for port in () if graph.appends else graph.caches:
             written = port.name.replace("past", "present")
             if engine.get_aliased_input_tensor(written) != port.name:
                 raise GumihoError(
@@ -224,15 +245,20 @@ class TensorRT:
         )
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in trt.__version__.split(".")[:2])
+
+
 class Engine:
     """A plan with its weights; see ``backends.Engine``."""
 
-    def __init__(self, engine: trt.ICudaEngine, device: Any, scratch: DeviceArray) -> None:
+    def __init__(self, engine: trt.ICudaEngine, graph: Graph, device: Any, scratch: DeviceArray) -> None:
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self._inputs = {name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT}
         self._outputs = set(names) - self._inputs
         self._sizes = {name: trt.volume(engine.get_tensor_shape(name)) for name in self._outputs}
-        self._aliases = {name: engine.get_aliased_input_tensor(name) for name in self._outputs}
+        # Versions that cannot update caches in place cannot be asked either.
+        self._aliases = {name: None if graph.appends else engine.get_aliased_input_tensor(name) for name in self._outputs}
         self._device = device
         context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:

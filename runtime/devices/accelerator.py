@@ -54,6 +54,11 @@ class Accelerator(ABC):
     name: str  # of the device, its architecture included
     index: int
     stream: int
+    unified: bool  # whether its memory is the host's
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Bytes of device memory: free, and in all."""
 
     @abstractmethod
     def details(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ except ImportError as error:
     raise GumihoError(f"an NVIDIA GPU needs the package 'cuda-bindings' ({error}): pip install 'cuda-bindings>=13'") from None
 
 _DEFAULT = rt.cudaMemcpyKind.cudaMemcpyDefault  # the runtime tells host and device addresses apart
+_INTEGRATED = rt.cudaDeviceAttr.cudaDevAttrIntegrated
 
 
 def _check(what: str, result: tuple[Any, ...]) -> Any:
@@ -43,6 +44,7 @@ class Cuda(Accelerator):
         self.capability = int(properties.major), int(properties.minor)
         model = properties.name.split(b"\0")[0].decode(errors="replace")
         self.name = f"{model} (sm_{properties.major}{properties.minor})"
+        self.unified = bool(_check("cudaDeviceGetAttribute", rt.cudaDeviceGetAttribute(_INTEGRATED, index)))
         driver = _check("cudaDriverGetVersion", rt.cudaDriverGetVersion())
         self.driver = f"{driver // 1000}.{driver % 1000 // 10}"
         self._stream = _check("cudaStreamCreateWithFlags", rt.cudaStreamCreateWithFlags(rt.cudaStreamNonBlocking))
@@ -51,9 +53,13 @@ class Cuda(Accelerator):
     def enter(self) -> None:
         _check("cudaSetDevice", rt.cudaSetDevice(self.index))
 
-    def details(self) -> dict[str, str]:
+    def memory(self) -> tuple[int, int]:
         self.enter()
         free, total = _check("cudaMemGetInfo", rt.cudaMemGetInfo())
+        return int(free), int(total)
+
+    def details(self) -> dict[str, str]:
+        free, total = self.memory()
         return {"driver": f"CUDA {self.driver}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:

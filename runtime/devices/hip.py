@@ -5,9 +5,12 @@ Signatures: hip/hip_runtime_api.h of HIP 6.3.
 
 import ctypes
 import os
+import re
+import sys
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from glob import glob
+from pathlib import Path
 
 import numpy as np
 
@@ -16,12 +19,17 @@ from .accelerator import Accelerator
 
 _DEFAULT = 4  # hipMemcpyDefault: the runtime tells host and device addresses apart
 _NON_BLOCKING = 1
+_INTEGRATED = 16  # hipDeviceAttributeIntegrated
 # hipGetDevicePropertiesR0600 fills a struct of 1472 bytes; the symbol without the suffix is an older layout.
 _PROPERTIES, _ARCHITECTURE = 4096, 1160
+
+_MAPS = Path("/proc/self/maps")
+_PYTHON = re.compile(r"(?:libmigraphx_py_|migraphx\.cpython-)(\d)\.?(\d+)\b")
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "hipGetDeviceCount": (POINTER(c_int),),
     "hipSetDevice": (c_int,),
+    "hipDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "hipGetDevicePropertiesR0600": (c_void_p, c_int),
     "hipRuntimeGetVersion": (POINTER(c_int),),
     "hipMemGetInfo": (POINTER(c_size_t), POINTER(c_size_t)),
@@ -38,10 +46,48 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 
 
+def roots() -> list[str]:
+    """Folders of ROCm on this machine, the one to be preferred first."""
+    named = [os.environ[name] for name in ("ROCM_PATH",) if os.environ.get(name)]
+    found = [*named, "/opt/rocm", *sorted(glob("/opt/rocm-*"), reverse=True)]
+    return [root for root in dict.fromkeys(found) if os.path.isdir(root)]
+
+
+def advice() -> str:
+    """How to get MIGraphX's Python module here: ROCm has it for the Python of the distribution it was packaged for, and no other."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for root in roots():
+        files = [*glob(f"{root}/lib/libmigraphx_py_*.so*"), *glob(f"{root}/lib/migraphx.cpython-*.so")]
+        pythons = sorted({f"{m[1]}.{m[2]}" for m in map(_PYTHON.search, files) if m}, key=lambda v: int(v.split(".")[1]))
+        if here in pythons:
+            return f"put {root}/lib on PYTHONPATH"
+        if pythons:
+            return f"{root} has it for Python {' and '.join(pythons)}, and this is {here}: make an environment of that Python, and put {root}/lib on PYTHONPATH"
+    return (
+        "install ROCm's package migraphx (the package of that name on PyPI is another one), and put /opt/rocm/lib on PYTHONPATH"
+    )
+
+
+def mapped(maps: str) -> list[str]:
+    """Of a ``/proc/self/maps``, the HIP libraries: a second one in the process would know nothing of the first one's memory."""
+    paths = (line.partition("/") for line in maps.splitlines())
+    return list(
+        dict.fromkeys(f"/{path}" for _, slash, path in paths if slash and re.search(r"/libamdhip64\.so[.\d]*$", f"/{path}"))
+    )
+
+
+def candidates() -> list[str]:
+    """Where HIP's library may be, the one that MIGraphX has loaded first."""
+    try:
+        loaded = mapped(_MAPS.read_text("utf-8"))
+    except OSError:
+        loaded = []
+    installed = [f"{root}/lib/libamdhip64.so" for root in roots()]
+    return [*loaded, *filter(os.path.exists, installed), "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"]
+
+
 def _library() -> ctypes.CDLL:
-    root = os.environ.get("ROCM_PATH", "/opt/rocm")
-    names = [f"{root}/lib/libamdhip64.so", *sorted(glob("/opt/rocm-*/lib/libamdhip64.so"), reverse=True)]
-    for name in [*filter(os.path.exists, names), "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"]:
+    for name in candidates():
         try:
             library = ctypes.CDLL(name)
         except OSError:
@@ -75,6 +121,9 @@ class Hip(Accelerator):
             properties.raw[_ARCHITECTURE : _ARCHITECTURE + 256].split(b"\0")[0].split(b":")[0].decode(errors="replace")
         )
         self.name = f"{model} ({self.architecture})"
+        integrated = c_int()
+        self._check("hipDeviceGetAttribute", byref(integrated), _INTEGRATED, index)
+        self.unified = bool(integrated.value)
         version = c_int()
         self._check("hipRuntimeGetVersion", byref(version))
         self.runtime = f"{version.value // 10**7}.{version.value // 10**5 % 100}.{version.value % 10**5}"
@@ -91,11 +140,15 @@ class Hip(Accelerator):
     def enter(self) -> None:
         self._check("hipSetDevice", self.index)
 
-    def details(self) -> dict[str, str]:
+    def memory(self) -> tuple[int, int]:
         self.enter()
         free, total = c_size_t(), c_size_t()
         self._check("hipMemGetInfo", byref(free), byref(total))
-        return {"runtime": f"HIP {self.runtime}", "memory": f"{free.value / 1e9:.1f} of {total.value / 1e9:.1f} GB free"}
+        return free.value, total.value
+
+    def details(self) -> dict[str, str]:
+        free, total = self.memory()
+        return {"runtime": f"HIP {self.runtime}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
         place = c_void_p()

@@ -34,6 +34,10 @@ class cudaStreamCaptureMode(IntEnum):
     cudaStreamCaptureModeThreadLocal = 1
 
 
+class cudaDeviceAttr(IntEnum):
+    cudaDevAttrIntegrated = 18
+
+
 class Handle:
     """Handles are objects that become addresses, as those of the bindings."""
 
@@ -65,6 +69,8 @@ OK = cudaError_t.cudaSuccess
 cudaStreamNonBlocking = 1
 ALIGNMENT = 256
 DEVICES = 2
+FREE = 1 << 34  # bytes
+UNIFIED = False
 LIVE: dict[int, tuple[int, int, np.ndarray]] = {}  # by address: its bytes, its device
 PINNED: dict[int, tuple[int, int, np.ndarray]] = {}
 STREAMS: dict[int, Stream] = {}
@@ -125,8 +131,13 @@ def cudaDriverGetVersion() -> tuple[cudaError_t, int]:
     return OK, 13000
 
 
+def cudaDeviceGetAttribute(attribute: cudaDeviceAttr, index: int) -> tuple[cudaError_t, int]:
+    assert 0 <= index < DEVICES
+    return OK, int(UNIFIED)
+
+
 def cudaMemGetInfo() -> tuple[cudaError_t, int, int]:
-    return OK, 1 << 30, 1 << 31
+    return OK, FREE, 1 << 35
 
 
 def cudaMalloc(nbytes: int) -> tuple[cudaError_t, int]:

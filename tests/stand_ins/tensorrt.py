@@ -111,10 +111,14 @@ def volume(shape: list[int]) -> int:
 
 
 def _attention(graph: bytes) -> str:
-    """Raises what protobuf raises where it is no graph."""
-    return (
-        "fused" if any(node.op_type == "Attention" for node in onnx.load_model_from_string(graph).graph.node) else "decomposed"
-    )
+    """How a graph is spelled. Raises what protobuf raises where it is no graph."""
+    operators = {node.op_type for node in onnx.load_model_from_string(graph).graph.node}
+    return "fused" if "Attention" in operators else "decomposed" if "TensorScatter" in operators else "basic"
+
+
+def _old() -> bool:
+    """Whether caches cannot be updated in place: neither in graphs, nor can engines be asked for it."""
+    return tuple(map(int, __version__.split(".")[:2])) < (10, 15)
 
 
 def _is_graph(graph: bytes) -> bool:
@@ -203,6 +207,9 @@ class OnnxParser:
     def parse(self, graph: bytes, path: str) -> bool:
         assert os.path.isdir(os.path.join(os.path.dirname(path), "weights")), "weights are named relative to the path's folder"
         self.network.graph = graph
+        if _is_graph(graph) and _old() and _attention(graph) != "basic":
+            self.logger.log(Severity.ERROR, "no importer for TensorScatter")
+            return False
         return _is_graph(graph)
 
 
@@ -260,6 +267,10 @@ class ICudaEngine:
         return TensorLocation.HOST if name in ON_HOST else TensorLocation.DEVICE
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
+        assert not _old(), "ICudaEngine has no such attribute"
+        return self.alias(name)
+
+    def alias(self, name: str) -> str | None:
         return name.replace("present", "past") if ALIASES and name.startswith("present") else None
 
     def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> "IExecutionContext":
@@ -322,7 +333,7 @@ class IExecutionContext:
         assert self.scratch in cuda.LIVE
         assert self.addresses.keys() == engine.tensors.keys(), "a tensor has no address"
         for name in engine.outputs:
-            if alias := engine.get_aliased_input_tensor(name):
+            if alias := engine.alias(name):
                 assert self.addresses[name] == self.addresses[alias], f"'{name}' is apart from '{alias}'"
         assert self.ran or stream.recording is None, "a context sets itself up in its first run, which must not be recorded"
         binding = session.io_binding()

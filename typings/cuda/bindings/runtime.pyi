@@ -21,6 +21,7 @@ class cudaMemcpyKind(IntEnum):
     cudaMemcpyDefault = 4
 
 class cudaDeviceAttr(IntEnum):
+    cudaDevAttrIntegrated = 18
     cudaDevAttrComputeCapabilityMajor = 75
     cudaDevAttrComputeCapabilityMinor = 76
 
