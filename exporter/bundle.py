@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from graphs.ops import FP8, Plain, Scheme
 from graphs.tree import TreeConfig
-from runtime.bundle import MANIFEST, Form, Graph, Manifest, Port, file_hash
+from runtime.bundle import MANIFEST, File, Form, Graph, Manifest, Port, TreeShape
 from runtime.errors import GumihoError
 
 from . import golden, operators
@@ -385,8 +385,8 @@ def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]]
     graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
     spares = {}
     if spare:
-        name = spare.__name__.lower()
-        spares[name] = _graphs(plan, backend, (spare, spare), f"{backend}-{name}", locations, folder)
+        dialect = spare.__name__.lower()
+        spares[dialect] = _graphs(plan, backend, (spare, spare), f"{backend}-{dialect}", locations, folder)
     return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, spares)
 
 
@@ -440,7 +440,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
     files = dict(packer.hashes)
     for file in sorted(p for p in folder.rglob("*") if p.is_file() and NOTES not in p.parts):
         if (name := str(file.relative_to(folder))) not in files:
-            files[name] = file.stat().st_size, file_hash(file)
+            files[name] = File.of(file)
     manifest = Manifest(
         capacity=plan.capacity,
         rows=plan.tree.rows,
@@ -451,7 +451,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
-        tree=asdict(plan.tree) | {"vocabulary": pair.drafted},
+        tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted),
         sources={"target": pair.target.source, "drafter": pair.drafter.source},
         files=files,
     )

@@ -322,7 +322,7 @@ def export(args: argparse.Namespace) -> None:
                 f"{name}: engines/{engines.name}, largest errors: {worst}",
                 f'try: python -m runtime.generate {out} --backend {name}{where} --prompt "..."',
             ]
-    size = sum(size for size, _ in manifest.files.values())
+    size = sum(file.size for file in manifest.files.values())
     print("\n".join([f"{out}: {size / 1e6:.1f} MB", *lines]))
 
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from graphs.drafter import Drafter
 from graphs.ops import Plain, bits_of, dequantize, input_major
 from graphs.target import Target
+from runtime.errors import GumihoError
 
 from .trace import signature
 from .weights import Location
 
 _PROMPT, _TOP = 12, 8
+_TREE = ("tokens", "depth", "parent", "mask", "score")  # what a draft graph returns first
 _SLICE_ELEMENTS = 1 << 20
 _WORKERS = 16  # at most: each holds a slice
 
@@ -186,15 +188,18 @@ def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np
             "hidden": hidden[part], "top_ids": top.indices[part], "top_logits": top.values[part].float(),
         }.items()}  # fmt: skip
 
-    def draft_pass(name: str, tokens: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
-        count = torch.tensor([len(tokens)])
-        _, _, _, _, score, *caches = drafter(tokens, hidden, path, count, torch.tensor([past]), caches)
-        run[f"{name}.score"] = score
-        return caches
+    def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
+        made = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
+        run.update({f"{name}.{part}": value for part, value in zip(_TREE, made, strict=False)})
+        return list(made[len(_TREE) :])
 
     # The pending token is the tree's root.
     caches = draft_pass("tree", tokens[1 : n + 1], torch.arange(n), hidden[:n], 0, empty(drafter, dtype))
-    run |= {"tree.tokens": tokens[n : n + 1], "tree.path": torch.tensor([n - 1])}
+    run |= {"tree.read": tokens[n : n + 1], "tree.path": torch.tensor([n - 1])}
     draft_pass("next", choice[n:][path], path, hidden[n:], n, caches)
-    run |= {"next.tokens": choice[n:][path], "next.path": path}
+    run |= {"next.read": choice[n:][path], "next.path": path}
+    if odd := next((name for name, value in run.items() if value.is_floating_point() and not value.isfinite().all()), None):
+        raise GumihoError(
+            f"the golden run's '{odd}' holds NaN or infinity: the checkpoints' weights are damaged, or too large for this --dtype"
+        )
     return {name: value.numpy() for name, value in run.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphs.ops import FP8, Scheme, turned
-from runtime.bundle import sample_hash
+from runtime.bundle import File
 from runtime.errors import GumihoError
 
 ALIGNMENT = 4096
@@ -201,7 +201,7 @@ class Packer:
         """progress is told the bytes of every slice that has been dealt with."""
         self.bundle, self.dtype, self.progress = bundle, dtype, progress
         self._known: dict[tuple[torch.dtype, int], list[Location]] = {}
-        self.hashes: dict[str, tuple[int, str]] = {}  # file -> bytes, sha256 or ``sample_hash``
+        self.hashes: dict[str, File] = {}
         self._links: dict[Path, str] = {}  # a checkpoint's file -> its name in the bundle
 
     def pack(self, file: str, sources: Mapping[str, Source]) -> dict[str, Location]:
@@ -232,7 +232,7 @@ class Packer:
                 locations[name] = replace(place, shape=source.shape)
                 journal.write(json.dumps([name, place.file, place.offset, place.length, out.tell(), whole.hexdigest()]) + "\n")
                 journal.flush()
-            self.hashes[file] = out.tell(), whole.hexdigest()
+        self.hashes[file] = File.of(path, whole.hexdigest())
         return links | locations
 
     def _link(self, file: str, source: Source, stored: Stored) -> Location:
@@ -247,8 +247,8 @@ class Packer:
         return place
 
     @staticmethod
-    def _linked(file: Path, link: Path) -> tuple[int, str]:
-        """Size and hash of a file that is linked; it may be already, by a run that was interrupted."""
+    def _linked(file: Path, link: Path) -> File:
+        """Links a file; it may be linked already, by a run that was interrupted."""
         link.parent.mkdir(parents=True, exist_ok=True)
         try:
             if not (link.exists() and link.samefile(file)):
@@ -258,7 +258,7 @@ class Packer:
                 f"'{file}' cannot be hard-linked to where the bundle is written ({error.strerror}): "
                 "name a folder on the same disk with --out, or leave --link-weights out"
             ) from None
-        return link.stat().st_size, sample_hash(link)
+        return File.of(link, "")
 
     def _write(
         self, file: str, source: Source, slices: Iterator[Tensor], out: BinaryIO, whole: Any, pool: ThreadPoolExecutor

@@ -1,32 +1,62 @@
 """Reads and checks a bundle: the manifest's schema, the I/O contract of its graphs, sizes and hashes of its files."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import numpy as np
 
+from . import contract
 from .devices import Array, Device
 from .errors import GumihoError
+from .files import read_regular
+from .records import Bounds, Damage, OneOf, Pattern, checked, parse, sealed, shown, unsealed
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "gumiho.json"
-_SAMPLED = "sample:"
+GRAPHS = ("target", "draft", "extend")
+# What a later version may add that this one could not run: a manifest names it under ``requires``.
+FEATURES: tuple[str, ...] = ()
+_MOST = 64 << 20  # bytes of a manifest
 _SAMPLE, _STRIDE = 64 << 10, 16 << 20  # bytes
+_READ_WHOLE = 256 << 20  # bytes that are hashed when a bundle is opened, which takes a second at most
+
+Count = Annotated[int, Bounds(0, 1 << 40)]
+Size = Annotated[int, Bounds(1, 1 << 31)]
+Dtype = Annotated[str, OneOf(("float32", "float16"))]
+Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
+Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
+GraphName = Annotated[str, OneOf(GRAPHS)]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a bundle or of compiled engines.
+
+    size: bytes. sample: see ``sample_hash``. sha256: of all of it, "" for a checkpoint's file that was linked and not read.
+    """
+
+    size: Count
+    sample: Hash
+    sha256: Hash | Annotated[str, OneOf(("",))]
+
+    @staticmethod
+    def of(path: Path, sha256: str | None = None) -> "File":
+        """Describes a file on disk. sha256: where it is known already."""
+        return File(path.stat().st_size, sample_hash(path), file_hash(path) if sha256 is None else sha256)
 
 
 @dataclass(frozen=True)
 class Port:
     """An input or output of a graph. shape: sizes, or the names of symbolic axes."""
 
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a port")]
+    dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
+    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted"))], ...]
 
 
 @dataclass(frozen=True)
@@ -39,9 +69,9 @@ class Graph:
     """
 
     file: str
-    weights: int
-    reads: int
-    precision: str
+    weights: Count
+    reads: Count
+    precision: Annotated[str, OneOf(("float32", "float16", "bfloat16", "int8"))]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
@@ -72,14 +102,32 @@ class Form:
 
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether every pass of the target has that
     many rows, as of the draft graph all that can be accepted; else any number goes. graphs: ``target``, ``draft`` and
-    ``extend``. spares: by dialect, the same graphs spelled for devices and versions that cannot do with the first.
+    ``extend``. spares: the same graphs in other dialects, by dialect, for devices and releases that cannot run the first.
     """
 
-    dialect: str
-    chunk: int
+    dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
+    chunk: Annotated[int, Bounds(1, 1 << 16)]
     static: bool
-    graphs: Mapping[str, Graph]
-    spares: Mapping[str, Mapping[str, Graph]]
+    graphs: Mapping[GraphName, Graph]
+    spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
+
+    def variants(self) -> dict[str, Mapping[str, Graph]]:
+        """Every set of graphs by its dialect, the first choice first."""
+        return {self.dialect: self.graphs, **self.spares}
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How trees are grown (``graphs.tree.TreeConfig``), and of how many tokens: for the reader and the trace."""
+
+    rows: Size
+    serial_steps: Annotated[int, Bounds(1, 64)]
+    heads: Annotated[int, Bounds(0, 64)]
+    top_k: Size
+    head_top_k: Size
+    beam: Size
+    reference: bool
+    vocabulary: Size
 
 
 @dataclass(frozen=True)
@@ -87,23 +135,24 @@ class Manifest:
     """What a bundle says of itself (``gumiho.json``).
 
     capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown, and of how many tokens, for the reader. dtype: of caches, hidden rows and logits. weights: how those of ``target``
-    and ``draft`` are quantized, for the reader. eos_token_ids: all that end a text. forms: by backend. files: relative path ->
-    bytes and sha256, of checkpoints' files that were linked and not packed ``sample_hash``.
+    it is grown. dtype: of caches, hidden rows and logits. weights: how those of ``target`` and ``draft`` are quantized, for the
+    reader. eos_token_ids: all that end a text. forms: by backend. files: by path relative to the bundle. requires: what a
+    reader must know to run the bundle (``FEATURES``).
     """
 
-    capacity: int
-    rows: int
-    depth: int
-    vocabulary: int
-    hidden: int
-    dtype: str
-    weights: Mapping[str, str]
-    eos_token_ids: tuple[int, ...]
-    forms: Mapping[str, Form]
-    tree: Mapping[str, Any]
+    capacity: Annotated[int, Bounds(1, 1 << 24)]
+    rows: Annotated[int, Bounds(2, 4096)]
+    depth: Annotated[int, Bounds(1, 64)]
+    vocabulary: Annotated[int, Bounds(1, 1 << 24)]
+    hidden: Annotated[int, Bounds(1, 1 << 20)]
+    dtype: Dtype
+    weights: Mapping[Annotated[str, OneOf(("target", "draft"))], str]
+    eos_token_ids: tuple[Count, ...]
+    forms: Mapping[Backend, Form]
+    tree: TreeShape
     sources: Mapping[str, str]
-    files: Mapping[str, tuple[int, str]]
+    files: Mapping[str, File]
+    requires: tuple[str, ...] = ()
     format: int = field(default=FORMAT)
 
     @property
@@ -121,75 +170,107 @@ class Manifest:
         return self.forms[backend]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return sealed(asdict(self))
 
     @staticmethod
     def from_json(text: str, where: Path) -> "Manifest":
+        """Raises GumihoError for another format, and for the first thing that is damaged."""
         try:
-            raw = json.loads(text)
-            if raw["format"] != FORMAT:
-                raise GumihoError(
-                    f"{where} has bundle format {raw['format']} and this version reads {FORMAT}: "
-                    "export it again, or install the version that wrote it"
-                )
-            forms = {name: _form(form) for name, form in raw.pop("forms").items()}
-            files = {name: (int(size), str(digest)) for name, (size, digest) in raw.pop("files").items()}
-            ends = tuple(raw.pop("eos_token_ids"))
-            return Manifest(**raw, eos_token_ids=ends, forms=forms, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GumihoError(f"{where} is damaged ({type(error).__name__}: {error}): copy the bundle again") from None
+            raw = parse(text)
+            if not isinstance(raw, dict):
+                raise Damage("it holds no JSON object")
+            _require_format(raw.get("format"), where)
+            manifest = checked(Manifest, unsealed(raw))
+            if unknown := sorted(set(manifest.requires) - set(FEATURES)):
+                raise GumihoError(f"{where} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
+            manifest._check()
+            return manifest
+        except Damage as error:
+            raise GumihoError(f"{where} is damaged ({error}): copy the bundle again") from None
+
+    def _check(self) -> None:
+        """What no field can say alone. Raises Damage."""
+        if not self.forms:
+            raise Damage("forms is empty")
+        if self.depth >= self.rows:
+            raise Damage(f"depth is {self.depth}, expected less than the {self.rows} rows")
+        if odd := [token for token in self.eos_token_ids if token >= self.vocabulary]:
+            raise Damage(f"eos_token_ids holds {odd[0]}, expected ids below {self.vocabulary}")
+        for name in self.files:
+            _require_inside(name)
+        for backend, form in self.forms.items():
+            if form.static and form.chunk < self.rows:
+                raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {self.rows} or more")
+            for dialect, graphs in form.variants().items():
+                at = f"forms.{backend} ({dialect})"
+                if missing := set(GRAPHS) - graphs.keys():
+                    raise Damage(f"{at} has no graph '{min(missing)}'")
+                for graph in graphs.values():
+                    if graph.file not in self.files:
+                        raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
+                contract.check(self, form, dict(graphs), at)
 
 
-def _form(raw: Any) -> Form:
-    spares = {dialect: _graphs(graphs) for dialect, graphs in raw["spares"].items()}
-    return Form(raw["dialect"], int(raw["chunk"]), bool(raw["static"]), _graphs(raw["graphs"]), spares)
+def _require_format(found: object, where: Path) -> None:
+    if type(found) is not int:
+        raise Damage("it names no format")
+    if found != FORMAT:
+        raise GumihoError(
+            f"{where} has bundle format {shown(str(found)[:20]) if abs(found) < 1 << 64 else 'unknown'} and this version reads {FORMAT}: "
+            "export it again, or install the version that wrote it"
+        )
 
 
-def _graphs(raw: Any) -> dict[str, Graph]:
-    return {name: _graph(graph) for name, graph in raw.items()}
-
-
-def _graph(raw: Any) -> Graph:
-    return Graph(raw["file"], int(raw["weights"]), int(raw["reads"]), raw["precision"], *(tuple(Port(p["name"], p["dtype"], tuple(p["shape"])) for p in raw[k]) for k in ("inputs", "outputs")))  # fmt: skip
+def _require_inside(name: str) -> None:
+    """Raises Damage for a path that leaves the bundle, or is spelled in another way than an export spells it."""
+    path = PurePosixPath(name)
+    parts = path.parts
+    plain = str(path) == name and name.isprintable() and len(name) < 1024 and "\\" not in name
+    if not plain or not parts or path.is_absolute() or ".." in parts or name in (".", MANIFEST) or parts[0] == "engines":
+        raise Damage(f"files names {shown(name)!r}, which is no path inside the bundle")
 
 
 class Bundle:
-    """A bundle on disk. Opening checks the manifest and that every file is there with its size; hashes take ``verify``."""
+    """A bundle on disk. Opening checks the manifest and that every file is there with its size; ``verify`` reads contents."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises GumihoError for what is missing or damaged."""
-        self.path = Path(path).expanduser().resolve()
+        self.path = folder(path)
         manifest = self.path / MANIFEST
         if not manifest.is_file():
-            raise GumihoError(f"'{path}' is no bundle (it has no {MANIFEST}): make one with gumiho-export")
+            raise GumihoError(f"'{shown(str(path))}' is no bundle (it has no {MANIFEST}): make one with gumiho-export")
         try:
-            self.manifest = Manifest.from_json(manifest.read_text("utf-8"), manifest)
+            self._text = read_regular(manifest, _MOST)
+            self.manifest = Manifest.from_json(self._text.decode("utf-8"), manifest)
         except (OSError, UnicodeDecodeError) as error:
             raise GumihoError(f"{manifest} cannot be read ({error}): copy the bundle again") from None
-        for name, (size, _) in self.manifest.files.items():
+        for name, expected in self.manifest.files.items():
             file = self.path / name
             if not file.is_file():
                 raise GumihoError(f"bundle {self.path} lacks its file {name}: copy the bundle again")
-            if file.stat().st_size != size:
-                raise GumihoError(f"{file} has {file.stat().st_size} bytes, expected {size}: copy the bundle again")
+            if not file.resolve().is_relative_to(self.path):
+                raise GumihoError(f"{file} is a link that leaves the bundle: copy the bundle again, following links (cp -rL)")
+            if file.stat().st_size != expected.size:
+                raise GumihoError(f"{file} has {file.stat().st_size} bytes, expected {expected.size}: copy the bundle again")
 
-    def verify(self) -> None:
-        """Reads every file, linked ones in samples, and compares its hash. Raises GumihoError at the first that differs."""
-        for name, (_, expected) in self.manifest.files.items():
-            digest = sample_hash if expected.startswith(_SAMPLED) else file_hash
-            if digest(self.path / name) != expected:
-                raise GumihoError(
-                    f"{self.path / name} is damaged (its hash differs from the manifest's): copy the bundle again"
-                )
+    def verify(self, quick: bool = False) -> None:
+        """Compares the files with their hashes. Raises GumihoError at the first that differs.
+
+        quick: reads what a second allows: small files whole, and samples of large ones. Otherwise every byte is read, except of a
+        checkpoint's files that were linked without being read, which are always sampled.
+        """
+        damaged = first_damaged(self.path, self.manifest.files, quick)
+        if damaged:
+            raise GumihoError(f"{self.path / damaged} is damaged (its hash differs from the manifest's): copy the bundle again")
 
     @cached_property
     def hash(self) -> str:
         """sha256 of the manifest, which holds the hash of every file."""
-        return file_hash(self.path / MANIFEST)
+        return hashlib.sha256(self._text).hexdigest()
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.path / "tokenizer.json").is_file()
+        return "tokenizer.json" in self.manifest.files
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -206,7 +287,7 @@ class Bundle:
 
     def weights(self) -> int:
         """Bytes of all weight files."""
-        return sum(size for name, (size, _) in self.manifest.files.items() if name.startswith("weights/"))
+        return sum(file.size for name, file in self.manifest.files.items() if name.startswith("weights/"))
 
     def caches(self, backend: str) -> int:
         """Bytes of the caches of target and drafter, and of the target's rows that the drafter reads later."""
@@ -215,26 +296,44 @@ class Bundle:
         kept = manifest.capacity * manifest.hidden * np.dtype(manifest.dtype).itemsize
         return kept + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in ports)
 
-    def golden(self) -> dict[str, np.ndarray]:
-        """The recorded run (``runtime.golden``)."""
+
+def folder(path: str | Path) -> Path:
+    """A folder that a user named. Raises GumihoError for a name that no file system takes."""
+    try:
+        found = Path(path).expanduser().resolve()
+        found.exists()
+        return found
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GumihoError(f"'{shown(str(path))}' is no folder ({reason}): name another one") from None
+
+
+def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | None:
+    """The first file whose hash differs from the one on record, None where all agree. quick: see ``Bundle.verify``."""
+    left = _READ_WHOLE
+    for name, expected in sorted(files.items(), key=lambda item: item[1].size):
+        left -= expected.size
+        whole = bool(expected.sha256) and (left >= 0 or not quick)
         try:
-            with np.load(self.path / "golden.npz", allow_pickle=False) as data:
-                return dict(data)
-        except (OSError, ValueError) as error:
-            raise GumihoError(f"{self.path / 'golden.npz'} is damaged ({error}): copy the bundle again") from None
+            found = file_hash(root / name) if whole else sample_hash(root / name)
+        except OSError:
+            return name
+        if found != (expected.sha256 if whole else expected.sample):
+            return name
+    return None
 
 
 def sample_hash(path: Path) -> str:
-    """``sample:`` and the sha256 of 64 KiB out of every 16 MiB, which 140 GB give away in a second or two.
+    """The sha256 of 64 KiB out of every 16 MiB and of the last 64 KiB, which 140 GB give away in a second or two.
 
-    It tells checkpoints apart and shows what was cut off or copied by half, but not a few bytes that changed.
+    It tells checkpoints apart and shows what was cut off, zeroed or copied by half, but not a few bytes that changed.
     """
-    digest = hashlib.sha256()
+    digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
-        for start in range(0, path.stat().st_size, _STRIDE):
+        for start in (*range(0, size, _STRIDE), max(0, size - _SAMPLE)):
             file.seek(start)
             digest.update(file.read(_SAMPLE))
-    return _SAMPLED + digest.hexdigest()
+    return digest.hexdigest()
 
 
 def file_hash(path: Path) -> str:

@@ -57,6 +57,17 @@ class Slab:
                 self._device.move(self.data, start + at, fresh, first + row, count)
         self.length[0] = start + len(path)
 
+    def litter(self) -> None:
+        """Fills it with numbers that no model made, as a graph must not mind: it attends to positions below ``length`` only."""
+        views = [
+            view
+            for name, view in next(iter(self._ports.values())).items()
+            if name.startswith("past_") and view is not self.length
+        ]
+        garbage = np.random.default_rng(0).uniform(-30, 30, views[0].shape).astype(self._dtype)
+        for view in views:
+            self._device.write(view, garbage)
+
     def rows(self, count: int) -> np.ndarray:
         """A copy of the first ``count`` positions, [layers * 2 * kv heads, count, d]."""
         return self._device.read(self.data)[:, :count].copy()

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("error: interrupted, no engine was written", file=sys.stderr)
+        print("error: interrupted: engines that were there before still are, and no others were kept", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)

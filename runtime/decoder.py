@@ -243,8 +243,16 @@ class Decoder:
         return self.device.read(self.logits[row])
 
     def take(self, row: int) -> int | None:
-        """The target's token behind a row joins the text. Returns it, or None where the text ends with it."""
+        """The target's token behind a row joins the text. Returns it, or None where the text ends with it.
+
+        Raises GumihoError where the row's logits are no numbers.
+        """
         assert self.writer
+        if self.choice[row] < 0:
+            raise GumihoError(
+                f"the target's logits hold NaN or infinity after {len(self.text[0]) + len(self.text[1])} tokens: weights or engines are damaged, "
+                "or numbers overflow; run `python -m runtime.doctor` on the bundle"
+            )
         return self.writer.add(int(self.choice[row]) if self.writer.idle else self.writer.choose(self.row(row)))
 
     def generate(self, writer: Writer, stats: Stats, resume: bool = False) -> Iterator[Cycle]:

@@ -1,4 +1,7 @@
-"""``python -m runtime.doctor [BUNDLE]``: what can run on this machine, what is missing for the rest, and how a bundle stands."""
+"""``python -m runtime.doctor [BUNDLE]``: what can run on this machine, what is missing for the rest, and how a bundle stands.
+
+Every byte of the bundle and of its engines is compared with its hash; ``--quick`` reads samples of large files.
+"""
 
 import argparse
 import platform
@@ -46,12 +49,14 @@ def traffic(bundle: Bundle, name: str) -> str:
     )
 
 
-def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str, str]) -> tuple[list[str], bool]:
-    """Lines about a bundle, and whether it can be run on some backend as it is."""
+def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str, str], quick: bool) -> tuple[list[str], bool]:
+    """Lines about a bundle, and whether it can be run on some backend as it is. Raises GumihoError where it is damaged."""
+    bundle.verify(quick)
     manifest, ready = bundle.manifest, False
     lines = [
         f"bundle {bundle.path}",
         f"  {manifest.dtype}, {manifest.rows} rows, {manifest.capacity} positions, made for {', '.join(manifest.forms)}",
+        f"  {len(manifest.files)} files are what was exported ({'small ones whole, large ones in samples' if quick else 'every byte read'})",
     ]
     for name in manifest.forms:
         lines.append(f"  {name}: {traffic(bundle, name)}")
@@ -60,7 +65,7 @@ def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str,
             lines.append(f"  {name}: engines cannot be looked for, since the backend does not run here")
             continue
         try:
-            folder = find_engines(bundle, made)
+            folder = find_engines(bundle, made, quick)
             ready = True
             lines.append(f"  {name}: {folder.relative_to(bundle.path)} is current")
         except GumihoError as error:
@@ -73,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundle", nargs="?", help="folder made by gumiho-export")
     parser.add_argument("--backend", choices=NAMES, help="look at this one alone")
     parser.add_argument("--device", default="", help=f"with --backend: {DEVICES}")
+    parser.add_argument("--quick", action="store_true", help="read samples of large files instead of every byte")
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -89,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {line}")
         ready = any(found.values())
         if bundle:
-            lines, ready = examine(bundle, found, devices)
+            lines, ready = examine(bundle, found, devices, args.quick)
             print("\n".join(lines))
         return 0 if ready else 1
 

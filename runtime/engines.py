@@ -1,26 +1,45 @@
-"""Where engines live in a bundle: compiled once per key, found again by it, never taken for one another."""
+"""Where engines live in a bundle: compiled once per key, found again by it, never taken for one another, and checked for damage."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 from . import golden
 from .backends import Backend, close
-from .bundle import Bundle
+from .bundle import Bundle, File, first_damaged
 from .decoder import Decoder
 from .errors import GumihoError
+from .files import read_regular
+from .locks import locked
 from .measure import measure
 from .memory import require, size
+from .records import Damage, Pattern, checked, parse, sealed, unsealed
+
+RECORD = "engine.json"
+_MOST = 1 << 20  # bytes of a record
+_SHOWN = 80  # characters of a key's part that a message repeats
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a folder of engines says of itself. key: what they depend on, see ``key``. files: everything else in the folder."""
+
+    key: Mapping[str, str]
+    files: Mapping[Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", "the name of a file")], File]
 
 
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
     """What engines depend on besides the options they were compiled with: another value of any part makes them other ones."""
-    form = bundle.manifest.form(backend.NAME)
-    files = [graph.file for graphs in (form.graphs, *form.spares.values()) for graph in graphs.values()]
+    files = [graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
-    return {"backend": backend.NAME, **backend.versions(), **{name: bundle.manifest.files[name][1] for name in files}}
+    hashes = {name: bundle.manifest.files[name] for name in files}
+    return {"backend": backend.NAME, **backend.versions(), **{n: file.sha256 or file.sample for n, file in hashes.items()}}
 
 
 def compile_engines(
@@ -28,33 +47,49 @@ def compile_engines(
 ) -> tuple[Path, dict[str, float]]:
     """Compiles for one backend and replays the golden run; an engine that fails it is not kept.
 
+    The engines that were there stay usable until the new ones are. Another compile of the same bundle is waited for.
+
     tune: look longer for faster kernels; progress is told what is being done. Returns the engines' folder and the largest
     error of every graph in the replay.
     """
     whole = key(bundle, backend) | {"tune": str(tune)}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
-    folder = bundle.path / "engines" / f"{backend.NAME}-{digest}"
-    partial = folder.with_name(f".{folder.name}.partial")
+    root, name = bundle.path / "engines", f"{backend.NAME}-{digest}"
     need = require(bundle, backend, compiling=True)
     progress(f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else ""))
     progress("checking the bundle's files")
     bundle.verify()
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        backend.compile(bundle, partial, tune, progress)
-        progress("replaying the golden run")
-        errors = _prove(bundle, backend, partial, progress)
-        (partial / "key.json").write_text(json.dumps(whole, indent=1), "utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        root.mkdir(exist_ok=True)
+        with locked(root / ".lock", f"another process compiles engines of {bundle.path}; waiting for it to end", progress):
+            for left in root.glob(".*.partial-*"):  # of a process that was killed: whoever writes holds the lock
+                shutil.rmtree(left, ignore_errors=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
+            try:
+                partial.chmod(0o755)
+                backend.compile(bundle, partial, tune, progress)
+                progress("replaying the golden run")
+                errors = _prove(bundle, backend, partial, progress)
+                files = {file.name: File.of(file) for file in sorted(partial.iterdir())}
+                (partial / RECORD).write_text(sealed(asdict(Record(whole, files))), "utf-8")
+                return _install(partial, root, name), errors
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise GumihoError(
-            f"writing engines to {folder} failed ({error}): free some space or make the bundle writable"
+            f"writing engines to {root} failed ({error.strerror or error}): free some space or make the bundle writable"
         ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder, errors
+
+
+def _install(partial: Path, root: Path, name: str) -> Path:
+    """Gives finished engines a name of their own, and only then removes those they replace."""
+    old = [folder for folder in root.glob(f"{name}*") if folder.name.split("~")[0] == name]
+    taken = {folder.name for folder in old}
+    folder = root / next(n for n in (name, *(f"{name}~{i}" for i in range(1, len(old) + 2))) if n not in taken)
+    partial.rename(folder)
+    for replaced in old:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return folder
 
 
 def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[str], object]) -> dict[str, float]:
@@ -75,23 +110,44 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
     return errors
 
 
-def find_engines(bundle: Bundle, backend: Backend) -> Path:
-    """The folder of the current engines, the newest if several options were compiled.
+def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
+    """The folder of the current engines, the newest if several options were compiled, checked for damage.
 
-    Raises GumihoError naming what differs from those that are there.
+    quick: read samples of large files, see ``Bundle.verify``. Raises GumihoError naming what differs from those that are there,
+    or what is damaged.
     """
-    wanted = key(bundle, backend)
+    wanted, reason = key(bundle, backend), ""
     command = f"run `python -m runtime.compile {bundle.path} --backend {backend.NAME}`"
-    stale = None
-    for file in sorted((bundle.path / "engines").glob(f"{backend.NAME}-*/key.json"), key=lambda p: -p.stat().st_mtime):
+    for folder in _newest_first(bundle.path / "engines", backend.NAME):
         try:
-            theirs = json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError):
-            theirs = {}
-        part = next((part for part in wanted if theirs.get(part) != wanted[part]), None)
-        if part is None:
-            return file.parent
-        stale = (
-            stale or f"the engines in {file.parent} were compiled for {part} {theirs.get(part)}, and here it is {wanted[part]}"
-        )
-    raise GumihoError(f"{stale or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")
+            record = read_record(folder)
+        except Damage as error:
+            reason = reason or f"{folder / RECORD} is damaged ({error})"
+            continue
+        if part := next((part for part in wanted if record.key.get(part) != wanted[part]), None):
+            theirs = str(record.key.get(part))[:_SHOWN]
+            reason = reason or f"the engines in {folder} were compiled for {part} {theirs}, and here it is {wanted[part]}"
+        elif damaged := first_damaged(folder, record.files, quick):
+            reason = f"{folder / damaged} is missing or damaged"
+        else:
+            return folder
+    raise GumihoError(f"{reason or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")
+
+
+def _newest_first(root: Path, backend: str) -> list[Path]:
+    times = {}
+    for folder in root.glob(f"{backend}-*"):
+        with suppress(OSError):  # replaced by a compile that has just ended
+            times[folder] = (folder / RECORD).stat().st_mtime_ns
+    return sorted(times, key=lambda folder: -times[folder])
+
+
+def read_record(folder: Path) -> Record:
+    """Raises Damage."""
+    try:
+        raw = parse(read_regular(folder / RECORD, _MOST))
+    except OSError as error:
+        raise Damage(f"it cannot be read: {error.strerror or error}") from None
+    if not isinstance(raw, dict):
+        raise Damage("it holds no JSON object")
+    return checked(Record, unsealed(raw))

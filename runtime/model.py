@@ -8,7 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from .backends import Engine, backend, close, require
+from .backends import Backend, Engine, backend, close, require
 from .bundle import Bundle, Form
 from .chat import ChatTemplate
 from .decoder import Cycle, Decoder, check
@@ -242,12 +242,23 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     require(name)
     opened.manifest.form(name)
     made = backend(name, device, threads)
-    folder = find_engines(opened, made)
-    costs = Costs.load(folder)
-    require_memory(opened, made)
-    engines, memory = made.open(opened, folder)
+    opened.verify(quick=True)
+    form, engines, memory, costs = _open(opened, made)
     try:
-        return Model(opened, made.form(opened, folder), engines, memory, costs)
-    except GumihoError:
+        return Model(opened, form, engines, memory, costs)
+    except BaseException:
         close(engines, memory)
         raise
+
+
+def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
+    """The current engines with the form that they were compiled from, and what their passes cost."""
+    while True:
+        folder = find_engines(bundle, backend)
+        try:
+            form, costs = backend.form(bundle, folder), Costs.load(folder)
+            require_memory(bundle, backend)
+            return form, *backend.open(bundle, folder), costs
+        except GumihoError:
+            if folder.exists():
+                raise  # else a compile has just replaced them

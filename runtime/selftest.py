@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from .backends import DEVICES, NAMES
+from .backends import backend as made
 from .command import run as run_command
 from .decoder import Tree
+from .engines import find_engines
 from .errors import GumihoError
 from .lossless import differences
 from .model import Generation, Model, load
@@ -150,6 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
+    parser.add_argument(
+        "--quick", action="store_true", help="read samples of large files instead of comparing every byte with its hash"
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -159,6 +164,9 @@ def main(argv: list[str] | None = None) -> int:
                 option = name.replace("_", "-")
                 raise GumihoError(f"--{option} is {getattr(args, name)}: give {value} or more, or little would be proven")
         with load(args.bundle, args.backend, args.device, args.threads) as model:
+            if not args.quick:
+                model.bundle.verify()
+                find_engines(model.bundle, made(args.backend or model.bundle.manifest.default, args.device), quick=False)
             return 0 if run(model, args) else 1
 
     return run_command(work)

@@ -1,7 +1,6 @@
 """What every backend promises of its engines, on every one that can run where the tests are; the others are skipped by name."""
 
 import importlib
-import json
 import re
 import shutil
 import subprocess
@@ -20,8 +19,9 @@ from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle import Bundle
 from runtime.cache import Slab
 from runtime.devices import Device
-from runtime.engines import compile_engines, find_engines, key
+from runtime.engines import compile_engines, find_engines, key, read_record
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
+from tests.seal import update
 
 ROWS, CAPACITY = 8, 200
 RUNNING = [("cpu", ""), ("migraphx", "ref"), ("migraphx", "gpu"), ("cuda", ""), ("tensorrt", "")]
@@ -185,8 +185,7 @@ def test_the_key_names_all_that_engines_depend_on(running: tuple[str, str], bund
     assert parts["backend"] == running[0]
     assert parts.keys() >= here.versions().keys() | {"weights/target.bin", "weights/draft.bin"}
     assert {graph.file for graph in read.manifest.form(running[0]).graphs.values()} <= parts.keys()
-    written = json.loads((find_engines(read, here) / "key.json").read_text())
-    assert written == {**parts, "tune": "False"}
+    assert read_record(find_engines(read, here)).key == {**parts, "tune": "False"}
 
 
 def test_damaged_engines_say_what_to_do(running: tuple[str, str], bundle: Path, tmp_path: Path) -> None:
@@ -202,16 +201,12 @@ def test_damaged_engines_say_what_to_do(running: tuple[str, str], bundle: Path, 
 
 def test_a_failed_compilation_leaves_nothing(running: tuple[str, str], bundle: Path, tmp_path: Path) -> None:
     """A graph the backend cannot read: its hash is made to fit, so that the backend itself has to refuse it."""
-    from runtime.bundle import file_hash
-
     name, device = running
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
-    form, manifest = Bundle(copy).manifest.form(name), json.loads((copy / "gumiho.json").read_text())
-    for broken in (graphs["draft"].file for graphs in (form.graphs, *form.spares.values())):
-        (copy / broken).write_bytes(b"this is no graph at all")
-        manifest["files"][broken] = [(copy / broken).stat().st_size, file_hash(copy / broken)]
-    (copy / "gumiho.json").write_text(json.dumps(manifest))
+    for graphs in Bundle(copy).manifest.form(name).variants().values():
+        (copy / graphs["draft"].file).write_bytes(b"this is no graph at all")
+        update(copy, graphs["draft"].file)
     with pytest.raises(GumihoError, match="draft"):
         compile_engines(Bundle(copy), made(name, device))
     assert not [path for path in (copy / "engines").glob("*") if path.is_dir()]
@@ -227,7 +222,7 @@ def test_an_interrupted_compilation_leaves_nothing(bundle: Path, tmp_path: Path,
 
     with pytest.raises(KeyboardInterrupt):
         compile_engines(Bundle(copy), backend("cpu"), progress=interrupt)
-    assert list((copy / "engines").iterdir()) == []
+    assert [path.name for path in (copy / "engines").iterdir()] == [".lock"]
 
 
 def test_compile_reports_what_it_needs_and_does(bundle: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 import exporter.bundle
 import exporter.validate
+import runtime.bundle
 from exporter.bundle import Plan
 from exporter.cli import main, parser, plan
 from exporter.weights import Location, Packer
@@ -101,13 +102,13 @@ def test_nothing_of_the_target_is_copied(linked: Path, pair: Path) -> None:
 
 def test_no_weights_are_read_again_for_their_hashes(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
-    real = exporter.bundle.file_hash
+    real = runtime.bundle.file_hash
 
     def told(path: Path) -> str:
         hashed.append(path)
         return real(path)
 
-    monkeypatch.setattr(exporter.bundle, "file_hash", told)
+    monkeypatch.setattr(runtime.bundle, "file_hash", told)
     assert main(options(pair, tmp_path / "out", "--link-weights", "--backend", "migraphx", "--dtype", "fp32")) == 0
     assert {path.name for path in hashed} >= {"target.onnx", "golden.npz"}
     assert not [path for path in hashed if "weights" in path.parts]

@@ -21,8 +21,10 @@ from runtime.backends.onnxruntime import Engine
 from runtime.bundle import Bundle, Manifest
 from runtime.decoder import Decoder
 from runtime.engines import compile_engines
+from runtime.records import sealed
 from tests.conftest import DEMO, MakeBundle
 from tests.pairs import RandomPair
+from tests.seal import edit, update
 
 PROMPT = "def main(argv=None):\n    parser = argparse.ArgumentParser("
 
@@ -105,10 +107,7 @@ def test_nothing_behind_an_end_of_text(demo_bundle: Path, tmp_path: Path) -> Non
     for end in sorted(set(free.ids)):
         bundle = tmp_path / str(end)
         shutil.copytree(demo_bundle, bundle, copy_function=os.link)
-        (bundle / "gumiho.json").unlink()
-        manifest = json.loads((demo_bundle / "gumiho.json").read_text())
-        manifest["eos_token_ids"] = [2047, end]
-        (bundle / "gumiho.json").write_text(json.dumps(manifest))
+        edit(bundle, lambda raw: raw.update(eos_token_ids=[2047, end]))  # noqa: B023
         with load(bundle) as model:
             generation = model.generate(PROMPT, 100)
             list(generation.cycles())
@@ -243,18 +242,19 @@ def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(GumihoError, match=rf"draft.bin has {len(content) - 1} bytes, expected {len(content)}"):
         load(copy)
     weights.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(GumihoError, match="draft.bin is damaged"):
-        Bundle(copy).verify()
+    for read in (lambda: load(copy), lambda: Bundle(copy).verify()):
+        with pytest.raises(GumihoError, match="draft.bin is damaged"):
+            read()
     weights.unlink()
     with pytest.raises(GumihoError, match="lacks its file weights/draft.bin"):
         load(copy)
     weights.write_bytes(content)
 
-    for broken in ("{", "[]", '{"format": 2}', json.dumps({**json.loads(text), "rows": "many", "graphs": {}, "extra": 1})):
+    for broken in ("{", "[]", '{"format": 3}', json.dumps({**json.loads(text), "rows": 9}), sealed({"format": 3})):
         (copy / "gumiho.json").write_text(broken)
         with pytest.raises(GumihoError, match="is damaged"):
             load(copy)
-    (copy / "gumiho.json").write_text(text.replace('"format": 2', '"format": 99'))
+    (copy / "gumiho.json").write_text(text.replace('"format": 3', '"format": 99'))
     with pytest.raises(GumihoError, match="format 99"):
         load(copy)
     (copy / "gumiho.json").write_text(text)
@@ -267,10 +267,8 @@ def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
 def test_stale_engines_are_never_loaded(demo_bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "bundle"
     shutil.copytree(demo_bundle, copy)
-    folder = next((copy / "engines").iterdir())
-    key = json.loads((folder / "key.json").read_text())
-    key["onnxruntime"] = "0.1"
-    (folder / "key.json").write_text(json.dumps(key))
+    folder = next((copy / "engines").glob("cpu-*"))
+    edit(folder / "engine.json", lambda raw: raw["key"].update(onnxruntime="0.1"))
     folder.rename(folder.with_name("cpu-0"))
     with pytest.raises(GumihoError, match=r"compiled for onnxruntime 0.1, and here it is .*python -m runtime.compile"):
         load(copy)
@@ -282,22 +280,17 @@ def test_stale_engines_are_never_loaded(demo_bundle: Path, tmp_path: Path) -> No
 
 def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_path: Path) -> None:
     """One exponent bit of one weight is enough."""
-    from runtime.bundle import file_hash
-
     copy = tmp_path / "bundle"
-    shutil.copytree(demo_bundle, copy)
-    shutil.rmtree(copy / "engines")
+    shutil.copytree(demo_bundle, copy, ignore=shutil.ignore_patterns("engines"))
     weights = copy / "weights/target.bin"
     values = np.fromfile(weights, np.float32)
     values[: 192 * 2048] *= 1.5
     values.tofile(weights)
-    manifest = json.loads((copy / "gumiho.json").read_text())
-    manifest["files"]["weights/target.bin"][1] = file_hash(weights)
-    (copy / "gumiho.json").write_text(json.dumps(manifest))
+    update(copy, "weights/target.bin")
     done = subprocess.run([sys.executable, "-m", "runtime.compile", str(copy)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "differs from the golden run" in done.stderr
-    assert not list((copy / "engines").iterdir())
+    assert [path.name for path in (copy / "engines").iterdir()] == [".lock"]
 
 
 def test_products_of_bytes_need_a_processor_that_does_not_overflow(

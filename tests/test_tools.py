@@ -10,10 +10,11 @@ import onnx
 import pytest
 import torch
 
-from runtime.bundle import Bundle, file_hash
+from runtime.bundle import Bundle
 from runtime.engines import compile_engines
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
+from tests.seal import update
 from tools import cross_check, parity
 
 PAIR = RandomPair(seed=21)
@@ -48,7 +49,6 @@ def test_parity_shows_a_difference(demo_bundle: Path, tmp_path: Path, capsys: py
     copy = tmp_path / "bundle"
     shutil.copytree(demo_bundle, copy, ignore=shutil.ignore_patterns("engines"))
     weights = copy / "weights/target.bin"
-    manifest = json.loads((copy / "gumiho.json").read_text())
     data = weights.read_bytes()
     graph = onnx.load(str(copy / "graphs/cpu/target.onnx"), load_external_data=False).graph
     table = next(t for t in graph.initializer if t.name == "rotary.sin")
@@ -57,8 +57,7 @@ def test_parity_shows_a_difference(demo_bundle: Path, tmp_path: Path, capsys: py
     values[768:] *= -1
     start = int(place["offset"])
     weights.write_bytes(data[:start] + values.tobytes() + data[start + values.nbytes :])
-    manifest["files"]["weights/target.bin"][1] = file_hash(weights)
-    (copy / "gumiho.json").write_text(json.dumps(manifest))
+    update(copy, "weights/target.bin")
     compile_engines(Bundle(copy), parity.backend("cpu"))
     assert parity.main([str(demo_bundle), str(copy), "--contexts", "1", "--texts", "2", "--tokens", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -440,7 +440,7 @@ def test_no_token_is_changed_and_no_other_one_drafted(model: Model, kept: set[in
 def test_the_manifest_and_the_traffic(bundle: Path, demo_bundle: Path) -> None:
     """lm_head is read three times a draft: by both serial steps, and by the heads."""
     small, whole = (Bundle(path).manifest for path in (bundle, demo_bundle))
-    assert (small.tree["vocabulary"], whole.tree["vocabulary"], small.vocabulary) == (SIZE, 2048, 2048)
+    assert (small.tree.vocabulary, whole.tree.vocabulary, small.vocabulary) == (SIZE, 2048, 2048)
     one, other = (manifest.forms["cpu"].graphs for manifest in (small, whole))
     less = (2048 - SIZE) * 192 * 4
     assert other["draft"].reads - one["draft"].reads == 3 * less

@@ -1,0 +1,190 @@
+"""JSON files that show damage: read once, at the edge, into dataclasses whose fields have the types and bounds they name.
+
+A record carries the SHA-256 of its own content, so that accidental damage is always noticed. Whoever changes a record on purpose can
+seal it again; what comes out of ``checked`` has the annotated types and bounds all the same.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+SEAL = "sha256"
+_SHOWN = 60  # characters of a wrong value that a message repeats
+T = TypeVar("T")
+
+
+class Damage(ValueError):
+    """Says in one line which value is wrong and what was expected; callers add the file and the way out."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of a number, both included."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The only texts a field may hold."""
+
+    known: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What all of a text matches."""
+
+    expression: str
+    what: str  # for messages
+
+
+def parse(text: str | bytes) -> Any:
+    """JSON without what JSON does not have. Raises Damage for other text, and for numbers that are not finite."""
+    try:
+        return json.loads(text, parse_constant=_constant, parse_float=_finite)
+    except RecursionError:
+        raise Damage("it is nested too deeply") from None
+    except Damage:
+        raise
+    except ValueError as error:
+        raise Damage(f"it is not JSON: {' '.join(str(error).split())[:200]}") from None
+
+
+def _constant(name: str) -> float:
+    raise Damage(f"it holds {name}, which is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise Damage(f"it holds the number {text[:_SHOWN]}, which is too large")
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """The text of a record: the content and its seal."""
+    return json.dumps({**content, SEAL: _seal(content)}, indent=1)
+
+
+def unsealed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's content. Raises Damage where it is not what was sealed."""
+    content = {name: value for name, value in raw.items() if name != SEAL}
+    if raw.get(SEAL) != _seal(content):
+        raise Damage("its content does not match its checksum")
+    return content
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    try:
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    except RecursionError:
+        raise Damage("it is nested too deeply") from None
+
+
+def checked(kind: type[T], raw: Any, at: str = "") -> T:
+    """Parsed JSON as ``kind``: a dataclass, or anything that the fields of one are annotated with.
+
+    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: where the value stands, for
+    messages. Raises Damage for the first value of another type or outside its bounds.
+    """
+    made: T = _checked(kind, raw, at)
+    return made
+
+
+def _checked(kind: Any, raw: Any, at: str) -> Any:
+    if is_dataclass(kind):
+        return _record(kind, raw, at)
+    origin, given = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _bounded(_checked(given[0], raw, at), given[1], at)
+    if origin in (Union, UnionType):
+        for one in given:
+            try:
+                return _checked(one, raw, at)
+            except Damage as error:
+                damage = error
+        raise damage
+    if origin is tuple:
+        return _tuple(given, raw, at)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(raw, dict):
+            raise _wrong(at, raw, "an object")
+        key, value = given
+        return {_checked(key, name, at): _checked(value, inner, _inside(at, name)) for name, inner in raw.items()}
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        raw = _as_float(raw, at)
+    if type(raw) is not kind:
+        raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind])
+    return raw
+
+
+def _as_float(raw: int, at: str) -> float:
+    try:
+        return float(raw)
+    except OverflowError:
+        raise _wrong(at, raw, "a smaller number") from None
+
+
+def _record(kind: Any, raw: Any, at: str) -> Any:
+    if not isinstance(raw, dict):
+        raise _wrong(at, raw, "an object")
+    values = {}
+    for name, inner, required in _fields(kind):
+        if name in raw:
+            values[name] = _checked(inner, raw[name], _inside(at, name))
+        elif required:
+            raise Damage(f"{_inside(at, name)} is missing")
+    return kind(**values)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, annotation, and whether it must be there."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((f.name, hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind))
+
+
+def _tuple(given: tuple[Any, ...], raw: Any, at: str) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise _wrong(at, raw, "a list")
+    kinds = (given[0],) * len(raw) if given[-1] is ... else given
+    if len(kinds) != len(raw):
+        raise Damage(f"{at} has {len(raw)} entries, expected {len(kinds)}")
+    return tuple(_checked(inner, value, f"{at}[{i}]") for i, (inner, value) in enumerate(zip(kinds, raw, strict=True)))
+
+
+def _bounded(value: Any, limit: Any, at: str) -> Any:
+    if isinstance(limit, Bounds) and not limit.least <= value <= limit.most:
+        raise _wrong(at, value, f"{limit.least:,.0f} to {limit.most:,.0f}".replace(",", ""))
+    if isinstance(limit, OneOf) and value not in limit.known:
+        raise _wrong(at, value, f"one of {', '.join(limit.known)}")
+    if isinstance(limit, Pattern) and not re.fullmatch(limit.expression, value):
+        raise _wrong(at, value, limit.what)
+    return value
+
+
+def _inside(at: str, name: str) -> str:
+    return f"{at}.{shown(name)}" if at else shown(name)
+
+
+def _wrong(at: str, value: Any, expected: str) -> Damage:
+    what = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_number(value))
+    return Damage(f"{at or 'it'} is {shown(what)}, expected {expected}")
+
+
+def _number(value: Any) -> Any:
+    """Python refuses to print whole numbers of thousands of digits."""
+    return "a very large number" if isinstance(value, int) and abs(value) >= 1 << 256 else value
+
+
+def shown(text: str) -> str:
+    """A text that came from a file, cut short and on one line."""
+    clean = "".join(c if c.isprintable() else "?" for c in text)
+    return clean if len(clean) <= _SHOWN else f"{clean[:_SHOWN]}..."

@@ -1,0 +1,25 @@
+"""Bundles changed on purpose: the checksums are made to fit, so that what is checked behind them has to notice."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runtime.bundle import MANIFEST, File
+from runtime.records import SEAL, sealed
+
+
+def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a sealed JSON file, or a bundle's manifest, and seals it again. The file is written anew: it may be a hard link."""
+    file = record / MANIFEST if record.is_dir() else record
+    raw = json.loads(file.read_text("utf-8"))
+    raw.pop(SEAL)
+    change(raw)
+    file.unlink()
+    file.write_text(sealed(raw), "utf-8")
+
+
+def update(bundle: Path, *names: str) -> None:
+    """Takes the files' new sizes and hashes into the manifest."""
+    edit(bundle, lambda raw: raw["files"].update({name: asdict(File.of(bundle / name)) for name in names}))
