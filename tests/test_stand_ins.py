@@ -282,11 +282,15 @@ def test_damaged_tensorrt_engines_say_the_command(nvidia: ModuleType, bundle: Pa
     assert folder == find_engines(Bundle(bundle), backend("tensorrt"))
     (folder / "draft.plan").write_bytes(b"of another version")
     command = rf"run `python -m runtime.compile {bundle} --backend tensorrt`"
+    with pytest.raises(GumihoError, match=rf"draft\.plan is missing or damaged: {command}"):
+        load(bundle, "tensorrt")
+    # What hashes do not show: a driver that no longer takes what it took.
     with pytest.raises(GumihoError, match=rf"draft\.plan \(the magic tag does not match\): {command}"):
-        load(bundle, "tensorrt")
-    (folder / "attention.json").unlink()
-    with pytest.raises(GumihoError, match=rf"attention\.json .*: {command}"):
-        load(bundle, "tensorrt")
+        backend("tensorrt").open(Bundle(bundle), folder)
+    for broken in ('{"attention": "of a later version"}', "[]", ""):
+        (folder / "attention.json").write_text(broken)
+        with pytest.raises(GumihoError, match=rf"attention\.json .*: {command}"):
+            backend("tensorrt").open(Bundle(bundle), folder)
 
 
 def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
