@@ -243,22 +243,22 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     opened.manifest.form(name)
     made = backend(name, device, threads)
     opened.verify(quick=True)
-    require_memory(opened, made)
-    folder, engines, memory, costs = _open(opened, made)
+    form, engines, memory, costs = _open(opened, made)
     try:
-        return Model(opened, made.form(opened, folder), engines, memory, costs)
+        return Model(opened, form, engines, memory, costs)
     except BaseException:
         close(engines, memory)
         raise
 
 
-def _open(bundle: Bundle, backend: Backend) -> tuple[Path, Mapping[str, Engine], Device, Costs | None]:
-    """The folder of the current engines, the engines and their memory, and what their passes cost."""
+def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
+    """The current engines with the form that they were compiled from, and what their passes cost."""
     while True:
         folder = find_engines(bundle, backend)
         try:
-            costs = Costs.load(folder)
-            return folder, *backend.open(bundle, folder), costs
+            form, costs = backend.form(bundle, folder), Costs.load(folder)
+            require_memory(bundle, backend)
+            return form, *backend.open(bundle, folder), costs
         except GumihoError:
             if folder.exists():
                 raise  # else a compile has just replaced them

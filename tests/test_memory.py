@@ -1,6 +1,5 @@
 """What engines take, compared with what is free: by hand, and with files as Linux writes them."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from runtime.bundle import Bundle
 from runtime.engines import compile_engines
 from runtime.memory import Free, Needs, Space, require
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.seal import edit
 from tests.test_stand_ins import amd, bundle, nvidia
 
 __all__ = ["amd", "bundle", "nvidia"]  # fixtures
@@ -120,10 +120,12 @@ def test_compiling_takes_what_it_takes_and_what_running_takes(monkeypatch: pytes
 
 def heavy(bundle: Path, name: str) -> Bundle:
     """A bundle whose graphs say that they have 16, 4 and 2 GB of weights."""
-    manifest = json.loads((bundle / "gumiho.json").read_text())
-    for graph, weights in (("target", 16 * GB), ("draft", 4 * GB), ("extend", 2 * GB)):
-        manifest["forms"][name]["graphs"][graph]["weights"] = weights
-    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+
+    def change(manifest: dict[str, Any]) -> None:
+        for graph, weights in (("target", 16 * GB), ("draft", 4 * GB), ("extend", 2 * GB)):
+            manifest["forms"][name]["graphs"][graph]["weights"] = weights
+
+    edit(bundle, change)
     return Bundle(bundle)
 
 
@@ -133,10 +135,12 @@ def test_migraphx_holds_weights_on_both_sides(amd: Any, bundle: Path) -> None:
     assert work > read.caches("migraphx") + 4 * 8 * 2048
     # Saving the target takes four times its weights, loading it three times; then it stays once while the others come.
     assert backend("migraphx").memory(read) == Needs(Space(64 * GB, 16 * GB), Space(48 * GB, 22 * GB + work))
-    manifest = json.loads((bundle / "gumiho.json").read_text())
-    graphs = manifest["forms"]["migraphx"]["graphs"]
-    manifest["forms"]["migraphx"]["graphs"] = {name: graphs[name] for name in ("extend", "draft", "target")}
-    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+
+    def turn(manifest: dict[str, Any]) -> None:
+        graphs = manifest["forms"]["migraphx"]["graphs"]
+        manifest["forms"]["migraphx"]["graphs"] = {name: graphs[name] for name in ("extend", "draft", "target")}
+
+    edit(bundle, turn)
     assert backend("migraphx").memory(Bundle(bundle)).running.host == (2 + 4 + 3 * 16) * GB
 
 

@@ -25,6 +25,7 @@ from runtime.bundle import Bundle
 from runtime.engines import compile_engines, find_engines
 from tests import test_backends as promises
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.seal import edit
 
 IMPORTERS = ("runtime.backends.tensorrt", "runtime.backends.migraphx", "runtime.devices.cuda")
 SHORT = [5, 6, 7]
@@ -101,6 +102,10 @@ def kept(bundle: Path) -> list[Path]:
     return [path for path in (bundle / "engines").glob("*") if path.is_dir()]
 
 
+def left(bundle: Path) -> list[str]:
+    return [path.name for path in (bundle / "engines").iterdir()]
+
+
 def free(nvidia: ModuleType) -> bool:
     """Whether nothing is left of anything."""
     gc.collect()
@@ -173,9 +178,7 @@ def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> No
 
 def with_primitives(bundle: Path) -> None:
     """Gives TensorRT's form the graphs of primitives that MIGraphX's has: they are of one pair and one size."""
-    manifest = json.loads((bundle / "gumiho.json").read_text())
-    manifest["forms"]["tensorrt"]["spares"]["basic"] = manifest["forms"]["migraphx"]["graphs"]
-    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    edit(bundle, lambda raw: raw["forms"]["tensorrt"]["spares"].update(basic=raw["forms"]["migraphx"]["graphs"]))
 
 
 @pytest.mark.parametrize("version", ["10.3.0", "10.13.3.9"])
@@ -194,9 +197,7 @@ def test_a_tensorrt_that_cannot_write_caches_gets_primitives(
 
 
 def test_a_tensorrt_that_cannot_write_caches_says_so(nvidia: ModuleType, bundle: Path) -> None:
-    manifest = json.loads((bundle / "gumiho.json").read_text())
-    manifest["forms"]["tensorrt"]["spares"].pop("basic", None)
-    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    edit(bundle, lambda raw: raw["forms"]["tensorrt"]["spares"].pop("basic", None))
     nvidia.__version__ = "10.13.3.9"
     with pytest.raises(GumihoError, match=r"TensorRT 10\.13\.3\.9 cannot update caches in place, and the bundle has no graphs"):
         compiled(bundle, "tensorrt")
@@ -281,11 +282,15 @@ def test_damaged_tensorrt_engines_say_the_command(nvidia: ModuleType, bundle: Pa
     assert folder == find_engines(Bundle(bundle), backend("tensorrt"))
     (folder / "draft.plan").write_bytes(b"of another version")
     command = rf"run `python -m runtime.compile {bundle} --backend tensorrt`"
+    with pytest.raises(GumihoError, match=rf"draft\.plan is missing or damaged: {command}"):
+        load(bundle, "tensorrt")
+    # What hashes do not show: a driver that no longer takes what it took.
     with pytest.raises(GumihoError, match=rf"draft\.plan \(the magic tag does not match\): {command}"):
-        load(bundle, "tensorrt")
-    (folder / "attention.json").unlink()
-    with pytest.raises(GumihoError, match=rf"attention\.json .*: {command}"):
-        load(bundle, "tensorrt")
+        backend("tensorrt").open(Bundle(bundle), folder)
+    for broken in ('{"attention": "of a later version"}', "[]", ""):
+        (folder / "attention.json").write_text(broken)
+        with pytest.raises(GumihoError, match=rf"attention\.json .*: {command}"):
+            backend("tensorrt").open(Bundle(bundle), folder)
 
 
 def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
@@ -377,7 +382,7 @@ def test_a_compiler_that_dies_says_how(
     monkeypatch.setenv("STAND_IN_FATE", fate)
     with pytest.raises(GumihoError, match=message):
         compiled(bundle, "migraphx")
-    assert not list((bundle / "engines").iterdir())
+    assert left(bundle) == [".lock"]
 
 
 def gone(process: int) -> bool:
@@ -414,7 +419,7 @@ def test_a_signal_ends_migraphxs_compilation(
         for each, handler in before.items():
             signal.signal(each, handler)
     assert all(gone(int(process)) for process in log.read_text().split())
-    assert not list((bundle / "engines").iterdir())
+    assert left(bundle) == [".lock"]
 
 
 def test_migraphxs_solutions_outlive_a_compilation(
@@ -452,9 +457,7 @@ def test_int4_on_gfx9_keeps_products_from_hipblaslt(
     architecture: str, weights: str, mine: str | None, expected: str | None,
 ) -> None:  # fmt: skip
     amd.ARCHITECTURE = architecture
-    manifest = json.loads((bundle / "gumiho.json").read_text())
-    manifest["weights"] = {} if weights == "none" else {"target": weights}
-    (bundle / "gumiho.json").write_text(json.dumps(manifest))
+    edit(bundle, lambda manifest: manifest.update(weights={} if weights == "none" else {"target": weights}))
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     if mine:
         monkeypatch.setenv("MIGRAPHX_MLIR_USE_SPECIFIC_OPS", mine)
