@@ -269,7 +269,7 @@ def _graphs(
     modules = plan.pair.modules(plan.tree, made.slots, plan.positions, *dialects, schemes)
     for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
         model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
-        operators.check(model, backend)
+        operators.check(model, kind if kind in operators.PARSERS else backend)
         ports = _ports(model.graph.inputs), _ports(model.graph.outputs)
         graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *ports)
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
@@ -277,12 +277,12 @@ def _graphs(
 
 
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
-    made, spare = plan.layouts[backend], BACKENDS[backend].spare
+    made = plan.layouts[backend]
     graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
-    spares = {}
-    if spare:
-        dialect = spare.__name__.lower()
-        spares[dialect] = _graphs(plan, backend, (spare, spare), f"{backend}-{dialect}", locations, folder)
+    spares = {
+        (name := spare.__name__.lower()): _graphs(plan, backend, (spare, spare), f"{backend}-{name}", locations, folder)
+        for spare in BACKENDS[backend].spare
+    }
     return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, spares)
 
 

@@ -73,14 +73,15 @@ def parser() -> argparse.ArgumentParser:
     )
     tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
     tree.add_argument(
-        "--rows", type=int, metavar="R", help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere)"
-    )
+        "--rows", type=int, metavar="R",
+        help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere, 16 there with --weights int4)",
+    )  # fmt: skip
     tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
     tree.add_argument(
         "--heads", type=int, metavar="N", help="levels drafted by the heads (by R; all of the checkpoint's at 64)"
     )
     tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
-    tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35)")
+    tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35, for cuda 32)")
     tree.add_argument(
         "--beam", type=int, metavar="N", help="serial nodes carried on; the draft's cost grows with it (by R; 14 at 64)"
     )
@@ -96,9 +97,9 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
     from graphs.tree import TreeConfig, default_beam, default_depth
 
-    from .forms import BACKENDS
+    from .forms import CUDA_TOP_K
 
-    rows = min(BACKENDS[name].rows for name in args.backend) if args.rows is None else args.rows
+    rows = _rows(args) if args.rows is None else args.rows
     serial = 2 if args.serial_steps is None else args.serial_steps
     reference, chain = args.compat == "reference", args.policy == "chain"
     if args.heads is not None:
@@ -123,7 +124,19 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
         raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
     top_k = 1 if chain else args.top_k or 14
     beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows))
-    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or 35, beam, reference).fitted(pair.drafted)
+    usual = CUDA_TOP_K if "cuda" in args.backend and not reference else 35
+    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or usual, beam, reference).fitted(
+        pair.drafted
+    )
+
+
+def _rows(args: argparse.Namespace) -> int:
+    """R unless ``--rows`` says otherwise: what costs little on every backend."""
+    from .forms import BACKENDS, INT4_ROWS
+
+    needs = [BACKENDS[name] for name in args.backend]
+    unpacked = args.weights == "int4" and any(own.static for own in needs)
+    return min([own.rows for own in needs] + [INT4_ROWS] * unpacked)
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":
@@ -255,6 +268,11 @@ def quantization(plan: "Plan") -> list[str]:
     if kept:
         lines.append(
             f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are not several blocks of {plan.block}, are not quantized"
+        )
+    if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
+        lines.append(
+            "warning: on a GPU MIGraphX turns an int4 drafter's gate and up projections into floats and unpacks what several products "
+            "share, lm_head above all, in every pass: a cycle reads and writes more than with --draft-weights none"
         )
     return lines
 

@@ -17,8 +17,8 @@ _STEP = 64  # positions of caches in place: TensorRT wants every address it is g
 @dataclass(frozen=True)
 class Needs:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
-    computes in, the default first. quantized: what weights may be quantized to. spare: a dialect to fall back on where the device
-    cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned: whether weights must lie at round
+    computes in, the default first. quantized: what weights may be quantized to. spare: dialects to fall back on if the device or
+    the installed release cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned: whether weights must lie at round
     addresses. drafter: what the drafter's weights are quantized to unless asked otherwise: what was measured as best, ``none``
     where nothing was.
     """
@@ -28,13 +28,17 @@ class Needs:
     static: bool
     dtypes: tuple[torch.dtype, ...]
     quantized: tuple[str, ...] = ("int4", "int8")
-    spare: type[Plain] | None = None
+    spare: tuple[type[Plain], ...] = ()
     codes: torch.dtype = torch.uint8
     block: int = 32
     aligned: bool = False
     drafter: str = "none"
 
 
+# ONNX Runtime's CUDA provider has a fast TopK kernel of up to 32 entries; the paper's are 35.
+CUDA_TOP_K = 32
+# GPUs unpack a whole int4 matrix before they multiply it with more rows than this: about 4.5 bytes a number instead of half of one.
+INT4_ROWS = 16
 _GPU = (torch.float16, torch.float32)
 _BF16 = (*_GPU, torch.bfloat16)
 BACKENDS: Mapping[str, Needs] = {
@@ -45,8 +49,16 @@ BACKENDS: Mapping[str, Needs] = {
     # It takes MatMulNBits of 4 bits alone, and DequantizeLinear of both.
     "migraphx": Needs(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
     # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
+    # Releases before 10.15 have neither attention nor caches in place.
     "tensorrt": Needs(
-        Standard, rows=64, static=True, dtypes=_BF16, quantized=("int4", "fp8"), spare=Decomposed, codes=torch.int8, block=64
+        Standard,
+        rows=64,
+        static=True,
+        dtypes=_BF16,
+        quantized=("int4", "fp8"),
+        spare=(Decomposed, Basic),
+        codes=torch.int8,
+        block=64,
     ),
 }
 

@@ -5,7 +5,7 @@ a graph that its parser takes is not here: engines are replayed against the gold
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -13,6 +13,8 @@ import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
 from runtime.errors import GumihoError
+
+from .ranges import LIMIT, ranges
 
 # Element types, a letter each; a string of letters is a choice.
 _LETTERS = {
@@ -85,7 +87,8 @@ class Parser:
     """Of a backend. opsets: that it knows, as far back as ours could go. ports: element types of a graph's inputs and outputs; types: of all other values.
 
     operators: by name; a string says why one that the parser knows must not be used. empty: whether tensors without elements
-    are taken. positional: whether external data are read by the order of their entries.
+    are taken. positional: whether external data are read by the order of their entries. floating: whether integers are computed
+    in fp32 without rounding, so that only ``exporter.ranges`` tells whether they stay what they are.
     """
 
     label: str
@@ -95,6 +98,7 @@ class Parser:
     operators: Mapping[str, Rule | str] = field(repr=False)
     empty: bool
     positional: bool
+    floating: bool = False
 
 
 def _one_of(attribute: str, default: str, *accepted: str) -> Callable[[Use], str]:
@@ -195,25 +199,29 @@ _MIGRAPHX: dict[str, Rule | str] = {
     "Gather": Rule(f"{_MIG_ANY} {_INTS}", "axis"),
     "GatherND": Rule(f"{_MIG_ANY} {_INTS}", "batch_dims"),
     # parse_binary_op.cpp, parse_variadic_op.cpp, parse_compare_op.cpp, parse_lessorequal.cpp, parse_greaterorequal.cpp
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), Rule(_MIG_NUMBERS, most=(2, 1))),
+    **dict.fromkeys(("Add", "Sub", "Mul"), Rule(_MIG_NUMBERS, most=(2, 1))),
     **dict.fromkeys(("And", "Or", "Xor"), Rule(_BOOL, most=(2, 1))),
     **dict.fromkeys(("Max", "Min", "Sum"), Rule(_MIG_NUMBERS)),
     **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(_MIG_NUMBERS)),
     "Equal": Rule(_MIG_ANY),
     "Where": Rule(f"{_BOOL} {_MIG_ANY}"),
     "Clip": Rule(_MIG_NUMBERS),
-    "Mod": Rule(_FLOATS + "l", "fmod", refuse=_float_mod),  # int32 is wrong on a GPU (its issue 2268)
-    "Pow": Rule("fhil"),  # parse_pow.cpp has no bfloat16
+    # A GPU computes these in fp32 when they are int64, and up to ROCm 7.2.4 leaves out the rounding; Mod of int32 is wrong there
+    # (its issue 2268). parse_pow.cpp has no bfloat16.
+    "Div": Rule(_FLOATS, most=(2, 1)),
+    "Mod": Rule(_FLOATS, "fmod", refuse=_float_mod),
+    "Pow": Rule("fh"),
     "Cast": Rule(_MIG_ANY, "to saturate", refuse=_mig_cast),
     "CastLike": Rule(_MIG_ANY, "saturate", refuse=_mig_cast),
-    # A GPU computes these in fp32 when they are int64 (eliminate_data_type_for_gpu.cpp): whole numbers from 2^24 on are lost.
+    # Whole numbers from 2^24 on are lost. For operators that take integers, ``exporter.ranges`` follows how large they get.
     "MatMul": Rule(_FLOATS, most=(2, 1)),
     "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
     "Einsum": Rule(_FLOATS, "equation"),
     **dict.fromkeys(("ArgMax", "ArgMin"), Rule(_FLOATS + "i", "axis keepdims select_last_index")),
     "CumSum": Rule(f"{_FLOATS}i {_INTS}", "exclusive reverse", constant="1"),
     **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(_FLOATS, "axis")),
-    **dict.fromkeys(_REDUCTIONS, Rule(f"{_NUMBERS} l", _REDUCED, constant="1")),
+    "ReduceMean": Rule(f"{_FLOATS} l", _REDUCED, constant="1"),
+    **dict.fromkeys(_REDUCTIONS[1:], Rule(f"{_NUMBERS} l", _REDUCED, constant="1")),
     "TopK": Rule(f"{_MIG_NUMBERS} l", "axis largest sorted", constant="1"),  # sorted always; lower index first, on a GPU too
     "Split": Rule(f"{_MIG_ANY} l", "axis num_outputs", constant="1"),
     "Slice": Rule(f"{_MIG_ANY} {_INTS}", constant="1234", refuse=_no_axes),
@@ -375,13 +383,25 @@ _TENSORRT: dict[str, Rule | str] = {
     ),
     "Swish": "is known from TensorRT 11.0 on",
 }
+# TensorRT 10.3, JetPack 6's: docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest before
+# it whose sources were at hand; what 10.1 takes, 10.3 takes.
+_TENSORRT_10_3: dict[str, Rule | str] = {
+    **_TENSORRT,
+    **dict.fromkeys(("Attention", "TensorScatter", "RotaryEmbedding", "RMSNormalization"), "came after TensorRT 10.3"),
+    "Pow": Rule(_FLOATS),
+    "CumSum": Rule(f"{_FLOATS} {_INTS}", "exclusive reverse", stored="1"),
+    "Squeeze": Rule(f"{_ANY} l", stored="1"),
+}
 
 PARSERS: Mapping[str, Parser] = {
     # Of what numpy holds, src/py/migraphx_py.cpp passes every type of these; bool comes out as bool. bfloat16 it refuses.
     # Without elements, Expand gives one (common.cpp takes the larger size) and most others an undefined value.
     # onnx_parser.cpp: the first entry of external data is the place, the second the offset, the third the length.
-    "migraphx": Parser("MIGraphX 2.16", range(13, 20), "fhil" + "bBc", _MIG_ANY, _MIGRAPHX, empty=False, positional=True),
+    "migraphx": Parser(
+        "MIGraphX 2.16", range(13, 20), "fhil" + "bBc", _MIG_ANY, _MIGRAPHX, empty=False, positional=True, floating=True
+    ),
     "tensorrt": Parser("TensorRT 10.15", range(13, 25), _ANY, _ANY, _TENSORRT, empty=True, positional=False),
+    "tensorrt-basic": Parser("TensorRT 10.3", range(13, 21), _ANY, _ANY, _TENSORRT_10_3, empty=True, positional=False),
 }
 
 
@@ -475,6 +495,35 @@ def _refused(use: Use, rule: Rule, known: set[ir.Value], parser: Parser, opset: 
         yield said
 
 
+def _integers(values: Iterable[ir.Value | None], facts: Mapping[ir.Value, Facts]) -> set[ir.Value]:
+    return {value for value in values if value is not None and facts[value].dtype in _dtypes(_INTS)}
+
+
+def _inexact(graph: ir.Graph, facts: Mapping[ir.Value, Facts], known: set[ir.Value], parser: Parser) -> Iterator[ir.Node]:
+    """The nodes that first read or make integers that may change when they are computed in fp32 without rounding.
+
+    The inputs of our graphs, and integers among the weights, count or select entries of an axis of the graph: tokens rows of the
+    embedding, ``path`` rows of ``hidden``, ``past_length`` positions of a cache. None is larger than the longest axis.
+    """
+    shapes = {value: fact.shape or () for value, fact in facts.items()}
+    most = max((size for value in (*graph.inputs, *graph.initializers.values()) for size in shapes[value]), default=0)
+    exact = ranges(graph, shapes, {value: fact.dtype for value, fact in facts.items()}, most)
+    named: set[ir.Value] = set()
+    for node in graph:
+        rule = parser.operators.get(node.op_type)
+        if not isinstance(rule, Rule) or known.issuperset(node.outputs):
+            continue  # refused already, or worked out while parsing
+        computed = [value for i, value in enumerate(node.inputs) if str(i) not in rule.constant]
+        lost = _integers((*computed, *node.outputs), facts) - exact.keys()
+        if lost and not lost & named:
+            yield node
+        named |= lost
+
+
+def _node(node: ir.Node) -> str:
+    return f"node '{node.name or node.outputs[0].name}' ({node.op_type})"
+
+
 def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
     """Everything of a graph that a backend does not take: the operator or part it concerns, and a phrase that says what."""
     parser, graph = PARSERS[backend], model.graph
@@ -512,14 +561,18 @@ def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
             said = ["has a tensor without elements"]
         else:
             said = list(_refused(use, rule, known, parser, opset))
-        found += [(node.op_type, f"node '{node.name or node.outputs[0].name}' ({node.op_type}) {what}") for what in said]
+        found += [(node.op_type, f"{_node(node)} {what}") for what in said]
+    if parser.floating and not found:
+        what = f"has integers that may change when they are computed in fp32 without rounding, or pass {LIMIT}"
+        found += [(node.op_type, f"{_node(node)} {what}") for node in _inexact(graph, facts, known, parser)]
     return found
 
 
 def check(model: ir.Model, backend: str) -> None:
     """Raises GumihoError where a graph holds what a backend's parser does not take.
 
-    Backends without a table, ONNX Runtime's, are tried for real when a bundle is compiled.
+    backend: its name, or that of a spare form that has a parser of its own. Backends without a table, ONNX Runtime's, are tried
+    for real when a bundle is compiled.
     """
     if backend not in PARSERS or not (found := refusals(model, backend)):
         return

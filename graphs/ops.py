@@ -287,14 +287,6 @@ class Plain:
         return x.index_select(0, index)
 
     @staticmethod
-    def quotient(x: Tensor, divisor: int) -> Tensor:
-        """Whole quotients of non-negative int64."""
-        if is_in_onnx_export():  # spelled out, since the tracer knows no integer division
-            by = torch.full((1,), divisor, dtype=torch.int64)
-            return ops.symbolic("Div", (x, by), {}, dtype=x.dtype, shape=x.shape, version=14)
-        return x // divisor
-
-    @staticmethod
     def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of the last axis in descending order, of equal values the one with the lower index first."""
         if is_in_onnx_export():

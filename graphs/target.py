@@ -2,11 +2,24 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layer import Layer, Linear, LlamaShape, Norm, Rotary
 from .ops import Plain, Scheme
+
+_LARGEST_SUM = 3e38  # just below the largest fp32
+
+
+def choose(logits: Tensor, hidden: Tensor) -> Tensor:
+    """The token of the largest logit, ties to the lowest id; -1 for rows with a NaN or an infinity. logits: [R, V]; hidden: [R, H], of
+    which they were made -> int64 [R].
+    """
+    # Whatever is not finite carries over to the sum, and no compiler may simplify the comparison. The sum is in fp32, since finite
+    # fp16 logits can have an infinite one, and includes ``hidden``, since products that round their rows can lose a NaN.
+    finite = (logits.float().sum(-1) + hidden.float().sum(-1)).abs() < _LARGEST_SUM
+    return torch.where(finite, logits.argmax(-1), -1)
 
 
 class Target(nn.Module):
@@ -32,8 +45,8 @@ class Target(nn.Module):
         """One pass.
 
         tokens, depth: int64 [R]; mask: bool [R, R]; past_length: int64 [1]; caches: key and value of every layer in turn,
-        [1, kv heads, S, d]. Row r sits at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (argmax, ties
-        to the lowest id), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and what the dialect returns of the caches.
+        [1, kv heads, S, d]. Row r sits at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (see
+        ``choose``), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and what the dialect returns of the caches.
         """
         position = past_length + depth
         sight = self.ops.sight(mask, tokens.shape[0], past_length, caches[0])
@@ -46,4 +59,4 @@ class Target(nn.Module):
             present += written
         hidden = self.norm(x)
         logits = self.lm_head(hidden).to(caches[0].dtype)
-        return logits.argmax(-1), logits, hidden.to(caches[0].dtype), *present
+        return choose(logits, hidden), logits, hidden.to(caches[0].dtype), *present

@@ -125,7 +125,9 @@ def grow(
     def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keeps the level's best nodes: scores, tokens, and the rank of each one's parent among the expanded nodes."""
         score, index = ops.top_k(options.reshape(-1), tree.kept(depth))
-        return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.quotient(index, options.shape[1])
+        # A table instead of a quotient: MIGraphX up to ROCm 7.2.4 computes int64 in fp32 on a GPU and leaves out the rounding.
+        parents = torch.arange(options.shape[0], device=device)[:, None].expand_as(options).reshape(-1)
+        return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
 
     # Level 1: the best tokens of the serial step that has just read the newly accepted tokens.
     score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tried(1)))

@@ -35,7 +35,7 @@ import runtime.backends.onnxruntime
 import runtime.engines
 import runtime.golden
 from exporter import forms
-from exporter.cli import main, parser, plan
+from exporter.cli import main, open_pair, parser, plan, tree_config
 from exporter.staging import NOTES
 from graphs.ops import Standard
 from runtime.bundle import Bundle
@@ -951,6 +951,26 @@ def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     official = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--rows", "64"]
     tree = plan(parser().parse_args(official)).tree
     assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)
+
+
+@pytest.mark.parametrize(("more", "rows", "head_top_k"), [
+    (["--backend", "cuda"], 64, 32),
+    (["--backend", "migraphx"], 64, 35),
+    (["--backend", "cuda", "migraphx"], 64, 32),
+    (["--backend", "cuda", "--head-top-k", "40"], 64, 40),
+    (["--backend", "cuda", "--compat", "reference"], 64, 35),
+    (["--backend", "cuda", "--weights", "int4"], 16, 32),
+    (["--backend", "migraphx", "--weights", "int4"], 16, 35),
+    (["--backend", "tensorrt", "--weights", "int4"], 16, 35),
+    (["--backend", "tensorrt", "--weights", "int4", "--rows", "32"], 32, 35),
+    (["--backend", "tensorrt", "--weights", "fp8", "--draft-weights", "int4"], 64, 35),
+    (["--backend", "cpu", "--weights", "int4"], 8, 35),
+    (["--backend", "cpu", "cuda", "--weights", "int4"], 8, 32),
+])  # fmt: skip
+def test_defaults_follow_the_backend(pair: Path, more: list[str], rows: int, head_top_k: int) -> None:
+    args = parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
+    tree = tree_config(args, open_pair(args))
+    assert (tree.rows, tree.head_top_k) == (rows, head_top_k)
 
 
 # --- several backends ----------------------------------------------------------------------------------------------------

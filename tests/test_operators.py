@@ -21,7 +21,7 @@ from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
 
-OPSETS = {"migraphx": 18, "tensorrt": 24}
+OPSETS = {"migraphx": 18, "tensorrt": 24, "tensorrt-basic": 18}
 
 
 def made(backend: str, nodes: str, opset: int = 0) -> ir.Model:
@@ -48,7 +48,7 @@ SIGHT = "float[1,4,3,8] q, float[1,2,16,8] k, float[1,2,16,8] v, bool[1,1,3,16] 
 # Taken by both.
 BOTH = [
     *(f"{X} | y = {op}(x)" for op in ("Exp", "Log", "Sqrt", "Erf", "Sigmoid", "Tanh", "Reciprocal", "Floor", "Abs", "Neg", "Identity")),
-    *(f"{X} | y = {op}(x, x)" for op in ("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum")),
+    *(f"{X} | y = {op}(x, x)" for op in ("Mod <fmod = 1> ", "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum")),
     *(f"{MASK} | y = {op}(x, x)" for op in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")),
     *(f"bool[8] x => bool[8] y | y = {op}(x, x)" for op in ("And", "Or", "Xor")),
     *(f"{X} | y = {op} <axis = -1> (x)" for op in ("Softmax", "LogSoftmax")),
@@ -56,12 +56,10 @@ BOTH = [
       for op in ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")),
     *(f"float[2,8] x => int64[2] y | y = {op} <axis = 1, keepdims = 0> (x)" for op in ("ArgMax", "ArgMin")),
     f"int64[2,8] x => int64[2] y{AXIS}y = ReduceMax <keepdims = 0> (x, a)",
-    "int64[4] x => int64[4] y | int64[1] d = {3} | y = Div(x, d)",
     "bool[8] x => bool[8] y | y = Not(x)",
     "float[2,8] x => bool[2,8] y | y = IsNaN(x)",
     "bool[2,1] c, float[8] x => float[2,8] y | float z = {0} | y = Where(c, x, z)",
     f"{X} | float low = {{0}}, float high = {{1}} | y = Clip(x, low, high)",
-    "int64[4] x => int64[4] y | int64 d = {3} | y = Mod(x, d)",
     "float[2,8] x => float16[2,8] y | y = Cast <to = 10> (x)",
     "float[2,8] x, float16[1] z => float16[2,8] y | y = CastLike(x, z)",
     "float[3,2,8] x, float[3,8,4] w => float[3,2,4] y | y = MatMul(x, w)",
@@ -110,6 +108,8 @@ TAKEN = {
     ],
     "tensorrt": [
         *BOTH,
+        "int64[4] x => int64[4] y | int64[1] d = {3} | y = Div(x, d)",
+        "int64[4] x => int64[4] y | int64 d = {3} | y = Mod(x, d)",
         f"{B4} | y = DequantizeLinear <axis = 1, block_size = 64> (q, s)",
         f"{E8} | y = DequantizeLinear <axis = 0> (q, s)",
         f"{E8.replace('float[4] s', 'float s').replace('{1, 1, 1, 1}', '{1}')} | y = DequantizeLinear(q, s)",
@@ -119,8 +119,10 @@ TAKEN = {
         f"{SIGHT} y = Attention(q, k, v, m)",
         "bfloat16[2,8] x => bfloat16[2,8] y | y = Sigmoid(x)",
     ],
+    "tensorrt-basic": [*BOTH, f"{B4} | y = DequantizeLinear <axis = 1, block_size = 64> (q, s)"],
 }  # fmt: skip
 
+INEXACT = "integers that may change when they are computed in fp32"
 REFUSED = [
     ("migraphx", X + " | y = Attention(x, x, x)", "com.microsoft's operator"),
     ("migraphx", X + " | y = RotaryEmbedding(x, x, x)", "another order"),
@@ -141,6 +143,29 @@ REFUSED = [
     ("migraphx", "int64[2,8] x, int64[8,2] z => int64[2,2] y | y = MatMul(x, z)", "has INT64 as input 0"),
     ("migraphx", "bfloat16[8] x => float[8] y | z = Pow(x, x) y = Cast <to = 1> (z)", "has BFLOAT16 as input 0"),
     ("migraphx", "int32[4] x => int32[4] y | int32 d = {3} | y = Mod(x, d)", "has INT32 as input 0"),
+    # Integers that fp32 rounds, or does not round.
+    ("migraphx", "int64[4] x => int64[4] y | int64[1] d = {3} | y = Div(x, d)", "has INT64 as input 0"),
+    ("migraphx", "int64[4] x => int64[4] y | int64 d = {3} | y = Mod(x, d)", "has INT64 as input 0"),
+    ("migraphx", "int64[4] x => int64[4] y | int64 d = {3} | y = Pow(x, d)", "has INT64 as input 0"),
+    ("migraphx", f"int64[2,8] x => int64[2] y{AXIS}y = ReduceMean <keepdims = 0> (x, a)", "has INT64 as input 0"),
+    ("migraphx", f"int64[2,8] x => int64[2] y{AXIS}y = ReduceProd <keepdims = 0> (x, a)", INEXACT),
+    ("migraphx", "float[4] x => int64[4] y | y = Cast <to = 7> (x)", INEXACT),
+    ("migraphx", "float[4] x => int64[4] y | float h = {0.5} | z = Floor(x) w = Mul(z, h) y = Cast <to = 7> (w)", INEXACT),
+    ("migraphx", "bool[4] x => int64[4] y | float h = {0.5} | z = Cast <to = 1> (x) w = Mul(z, h) y = Cast <to = 7> (w)", INEXACT),
+    ("migraphx", "bool[4] x => int64[4] y | z = Cast <to = 10> (x) y = Cast <to = 7> (z)", INEXACT),
+    ("migraphx", "int64[9000000] x => int64[9000000] y | y = Add(x, x)", INEXACT),
+    ("migraphx", "int64[9000000] x => int64[9000000] y | z = Neg(x) y = Sub(z, x)", INEXACT),
+    ("migraphx", "int64[5000] x => int64[5000] y | y = Mul(x, x)", INEXACT),
+    ("migraphx", "int64[5000] x => int64[5000] y | z = Neg(x) y = Mul(z, x)", INEXACT),
+    ("migraphx", f"int64[2,5000] x => int64[2] y{AXIS}y = ReduceSum <keepdims = 0> (x, a)", INEXACT),
+    ("migraphx", "int64[17000000] x => int64[17000000] y | y = Identity(x)", INEXACT),
+    ("migraphx", "int64[4] x => bool[4] y | int64 c = {16777217} | y = Less(x, c)", INEXACT),
+    ("migraphx", "int64[4] x => int64[1] y | int64[2] t = {0, 16777217}, int64[1] i = {1} | z = Gather <axis = 0> (t, x) y = Gather <axis = 0> (z, i)", INEXACT),
+    ("tensorrt-basic", CACHE + "y = TensorScatter <axis = -2> (past, new, at)", "came after TensorRT 10.3"),
+    ("tensorrt-basic", SIGHT + "y = Attention(q, k, v, m)", "came after TensorRT 10.3"),
+    ("tensorrt-basic", "int64[4] x => int64[4] y | int64[1] d = {3} | y = Pow(x, d)", "has INT64 as input 0"),
+    ("tensorrt-basic", f"{X} | int64 a = {{1}}, int64[1] s = {{-1}} | b = Reshape(a, s) y = CumSum(x, b)", "must be stored"),
+    ("tensorrt-basic", "float[2,1] x => float[2] y | int64 a = {1}, int64[1] s = {-1} | b = Reshape(a, s) y = Squeeze(x, b)", "must be stored"),
     ("migraphx", X + " | y = Mod(x, x)", "floats and no fmod"),
     ("migraphx", "float x => float[1,1] y | int64[2] a = {0, 1} | y = Unsqueeze(x, a)", "several axes"),
     ("migraphx", "float[9,8] x, int64 i => float[1,8] y | int64[1] s = {1} | j = Expand(i, s) y = Gather(x, j)", "stays a scalar"),
@@ -233,7 +258,7 @@ def test_refused(backend: str, nodes: str, phrase: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "opset", "taken"), [
-    ("migraphx", 19, True), ("migraphx", 20, False), ("tensorrt", 24, True), ("tensorrt", 25, False), ("tensorrt", 12, False),
+    ("migraphx", 19, True), ("migraphx", 20, False), ("tensorrt-basic", 20, True), ("tensorrt-basic", 21, False), ("tensorrt", 24, True), ("tensorrt", 25, False), ("tensorrt", 12, False),
 ])  # fmt: skip
 def test_opsets(backend: str, opset: int, taken: bool) -> None:
     assert ("declares opset" not in said(made(backend, f"{X} | y = Exp(x)", opset), backend)) == taken
@@ -249,6 +274,22 @@ def test_migraphx_takes_the_highest_opset_of_any_domain() -> None:
 def test_of_sizes_that_are_not_static_only_the_inputs_are_named(backend: str) -> None:
     model = made(backend, "float[rows,8] x, float[8] z => float[rows,8] y | a = Exp(x) y = Add(a, z)")
     assert refusals(model, backend) == [("input", "'x' has the shape [rows,8], which is not static")]
+
+
+@pytest.mark.parametrize("nodes", [
+    "int64[8000000] x => int64[8000000] y | y = Add(x, x)",
+    "int64[4000] x => int64[4000] y | y = Mul(x, x)",
+    "int64[2,4000] x => int64[2] y | int64[1] a = {1} | y = ReduceSum <keepdims = 0> (x, a)",
+    "bool[4] x => int64[4] y | float h = {3.0} | z = Cast <to = 1> (x) w = Mul(z, h) y = Cast <to = 7> (w)",
+])  # fmt: skip
+def test_integers_that_fp32_holds_are_taken(nodes: str) -> None:
+    assert said(made("migraphx", nodes), "migraphx") == ""
+
+
+def test_integers_are_refused_where_they_are_lost() -> None:
+    """What follows from them would only bury it."""
+    model = made("migraphx", "int64[5000] x => int64[5000] y | z = Mul(x, x) [late] w = Neg(z) y = Add(w, x)")
+    assert [what.split(" has ")[0] for _, what in refusals(model, "migraphx")] == ["node 'z' (Mul)"]
 
 
 def test_the_error_names_graph_node_and_operator_and_counts_all() -> None:
@@ -350,7 +391,9 @@ def graphs(ops: type[Plain], dtype: torch.dtype) -> list[ir.Model]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("ops", "backend"), [(Basic, "migraphx"), (Basic, "tensorrt"), (Standard, "tensorrt")])
+@pytest.mark.parametrize(
+    ("ops", "backend"), [(Basic, "migraphx"), (Basic, "tensorrt"), (Basic, "tensorrt-basic"), (Standard, "tensorrt")]
+)
 def test_our_graphs(ops: type[Plain], backend: str, dtype: torch.dtype) -> None:
     for model in graphs(ops, dtype):
         before = str(model)

@@ -557,6 +557,17 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         assert (made.dialect, made.drafting) == dialects, (pair, options)
 
 
+@pytest.mark.parametrize(("backend", "how", "warned"), [
+    ("migraphx", "int4", True), ("migraphx", "int8", False), ("cpu", "int4", False), ("tensorrt", "int4", False),
+])  # fmt: skip
+def test_an_int4_drafter_for_migraphx_is_warned_of(
+    tmp_path: Path, backend: str, how: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RandomPair(WIDE, heads=1).write(tmp_path)
+    assert cli.main(argv(tmp_path, "--backend", backend, "--draft-weights", how, "--dry-run")) == 0
+    assert ("warning: on a GPU MIGraphX turns an int4 drafter's" in capsys.readouterr().out) == warned
+
+
 def test_vllm_quantizes_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path)
     folders = argv(tmp_path)[:6]

@@ -10,15 +10,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from exporter.bundle import _is_matrix
 from exporter.checkpoint import Checkpoint, llama_shape
 from exporter.pair import Pair
-from exporter.trace import caches, trace
-from exporter.weights import Packer
-from graphs.ops import Contrib, Exact, Plain, Standard
-from graphs.target import Target
+from exporter.trace import _quiet, caches, trace
+from exporter.weights import Packer, Source, quantized
+from graphs.ops import Contrib, Exact, Plain, Scheme, Standard
+from graphs.target import Target, choose
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
 
@@ -75,10 +76,14 @@ def eager(pair: Pair) -> Run:
     return run
 
 
-def onnx(pair: Pair, dialect: type[Plain], folder: Path) -> Run:
-    """The target graph as a bundle holds it, its caches written in place over leftovers."""
-    module = pair.modules(TREE, CAPACITY, CAPACITY, dialect)["target"]
-    locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", pair.target_sources(CAPACITY))
+def onnx(pair: Pair, dialect: type[Plain], folder: Path, scheme: Scheme | None = None) -> Run:
+    """The target graph as a bundle holds it, its caches written in place over leftovers. scheme: of the target's matrices."""
+    module = pair.modules(TREE, CAPACITY, CAPACITY, dialect, schemes={"target": scheme} if scheme else {})["target"]
+    sources = dict[str, Source]()
+    for name, source in pair.target_sources(CAPACITY).items():
+        whole = scheme is None or not _is_matrix(name, source)
+        sources |= {name: source} if whole else quantized(source, name, scheme, torch.float32)  # type: ignore[arg-type]
+    locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", sources)
     model = trace(module, locations, folder, torch.float32)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -202,6 +207,88 @@ def test_choice_of_equal_logits_is_the_lowest_id(how: str, tmp_path: Path) -> No
     assert (logits == logits.max(-1, keepdim=True).values).sum(-1).min() >= 4  # ties there are
     assert choice.tolist() == [line.index(max(line)) for line in logits.tolist()]
     assert choice.max() < 200
+
+
+NAN, INFINITE = float("nan"), float("inf")
+QUANTIZED = {"int4": Scheme(16, torch.uint8), "int8": Scheme(16, torch.uint8, 8), "w8a8": Scheme(0, torch.int8, 8)}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Heads that every dialect takes."""
+    folder = tmp_path_factory.mktemp("finite")
+    target, drafter = RandomPair({"head_dim": 16, "num_hidden_layers": 2}, seed=7).write(folder)
+    return Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
+
+
+def damaged(pair: Pair, name: str, at: tuple[int, ...], value: float) -> Pair:
+    """The pair with one number of its target changed."""
+    sources = pair.target_sources(CAPACITY)
+    whole = torch.cat(list(sources[name].slices())).float()
+    whole[at] = value
+    changed = {name: Source(tuple(whole.shape), lambda: iter((whole,)))}
+    copy = Pair(pair.target, pair.drafter)
+    copy.target_sources = lambda positions: sources | changed  # type: ignore[method-assign]
+    return copy
+
+
+def apart(run: Run) -> tuple[Tensor, Tensor]:
+    """Choice and logits of six rows that see nobody but themselves and a finite past of one position."""
+    run(torch.tensor([9]), *causal(1), 0)
+    choice, logits, _ = run(torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.eye(6, dtype=torch.bool), 1)
+    return choice, logits
+
+
+DAMAGE = {
+    "one logit": ("lm_head.weight", (11, 5), NAN),
+    "an infinite logit": ("lm_head.weight", (11, 5), INFINITE),
+    "a norm": ("norm.weight", (3,), NAN),
+    "a layer": ("layers.0.mlp.down_proj.weight", (2, 2), INFINITE),
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "dialect"),
+    [*((damage, None) for damage in DAMAGE), ("one logit", Standard), ("a layer", Contrib), ("a norm", Exact)],
+)
+def test_choice_says_when_logits_are_not_finite(plain: Pair, damage: str, dialect: type[Plain] | None, tmp_path: Path) -> None:
+    pair = damaged(plain, *DAMAGE[damage])
+    choice, logits = apart(eager(pair) if dialect is None else onnx(pair, dialect, tmp_path))
+    assert not logits.isfinite().all(-1).any()
+    assert choice.tolist() == [-1] * 6
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_products_that_round_their_rows_hide_nothing(plain: Pair, how: str, tmp_path: Path) -> None:
+    """Rounded to int8, a NaN is a whole number like any other."""
+    pair = damaged(plain, "norm.weight", (3,), NAN)
+    choice, _ = apart(onnx(pair, Exact, tmp_path, QUANTIZED[how]))
+    assert choice.tolist() == [-1] * 6
+
+
+class Choose(nn.Module):
+    def forward(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        return choose(logits, hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_only_the_rows_that_are_not_finite_have_no_choice(dtype: torch.dtype) -> None:
+    """Eager and in ONNX Runtime: one number or several, that cancel each other, at any place; sums beyond fp16 are finite."""
+    draw = torch.Generator().manual_seed(0)
+    logits, hidden = torch.randn(12, 70, generator=draw), torch.randn(12, 5, generator=draw)
+    logits[0], logits[10], logits[11] = 60000, -60000, 0
+    logits[1, 69], logits[2, 0], logits[3, 35], hidden[4, 0], hidden[5, 4] = NAN, INFINITE, -INFINITE, NAN, INFINITE
+    logits[6, 3:5] = torch.tensor([INFINITE, -INFINITE])
+    logits[7] = INFINITE
+    logits, hidden = logits.to(dtype), hidden.to(dtype)
+    bad = range(1, 8)
+    expected = [-1 if i in bad else line.index(max(line)) for i, line in enumerate(logits.tolist())]
+    assert choose(logits, hidden).tolist() == expected
+    with _quiet():
+        program = torch.onnx.export(Choose(), (logits, hidden), dynamo=True, opset_version=18, input_names=["a", "b"])
+    assert program is not None
+    session = ort.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, {"a": logits.numpy(), "b": hidden.numpy()})[0].tolist() == expected
 
 
 def test_parameters_are_the_checkpoints() -> None:

@@ -57,7 +57,12 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
 
 
 def opened(bundle: Path, form: str, lazy: bool) -> Model:
+    """form: a backend, and after a dash the name of one of its spare forms."""
+    form, _, spare = form.partition("-")
     read, made = Bundle(bundle), stand_in(form, lazy)("", 1)
+    if spare:
+        own = read.manifest.form(form)
+        read.manifest = replace(read.manifest, forms={form: replace(own, graphs=own.spares[spare])})
     folder, errors = compile_engines(read, made)
     assert max(errors.values()) < 5e-4
     engines, device = made.open(read, folder)
@@ -72,7 +77,7 @@ def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) 
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["host", "accelerator"])
-@pytest.mark.parametrize("form", BACKENDS[1:])
+@pytest.mark.parametrize("form", [*BACKENDS[1:], "tensorrt-decomposed", "tensorrt-basic"])
 @pytest.mark.parametrize("pair", [DEMO, ODD], ids=["demo", "odd"])
 def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, form: str, lazy: bool) -> None:
     """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last position."""
@@ -104,6 +109,11 @@ def test_sizes_are_pinned(make_bundle: MakeBundle) -> None:
         assert all(isinstance(size, int) for port in ports for size in port.shape)
     assert manifest.forms["migraphx"].graphs["target"].appends
     assert not manifest.forms["tensorrt"].graphs["target"].appends
+    spares = manifest.forms["tensorrt"].spares
+    assert {name: graphs["target"].appends for name, graphs in spares.items()} == {"decomposed": False, "basic": True}
+    assert {graph.file for graph in spares["basic"].values()} == {
+        f"graphs/tensorrt-basic/{name}.onnx" for name in ("target", "draft", "extend")
+    }
 
 
 def test_a_form_that_is_not_there(demo_bundle: Path) -> None:
