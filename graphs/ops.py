@@ -303,8 +303,9 @@ class Plain:
         if not is_in_onnx_export():
             return x.sort(descending=True, stable=True)[1][:k]
         index = torch.arange(x.shape[0])
+        # A row for each value that may be ahead, so that the sum keeps its place: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a sum
+        # that is squeezed and spread along another axis.
         ahead = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (index[:, None] < index[None, :]))
-        # The sum keeps its axis: MIGraphX of ROCm 7.2.4 fails on one that is dropped and then added again in front.
         rank = ahead.to(torch.float32).sum(0, keepdim=True)
         place = rank == torch.arange(k, dtype=torch.float32)[:, None]
         return torch.where(place, index.to(torch.float32), 0.0).sum(1).to(torch.int64)

@@ -170,22 +170,16 @@ def test_tensorrt_falls_back_to_decomposed_attention(
 
 
 def test_tensorrt_keeps_no_wrong_engines(nvidia: ModuleType, bundle: Path) -> None:
-    nvidia.WRONG |= {"fused", "decomposed"}
+    nvidia.WRONG |= {"fused", "decomposed", "basic"}
     with pytest.raises(GumihoError, match="golden"):
         compiled(bundle, "tensorrt")
     assert not kept(bundle)
-
-
-def with_primitives(bundle: Path) -> None:
-    """Gives TensorRT's form the graphs of primitives that MIGraphX's has: they are of one pair and one size."""
-    edit(bundle, lambda raw: raw["forms"]["tensorrt"]["spares"].update(basic=raw["forms"]["migraphx"]["graphs"]))
 
 
 @pytest.mark.parametrize("version", ["10.3.0", "10.13.3.9"])
 def test_a_tensorrt_that_cannot_write_caches_gets_primitives(
     nvidia: ModuleType, bundle: Path, expected: list[list[int]], version: str
 ) -> None:
-    with_primitives(bundle)
     nvidia.__version__ = version
     folder, _ = compiled(bundle, "tensorrt")
     assert set(nvidia.BUILT) == {"basic"}
@@ -207,7 +201,6 @@ def test_a_tensorrt_that_cannot_write_caches_says_so(nvidia: ModuleType, bundle:
 
 
 def test_the_last_resort_are_primitives(nvidia: ModuleType, bundle: Path, expected: list[list[int]]) -> None:
-    with_primitives(bundle)
     nvidia.UNBUILDABLE |= {"fused", "decomposed"}
     compiled(bundle, "tensorrt")
     assert set(nvidia.BUILT) == {"basic"}
