@@ -241,7 +241,7 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     require(name)
     form, made = opened.manifest.form(name), backend(name, device, threads)
     folder = find_engines(opened, made)
-    costs = Costs.load(folder)
+    costs = Costs.load(folder, opened.manifest.rows)
     engines, memory = made.open(opened, folder)
     try:
         return Model(opened, form, engines, memory, costs)
