@@ -299,8 +299,9 @@ class Decoder:
                 raise GumihoError("something else was read into the caches of this generation: start it again")
             self.device.enter()
             planner = self.planner if speculate and asked.rows is None else None
-            found = planner.lookup(tokens, self._room - 1) if planner and asked.looks_up else ()
-            if drafting := speculate and not found and (planner is None or planner.drafts):
+            due = planner is not None and planner.due
+            found = planner.lookup(tokens, 0 if due else self._room - 1) if planner and asked.looks_up else ()
+            if drafting := speculate and not (found or due) and (planner is None or planner.drafts):
                 rows, path = self.cycle(planner, times[2] if stats.cycles > 1 else 0)  # the first one's has what a prompt takes
             else:
                 rows, path = 1 + len(found), self.step(planner, found)

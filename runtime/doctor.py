@@ -13,6 +13,7 @@ from .bundle import Bundle
 from .command import run
 from .engines import find_engines
 from .errors import GumihoError
+from .planner import Costs
 from .memory import size
 
 _PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "jinja2", "cuda-bindings", "tensorrt")
@@ -68,6 +69,8 @@ def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str,
             folder = find_engines(bundle, made, quick)
             ready = True
             lines.append(f"  {name}: {folder.relative_to(bundle.path)} is current")
+            if costs := Costs.read(folder, manifest.rows):
+                lines += [f"  {name}: {line}" for line in costs.lines()]
         except GumihoError as error:
             lines.append(f"  {name}: {error}{f' --device {devices[name]}' if devices[name] else ''}")
     return lines, ready

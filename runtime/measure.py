@@ -4,7 +4,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 from .decoder import Decoder
-from .planner import Costs, sizes
+from .planner import Costs, rising, sizes
 
 _CONTEXT = 128  # positions before a measured pass
 _HOST = 60_000.0  # nanoseconds; told apart from the engines' only in a real cycle
@@ -12,7 +12,8 @@ _ENOUGH, _ALL = 1_000_000_000, 60_000_000_000  # nanoseconds after which a pass 
 
 
 def measure(decoder: Decoder) -> Costs:
-    """Times the draft, and the target over as many rows as a tree may have, each a few times; the fastest counts.
+    """Times the draft, and the target over as many rows as a tree may have, each a few times; the fastest counts. Costs
+    that fall with rows are lowered to what more rows took.
 
     On devices where draft and verification are one launch, that is the target's time and the draft's is none.
     """
@@ -28,14 +29,14 @@ def measure(decoder: Decoder) -> Costs:
         decoder.device.synchronize()
 
     if static:
-        costs = Costs({1: _fastest(decoder.causal(1)), rows: _fastest(cycle)}, 0.0, _HOST)
+        costs = Costs(rising({1: _fastest(decoder.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
     else:
         cycle()  # a tree to verify
         by_rows, started = {1: _fastest(decoder.causal(1)), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
         for size in sizes(rows):
             if size not in by_rows and perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
                 by_rows[size] = _fastest(decoder.verification(size))
-        costs = Costs(by_rows, _fastest(draft), _HOST)
+        costs = Costs(rising(by_rows), _fastest(draft), _HOST)
     decoder.clear()
     return costs
 

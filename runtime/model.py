@@ -256,7 +256,7 @@ def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine],
     while True:
         folder = find_engines(bundle, backend)
         try:
-            form, costs = backend.form(bundle, folder), Costs.load(folder)
+            form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
             require_memory(bundle, backend)
             return form, *backend.open(bundle, folder), costs
         except GumihoError:

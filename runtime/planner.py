@@ -7,12 +7,18 @@ per time is taken, tree by tree. Where drafting loses more than it had gained be
 
 Where the text repeats itself, what followed before is verified instead, if that promises more: it costs no draft. How often it is
 right is counted by how many tokens are alike already, whether it was verified or not.
+
+The prices measured at compile time are only a first guess: a busy machine may have falsified any of them. The first pass of each kind
+in this process replaces its guess, and ``due`` asks for a plain pass often enough that the price of plain decoding stays current
+while drafting.
 """
 
 import json
+from bisect import bisect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import exp, inf
 from pathlib import Path
 
@@ -30,10 +36,19 @@ _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 1.5, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
 _TURN = 0.2  # of the pace, by which each tree changes it
-_REST = 24, 512  # passes without a draft before drafting is tried again: at first, and at most
+_REST = 32, 512  # passes without a draft before drafting is tried again: at first, and at most
+_LONGER = 4  # times as long is the next rest if drafting does not pay again
 _DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
 _REPEATS = 1.0, 2.0  # repetitions that went on, of how many: before any was seen, one of two
 _UNLIKELY = 0.02  # no tokens are looked up that are as unlikely as this
+_LAST = 3  # measurements of a pass of which the shortest is its price
+_PAUSE = 16.0  # times the expected price, from which a pass was held up by something else
+_OLD = 4, 128  # passes after which prices that were measured once, or more often, are guesses again
+_TRY = 4, 8  # rows that the first draft of a process verifies, at least and at most, to learn what a row costs
+_CHECK = 8, 96  # drafts and lookups after which a plain pass is measured: again for the first time, and from then on
+_LONGEST = 1e15  # nanoseconds that a pass may take, eleven days
+_LARGEST = 1 << 20  # bytes of a costs.json
+_MOST_ROWS = 1 << 16  # of a tree, if its size is not known
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -54,16 +69,135 @@ class Costs:
         (folder / FILE).write_text(json.dumps(content), "utf-8")
 
     @staticmethod
-    def load(folder: Path) -> "Costs | None":
-        """What was measured when the engines in a folder were compiled, None where nothing was."""
+    def read(folder: Path, rows: int = 0) -> "Costs | None":
+        """What is stored beside the engines in a folder, None if nothing is.
+
+        rows: of the bundle's trees, 0 if unknown. Raises GumihoError if the file is damaged.
+        """
         file = folder / FILE
         if not file.is_file():
             return None
         try:
+            if file.stat().st_size > _LARGEST:
+                raise ValueError("too large")
             raw = json.loads(file.read_text("utf-8"))
-            return Costs({int(rows): float(cost) for rows, cost in raw["target"]}, float(raw["draft"]), float(raw["host"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(raw, dict) or not {"target", "draft", "host"} <= raw.keys():
+                raise ValueError("target, draft and host are not all there")
+            target = _table(raw["target"], rows)
+            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0))
+        except (OSError, ValueError, RecursionError) as error:
             raise GumihoError(f"{file} is damaged ({error}): compile the engines again") from None
+
+    @staticmethod
+    def load(folder: Path, rows: int = 0) -> "Costs | None":
+        """The same, made to never fall with rows."""
+        costs = Costs.read(folder, rows)
+        return costs and Costs(rising(costs.target), costs.draft, costs.host)
+
+    def lines(self) -> list[str]:
+        """The table and warnings about odd entries, for people."""
+        target = sorted(self.target.items())
+        plain, found = (
+            self.target[1] / 1e6,
+            [f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}"],
+        )
+        found.append(f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}")
+        for (few, dear), (more, cheap) in pairwise(target):
+            if cheap < dear:
+                found.append(
+                    f"warning: {few} {'row was' if few == 1 else 'rows were'} measured at {dear / 1e6:.3g} ms and {more} rows at "
+                    f"{cheap / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
+                )
+        if self.draft / 1e6 > plain:
+            found.append("warning: a draft takes longer than a plain pass, so drafting will hardly pay")
+        return found
+
+
+def rising(target: Mapping[int, float]) -> dict[int, float]:
+    """Costs that never fall with rows. Of two that contradict each other the lower one holds: other load only lengthens a pass."""
+    more = sorted(target, reverse=True)
+    least = dict(zip(more, accumulate((target[rows] for rows in more), min), strict=True))
+    return {rows: least[rows] for rows in target}
+
+
+def _price(name: str, value: object, least: float) -> float:
+    """A stored price in nanoseconds. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LONGEST:
+        raise ValueError(f"{name} is no time in nanoseconds")
+    return float(value)
+
+
+def _table(raw: object, rows: int) -> dict[int, float]:
+    """Stored prices by rows, of trees of so many rows if that is known. Raises ValueError."""
+    if not isinstance(raw, list):
+        raise ValueError("target is no list")
+    found = dict[int, float]()
+    for entry in raw:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError("target is no list of pairs")
+        size, cost = entry
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= (rows or _MOST_ROWS) or size in found:
+            raise ValueError("target has an impossible number of rows")
+        found[size] = _price("an entry of target", cost, 1)
+    for size in (1, rows or 1):
+        if size not in found:
+            raise ValueError(f"target has no entry for {size} {'row' if size == 1 else 'rows'}")
+    return found
+
+
+class _Price:
+    """What one kind of pass takes: the shortest of the last few measurements, since other load only lengthens a pass. Before the
+    first, a guess."""
+
+    def __init__(self, guess: float) -> None:
+        self.value, self.count, self._at = guess, 0, 0
+        self._last = deque[float](maxlen=_LAST)
+
+    def measured(self, elapsed: float, at: int = 0) -> None:
+        self._last.append(elapsed)
+        self.value, self.count, self._at = min(self._last), self.count + 1, at
+
+    def fresh(self, now: int) -> bool:
+        """Whether it was measured lately."""
+        return self.count > 0 and now - self._at <= _OLD[self.count > 1]
+
+
+class _Prices:
+    """Prices of passes by their rows, which never fall with rows.
+
+    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately costs
+    what was known of it or what a line through measured sizes says, whichever is less: a price that is too low is soon corrected, since
+    that size is then chosen and measured, and one that is too high never would be.
+    """
+
+    def __init__(self, guesses: Mapping[int, float]) -> None:
+        self._passes = {rows: _Price(cost) for rows, cost in sorted(rising(guesses).items())}
+        self._clock = 0  # passes
+        self.now = {rows: price.value for rows, price in self._passes.items()}
+
+    def measured(self, rows: int, elapsed: float) -> bool:
+        """A pass took so many nanoseconds. Returns whether the price was a guess before."""
+        self._clock += 1
+        guessed = not self._passes[rows].fresh(self._clock)
+        self._passes[rows].measured(elapsed, self._clock)
+        known = rising({n: price.value for n, price in self._passes.items() if price.fresh(self._clock)})
+        known = {1: min(self._passes[1].value, *known.values()), **known}
+        sizes = list(known)
+        self.now = {n: known[n] if n in known else _between(n, price.value, known, sizes) for n, price in self._passes.items()}
+        return guessed
+
+    @property
+    def untried(self) -> bool:
+        """Whether nothing but plain passes was ever measured."""
+        return self._passes[1].count > 0 and not any(price.count for rows, price in self._passes.items() if rows > 1)
+
+
+def _between(rows: int, guess: float, known: Mapping[int, float], sizes: Sequence[int]) -> float:
+    """A price that is not measured. known: those of ``sizes``, ascending from 1."""
+    at = bisect(sizes, rows)
+    below, other = sizes[at - 1], sizes[at] if at < len(sizes) else 1
+    slope = (known[other] - known[below]) / (other - below) if other != below else inf
+    return max(known[below], min(guess, known[below] + (rows - below) * slope))
 
 
 class Planner:
@@ -74,8 +208,8 @@ class Planner:
 
     def __init__(self, costs: Costs, depth: int, padded: int = 0) -> None:
         """depth: of the deepest row. padded: rows that every pass has, 0 where it has as many as it needs."""
-        self._target = dict(sorted(costs.target.items()))
-        self._draft, self._host = costs.draft, costs.host
+        self._target, self._draft, self._host = _Prices(costs.target), _Price(costs.draft), _Price(costs.host)
+        self._until, self._check = 0, _CHECK[0]  # drafts and lookups before a plain pass is due, and after it before the next
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
         self._taken = [_DOUBT * _HOPE**at for at in range(depth + 1)]
         self._hoped = [_DOUBT] * (depth + 1)
@@ -117,23 +251,30 @@ class Planner:
             chance *= self._right[at] / self._seen[at]
             gained.append(gained[-1] + chance)
         best, pace = 0, max(self._pace or inf, self._plain) if self.drafts else self._plain
-        besides = self._host + (self._late if self.drafts and self._caught_up else 0)
-        for rows, cost in ({self._padded: self._target[1]} if self._padded else self._target).items():
+        besides = self._host.value + (self._late if self.drafts and self._caught_up else 0)
+        for rows, cost in ({self._padded: self._target.now[1]} if self._padded else self._target.now).items():
             count = min(rows, len(gained)) - 1
             if count and gained[count] > pace * (cost + besides):
                 best, pace = count, gained[count] / (cost + besides)
         return found[:best]
 
     @property
+    def due(self) -> bool:
+        """Whether the next cycle must be a plain pass, to measure what it costs."""
+        return self._until <= 0
+
+    @property
     def drafts(self) -> bool:
-        """Whether the next cycle is to draft."""
+        """Whether the next cycle is to draft, if no plain pass is due."""
         return self._left <= 0
 
     def rows(self, scores: Sequence[float], depths: Sequence[int]) -> int:
         """How many of a tree's rows to verify, the tree having been drafted. scores, depths: of its R rows."""
         gained = list(accumulate(self._expected(scores, depths)))
-        spent = {rows: target + self._host for rows, target in self._target.items()}
-        promised = max(gained[rows - 1] / (cost + self._draft) for rows, cost in spent.items())
+        spent = {rows: target + self._host.value for rows, target in self._target.now.items()}
+        if self._target.untried:
+            spent = {rows: cost for rows, cost in spent.items() if _TRY[0] <= rows <= _TRY[1] or rows == max(spent) < _TRY[0]}
+        promised = max(gained[rows - 1] / (cost + self._draft.value) for rows, cost in spent.items())
         self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
         # The draft is made: more rows pay as long as they bring more than the time would elsewhere.
         pace = max(self._pace, self._plain)
@@ -159,24 +300,34 @@ class Planner:
         self._late += (late - self._late) * (0 if self._caught_up else _TURN if self._late else 1)
         self._caught_up = True
         draft, target, host = times
-        self._draft = _tracked(self._draft, draft)
-        self._host = _tracked(self._host, host) if host else self._host
-        spent = self._draft + self._took(len(scores), target) + self._host
+        self._until -= 1
+        paused = draft > _PAUSE * self._draft.value or target > _PAUSE * self._target.now.get(len(scores), target)
+        self._draft.measured(draft)
+        if host:
+            self._host.measured(host)
+        spent = self._took(len(scores), target) + self._draft.value + self._host.value
         # Of tokens that came: what is expected varies less, but long has a confident drafter pay that is never right.
-        self._saved = min(self._saved + accepted + 1 - spent * self._plain, _SAVED)
+        # A first draft, for one, may wait until its weights are read from disk. That says nothing about the next ones.
+        if not paused:
+            self._saved = min(self._saved + accepted + 1 - spent * self._plain, _SAVED)
         self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]
         self._hoped = [_MEMORY * hoped for hoped in self._hoped]
         for score, depth in zip(scores[1:], depths[1:], strict=True):
             self._hoped[depth] += exp(score)
         if self._saved < -_STAKE:
             self._left = max(self._rest, self._short)
-            self._rest, self._saved = min(2 * self._left, max(self._short, _REST[1])), 0.0
+            self._rest, self._saved = min(_LONGER * self._left, max(self._short, _REST[1])), 0.0
         elif self._saved == _SAVED:
             self._rest = 0.0  # it has paid for a while
 
     def decoded(self, target: int, rows: int = 1) -> None:
         """A cycle did not draft: a pass of the target over so many rows took so many nanoseconds."""
-        self._took(1 if self._padded else rows, target)
+        rows = 1 if self._padded else rows
+        self._took(rows, target)
+        if rows == 1:
+            self._until, self._check = self._check, _CHECK[1]
+        else:
+            self._until -= 1
         resting = self._left > 0
         self._left, self._caught_up = self._left - 1, False
         if resting and self._left <= 0:
@@ -190,20 +341,16 @@ class Planner:
     @property
     def _short(self) -> float:
         """Passes of the shortest rest."""
-        return max(_REST[0], _DEAR * self._draft * self._plain)
+        return max(_REST[0], _DEAR * self._draft.value * self._plain)
 
     @property
     def _plain(self) -> float:
-        return 1 / (self._target[1] + self._host)
+        return 1 / (self._target.now[1] + self._host.value)
 
     def _took(self, rows: int, elapsed: int) -> float:
-        """What a pass over so many rows takes."""
-        if rows not in self._target:
+        """What a pass over so many rows costs, one having taken so many nanoseconds."""
+        if rows not in self._target.now:
             return float(elapsed)
-        self._target[rows] = _tracked(self._target[rows], elapsed)
-        return self._target[rows]
-
-
-def _tracked(known: float, measured: float) -> float:
-    """A low quantile of what is measured: what else the machine does lengthens some passes, and says nothing about the others."""
-    return known + (measured - known) * (0.1 if measured < known else 0.02)
+        if self._target.measured(rows, elapsed):
+            self._pace = 0.0  # what was promised rests on a guess
+        return self._target.now[rows]

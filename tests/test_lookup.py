@@ -1,5 +1,6 @@
 """Lookups against a search through the whole text, and texts that they do not change."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,18 @@ from tests.end_to_end.test_forms import BACKENDS, opened
 
 PROMPT = "def first(self):\n    return self._first\n\ndef second(self):\n    return self._second\n\ndef third("
 TEXT = st.lists(st.integers(0, 3), max_size=60)
+
+
+class Clocked(Planner):
+    """Told that every pass takes 1 ms and every draft 3 ms, whatever the machine does."""
+
+    def decoded(self, target: int, rows: int = 1) -> None:
+        super().decoded(10**6, rows)
+
+    def drafted(
+        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], late: int = 0
+    ) -> None:
+        super().drafted(scores, depths, accepted, (3 * 10**6, 10**6, 0))
 
 
 def naive(text: list[int], most: int) -> tuple[int, list[int]]:
@@ -56,9 +69,8 @@ def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dic
         wanted = model.generate(PROMPT, 80, speculate=False, **asked)  # type: ignore[arg-type]
         list(wanted.cycles())
         for _ in range(2):
-            decoder.planner = Planner(
-                Costs(dict.fromkeys(range(1, 9), 1e6), 3e6, 0.0), 7, decoder.form.chunk if decoder.form.static else 0
-            )
+            prices = Costs(dict.fromkeys(range(1, 9), 1e6), 3e6, 0.0)
+            decoder.planner = Clocked(prices, 7, decoder.form.chunk if decoder.form.static else 0)
             found = model.generate(PROMPT, 80, trace=True, **asked)  # type: ignore[arg-type]
             cycles = list(found.cycles())
             assert found.ids == wanted.ids

@@ -34,6 +34,7 @@ class Any:
         lookup: Callable[[int], Sequence[int]] = lambda i: (),
     ) -> None:
         self._drafts, self._rows, self._lookup, self.cycles, self.steps, self._emitted = drafts, rows, lookup, 0, 0, 0
+        self.due = False
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = 0
@@ -192,7 +193,7 @@ def simulate(
     while made < tokens:
         if made % text == 0:
             planner.begin()
-        if planner.drafts:
+        if planner.drafts and not planner.due:
             rows = planner.rows(scores, depths)
             depth = min(rows - 1, accepted())
             planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), 0))
@@ -241,7 +242,7 @@ def looked_up(text: Sequence[int], planner: Planner, cost: Costs) -> float:
     planner.begin(text[:1])
     spent, made, emitted = 0.0, 1, [text[0]]
     while made < len(text) - 8:
-        found = planner.lookup(emitted, 7)
+        found = planner.lookup(emitted, 0 if planner.due else 7)
         alike = 0
         while alike < len(found) and found[alike] == text[made + alike]:
             alike += 1
