@@ -13,8 +13,8 @@ from .bundle import Bundle
 from .command import run
 from .engines import find_engines
 from .errors import GumihoError
-from .planner import Costs
 from .memory import size
+from .planner import Costs
 
 _PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "jinja2", "cuda-bindings", "tensorrt")
 
