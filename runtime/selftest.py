@@ -216,7 +216,9 @@ def results(
     if model.decoder.graphs["target"].precision == "int8":
         found = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         rows, unlike = (sum(counts) for counts in zip(*found, strict=True))
-        yield Result("rows", rows > 0 and not unlike, f"{rows - unlike} of {rows} in trees are what they are alone, to the last bit")
+        yield Result(
+            "rows", rows > 0 and not unlike, f"{rows - unlike} of {rows} in trees are what they are alone, to the last bit"
+        )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
     expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
     for text in drawn(model, prompt, draws):
