@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from . import device_pieces, device_report, doctor
+from . import device_pieces, device_report, device_times, device_tokens, doctor
 from .backends import DEVICES, NAMES
 from .command import run as run_command
 from .device_pieces import Check, Found, Skip
@@ -51,12 +51,12 @@ PIECES = (
     Piece("doctor", device_pieces.look, 1, "", "doctor"),
     Piece("compile", device_pieces.compile, 0, "backend", "compile"),
     Piece("golden", device_pieces.replay, 1, "engines"),
-    Piece("memory", device_pieces.footprint, 2, "engines"),
-    Piece("greedy", device_pieces.greedy, 5, "engines"),
-    Piece("sampled", device_pieces.sampled, 5, "engines"),
-    Piece("times", device_pieces.times, 2, "engines"),
+    Piece("memory", device_times.footprint, 2, "engines"),
+    Piece("greedy", device_tokens.greedy, 5, "engines"),
+    Piece("sampled", device_tokens.sampled, 5, "engines"),
+    Piece("times", device_times.times, 2, "engines"),
     Piece("selftest", device_pieces.prove, 4, "engines", "selftest"),
-    Piece("cpu", device_pieces.against_cpu, 5, "engines"),
+    Piece("cpu", device_tokens.against_cpu, 5, "engines"),
 )
 
 
