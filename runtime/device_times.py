@@ -45,9 +45,9 @@ def odd_times(target: Mapping[int, float]) -> str:
 
 def _contexts(decoder: Decoder) -> Iterator[int]:
     """Positions before the measured passes: the fewest, the most that leave room for one, and those between."""
-    most = decoder.manifest.capacity - max(decoder.manifest.rows, decoder.form.chunk)
+    most = max(0, decoder.manifest.capacity - max(decoder.manifest.rows, decoder.form.chunk))
     between = [context for context in _CONTEXTS if context < most]
-    yield from dict.fromkeys([*between[:1], max(1, most), *between[1:]])
+    yield from dict.fromkeys([*between[:1], most, *between[1:]])
 
 
 def _at(decoder: Decoder, context: int) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class _Tally:
         if facts["defects"]:
             first = next((place for place in facts["places"] if not place["near"]), None)
             where = (
-                f"the first in prompt {first['prompt']}, token {first['index']}: {first['token']} instead of {first['choice']}, margin "
-                f"{first['margin']}"
+                f"the first in prompt {first['prompt']}, token {first['index']}: {first['token']} instead of {first['choice']}, "
+                f"margin {first['margin'] if isinstance(first['margin'], str) else format(first['margin'], '.2g')}"
                 if first
                 else "and the replay does not show where"
             )
