@@ -9,8 +9,9 @@ first depends on it, and it depends on kernels that processors do not share.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from math import erfc, sqrt
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import erfc, inf, sqrt
 from time import monotonic
 from typing import Any
 
@@ -22,7 +23,7 @@ from .command import run as run_command
 from .decoder import Tree
 from .engines import find_engines
 from .errors import GumihoError
-from .lossless import differences
+from .lossless import Difference, differences
 from .model import Generation, Model, load
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
@@ -36,6 +37,39 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
 _SHORT = 12  # tokens of the texts whose trees are read again row by row
 _WIDTH, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the drawn texts: tokens that may be drawn at each position, and positions
 _SUSPICIOUS = 1e-4  # probability of so large a deviation by chance
+_FEWEST = 200  # texts that the chi-squared test needs
+
+
+@dataclass(frozen=True)
+class Result:
+    """One property. holds: whether it was confirmed; found: the numbers, in one line."""
+
+    name: str
+    holds: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt, continued both ways. differences: of the speculative text, from its replay; [] where the texts are the same."""
+
+    speculative: Generation
+    plain: Generation
+    differences: list[Difference]
+
+    @property
+    def alike(self) -> bool:
+        return self.speculative.ids == self.plain.ids
+
+    @property
+    def ties(self) -> list[Difference]:
+        return [difference for difference in self.differences if difference.near]
+
+    @property
+    def defects(self) -> int:
+        """Differences that rounding does not explain. The texts begin alike, so the replay should show the first difference; if it
+        shows none, that counts as a defect."""
+        return len(self.differences) - len(self.ties) + (not self.alike and not self.differences)
 
 
 def prompts(model: Model, count: int) -> list[list[int]]:
@@ -52,18 +86,10 @@ def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool,
     return generation
 
 
-def identity(model: Model, settings: Mapping[str, Any], count: int, tokens: int) -> tuple[int, int, int]:
-    """Generates both ways. Returns how many tokens were compared, near-ties, and differences that are none."""
-    compared = ties = defects = 0
-    for prompt in prompts(model, count):
-        speculative, plain = (generated(model, prompt, tokens, speculate, settings) for speculate in (True, False))
-        compared += len(speculative.ids)
-        if speculative.ids != plain.ids:
-            found = differences(model, speculative)
-            ties += sum(difference.near for difference in found)
-            # Both ways begin alike, so the first difference shows in the replay, unless the replay itself fell the other way.
-            defects += sum(not difference.near for difference in found) or not found
-    return compared, ties, defects
+def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[str, Any]) -> Comparison:
+    """Continues a prompt with and without speculation."""
+    speculative, plain = (generated(model, prompt, tokens, speculate, settings) for speculate in (True, False))
+    return Comparison(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
 
 
 def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
@@ -158,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> int:
-        least = {"prompts": 1, "max_new_tokens": 1, "draws": 200}
+        least = {"prompts": 1, "max_new_tokens": 1, "draws": _FEWEST}
         for name, value in least.items():
             if getattr(args, name) < value:
                 option = name.replace("_", "-")
@@ -172,38 +198,69 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(work)
 
 
-def run(model: Model, args: argparse.Namespace) -> bool:
-    """Prints every result. Returns whether all is well."""
-    well = True
+def results(
+    model: Model,
+    count: int,
+    tokens: int,
+    draws: int,
+    progress: Callable[[str], object] = lambda _: None,
+    deadline: float = inf,
+) -> Iterator[Result]:
+    """Every property as it is confirmed or not.
+
+    count, tokens: prompts per setting and tokens to compare of each; draws: texts for the chi-squared test. deadline: in seconds of
+    ``time.monotonic``; after it each property is judged by one prompt, or 200 texts.
+    """
     for settings in _SETTINGS:
-        compared, ties, defects = identity(model, settings, args.prompts, args.max_new_tokens)
-        well &= not defects
-        named = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
-        print(
-            f"{'ok    ' if not defects else 'FAILED'}  identity, {named}: {compared} tokens, {ties} near-ties, {defects} defects"
-        )
+        yield _identity(model, settings, prompts(model, count), tokens, deadline)
     if model.decoder.graphs["target"].precision == "int8":
-        found = [rows_alone(model, prompt) for prompt in prompts(model, args.prompts)]
+        found = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         rows, unlike = (sum(counts) for counts in zip(*found, strict=True))
-        same = rows > 0 and not unlike
-        well &= same
-        print(
-            f"{'ok    ' if same else 'FAILED'}  rows: {rows - unlike} of {rows} in trees are what they are alone, to the last bit"
+        yield Result(
+            "rows", rows > 0 and not unlike, f"{rows - unlike} of {rows} in trees are what they are alone, to the last bit"
         )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
     expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
-    for i, text in enumerate(drawn(model, prompt, args.draws)):
+    for text in drawn(model, prompt, draws):
         counts[text] += 1
         if monotonic() - told > 10:
             told = monotonic()
-            print(f"drawn {i + 1} of {args.draws} ...", file=sys.stderr)
-    value, freedom, chance = chi_squared(counts, expected, args.draws)
-    fair = chance > _SUSPICIOUS and freedom > 0
-    well &= fair
-    print(
-        f"{'ok    ' if fair else 'FAILED'}  distribution: {args.draws} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} "
-        f"degrees of freedom, p = {chance:.3g}"
+            progress(f"drawn {counts.total()} of {draws}")
+        if counts.total() >= _FEWEST and monotonic() > deadline:
+            break
+    value, freedom, chance = chi_squared(counts, expected, counts.total())
+    yield Result(
+        "distribution",
+        chance > _SUSPICIOUS and freedom > 0,
+        f"{counts.total()} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} degrees of freedom, p = {chance:.3g}",
     )
+
+
+def _identity(model: Model, settings: Mapping[str, Any], given: Sequence[list[int]], tokens: int, deadline: float) -> Result:
+    made = [compare(model, prompt, tokens, settings) for prompt in _until(deadline, given)]
+    compared, ties, defects = (
+        sum(numbers) for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in made), strict=True)
+    )
+    named = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
+    return Result(f"identity, {named}", not defects, f"{compared} tokens, {ties} near-ties, {defects} defects")
+
+
+def _until(deadline: float, given: Sequence[list[int]]) -> Iterator[list[int]]:
+    """The first, and the others as long as there is time."""
+    for i, one in enumerate(given):
+        if i and monotonic() > deadline:
+            return
+        yield one
+
+
+def run(model: Model, args: argparse.Namespace) -> bool:
+    """Prints every result. Returns whether all is well."""
+    well = True
+    for result in results(
+        model, args.prompts, args.max_new_tokens, args.draws, lambda what: print(f"{what} ...", file=sys.stderr)
+    ):
+        well &= result.holds
+        print(f"{'ok    ' if result.holds else 'FAILED'}  {result.name}: {result.found}")
     return well
 
 
