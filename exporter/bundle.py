@@ -3,10 +3,7 @@
 import json
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,16 @@ from runtime.bundle import MANIFEST, File, Form, Graph, Manifest, Port, TreeShap
 from runtime.errors import GumihoError
 
 from . import golden, operators
+from .config import document, end_ids
 from .forms import BACKENDS, Layout, layout, tables
 from .pair import Pair
+from .staging import NOTES
 from .trace import handed, trace
-from .weights import ALIGNMENT, NOTES, Location, Packer, Source, quantized, recoded
+from .weights import ALIGNMENT, Location, Packer, Source, quantized, recoded
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _HELD = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_SAME = f"{NOTES}/same"  # in an unfinished bundle: what is to be written
 _RECODED = "weights/{}-signed.bin"
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -210,113 +208,11 @@ class Plan:
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:
     """All end-of-text ids: generation_config.json's, else config.json's."""
-    file = pair.target.folder / "generation_config.json"
-    try:
-        generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise GumihoError(f"{file} cannot be read as JSON ({error}): download it again") from None
-    if not isinstance(generation, dict):
-        raise GumihoError(f"{file} holds no JSON object: download it again")
-    found = generation.get("eos_token_id", pair.target.config.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(i, int) for i in ids):
-        raise GumihoError(f"{file}: eos_token_id is {found!r}, expected a token id or a list of them")
-    return tuple(ids)
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Within it SIGINT and SIGTERM raise KeyboardInterrupt, and so does what it yields, once either came: a library that was
-    interrupted may have swallowed the first one.
-    """
-    caught: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        caught.append(number)
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if caught:
-            raise KeyboardInterrupt
-
-    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if threading.current_thread() is not threading.main_thread():
-        ours = {}  # signals are the main thread's
-    for number in ours:
-        signal.signal(number, interrupt)
-    try:
-        yield check
-    finally:
-        for number, previous in ours.items():
-            signal.signal(number, previous)
-
-
-def is_bundle(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
-def unfinished(out: Path) -> Path:
-    """Where a bundle lies until it is whole."""
-    return out.with_name(f".{out.name}.partial")
-
-
-@contextmanager
-def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle, same: str = "") -> Iterator[Path]:
-    """A folder beside ``out`` that becomes it when the block ends well, and vanishes when it does not.
-
-    known: whether a folder that is there is of the kind that may be replaced. same: says what is being written; where it is
-    given, weights that were packed before an interruption, a full disk or a kill stay, and the next run that says the same finds
-    them. Raises GumihoError where ``out`` exists and may not go.
-    """
-    if out.name in ("", ".."):
-        raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")
-    if out.exists() and not overwrite:
-        raise GumihoError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
-    if out.exists() and not known(out) and (not out.is_dir() or any(out.iterdir())):
-        raise GumihoError(f"'{out}' is not what this command wrote, so it is not replaced: name another folder with --out")
-    partial, old, kept = unfinished(out), out.with_name(f".{out.name}.old"), False
-    with interruptible() as check:
-        try:
-            _prepare(partial, same)
-            try:
-                yield partial
-            except Exception:
-                check()  # a library may have made something else of it
-                raise
-            check()
-            shutil.rmtree(partial / NOTES, ignore_errors=True)
-            if out.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                out.rename(old)
-            partial.rename(out)
-        except KeyboardInterrupt:
-            kept = bool(same)
-            raise
-        except OSError as error:
-            kept = bool(same)
-            again = f", and run the command again: it goes on from '{partial}'" if kept else ", or name another folder"
-            raise GumihoError(f"writing '{out}' failed ({error.strerror or error}): free some space{again}") from None
-        finally:
-            if old.exists() and not out.exists():
-                old.rename(out)  # stopped between the two renames, now or in a run that was killed
-            shutil.rmtree(old, ignore_errors=True)
-            if not kept:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-def _prepare(partial: Path, same: str) -> None:
-    """An empty folder, but for the weights of an earlier run that was to write the same."""
-    note = partial / _SAME
-    if same and note.is_file() and note.read_text("utf-8") == same:
-        for found in partial.iterdir():
-            if found.name not in (NOTES, "weights"):
-                shutil.rmtree(found) if found.is_dir() else found.unlink()
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    if same:
-        note.parent.mkdir()
-        note.write_text(same, "utf-8")
+    file, vocabulary = pair.target.folder / "generation_config.json", pair.target_shape.vocabulary
+    generation = document(file) if file.exists() else {}
+    if "eos_token_id" in generation:
+        return end_ids(generation["eos_token_id"], vocabulary, file)
+    return end_ids(pair.target.config.get("eos_token_id"), vocabulary, pair.target.folder / "config.json")
 
 
 def free_space(folder: Path) -> int:

@@ -5,7 +5,6 @@ repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``m
 """
 
 import json
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -21,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graphs.layer import LlamaShape
 from runtime.errors import GumihoError
 
-from .weights import Stored
+from .config import document, llama_fields, reason, shown
+from .weights import Stored, is_finite
 
 # The released drafters and the targets they were trained for (reference: the official repository's model table).
 TARGETS = {
@@ -36,6 +36,7 @@ TARGETS = {
 
 _WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 
+_SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by the names of safetensors
 _DTYPES = {*_STORED, *map(str, _STORED.values())}
 _SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
@@ -51,10 +52,16 @@ def target_of(drafter: str) -> str:
 
 def locate(source: str) -> Path:
     """A local folder as it is; anything else is taken for a hub id and fetched into the hub's own cache."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+    try:
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            return folder
+        exists = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user's home
+        raise GumihoError(
+            f"'{source[:60]}' cannot be the name of a folder ({reason(error)}): check --ckpt and --target"
+        ) from None
+    if exists or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -76,7 +83,9 @@ def locate(source: str) -> Path:
             f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
         ) from None
     except Exception as error:  # the hub's transport errors (httpx) share no base class with its own
-        raise GumihoError(f"fetching '{source}' from the hub failed ({error}): try again, or name a local folder") from None
+        raise GumihoError(
+            f"fetching '{source}' from the hub failed ({reason(error)}): try again, or name a local folder"
+        ) from None
 
 
 def _target_name(name: str) -> str | None:
@@ -115,16 +124,10 @@ class Checkpoint:
                 self._where[name] = file, stored
 
     def _json(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
         try:
-            content = json.loads(path.read_text("utf-8"))
+            return document(self.folder / name)
         except FileNotFoundError:
             raise GumihoError(f"{self.kind} '{self.source}' has no {name}: name a folder in the Hugging Face layout") from None
-        except (OSError, ValueError) as error:
-            raise GumihoError(f"{path} cannot be read as JSON ({error}): download it again") from None
-        if not isinstance(content, dict):
-            raise GumihoError(f"{path} holds no JSON object: download it again")
-        return content
 
     def _weight_files(self) -> list[Path]:
         for name in _WEIGHT_FILES:
@@ -137,12 +140,18 @@ class Checkpoint:
                 raise GumihoError(f"{self.folder / name} has no 'weight_map' of tensor to file: download it again")
             shards = sorted(set(index.values()))
             for shard in shards:
+                if not _SHARD.fullmatch(shard):
+                    raise GumihoError(
+                        f"{self.folder / name} names the shard {shown(shard)}, expected a file of the checkpoint's own folder: "
+                        "download it again"
+                    )
                 if not (self.folder / shard).is_file():
                     raise GumihoError(
                         f"{self.kind} '{self.source}' lacks the shard {shard} that its index names: download it again"
                     )
             return [self.folder / shard for shard in shards]
-        loose = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
+        kinds = (sorted(p for p in self.folder.glob(f"*.{kind}") if p.is_file()) for kind in ("safetensors", "bin"))
+        loose = next(filter(None, kinds), [])
         if not loose:
             raise GumihoError(f"{self.kind} '{self.source}' holds no weights: expected one of {', '.join(_WEIGHT_FILES[2:])}")
         return loose
@@ -165,9 +174,10 @@ class Checkpoint:
     def _sound(file: Path, what: str = "") -> Iterator[None]:
         try:
             yield
-        except (SafetensorError, RuntimeError, EOFError, IndexError, KeyError, pickle.UnpicklingError, OSError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise GumihoError(f"{file} is truncated or damaged{what} ({reason}): download it again") from None
+        except GumihoError:
+            raise
+        except Exception as error:  # damage makes the libraries raise whatever comes up
+            raise GumihoError(f"{file} is truncated or damaged{what} ({reason(error)}): download it again") from None
 
     def _load_pickle(self, file: Path) -> dict[str, Tensor]:
         if file in self._whole:
@@ -179,9 +189,12 @@ class Checkpoint:
                 raise
             # The pre-1.6 container cannot be mapped; it is read whole.
             state, mapped = torch.load(file, map_location="cpu", weights_only=True), False
-        if not isinstance(state, dict):
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise RuntimeError(f"it holds a {type(state).__name__}, expected tensors by name")
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        for name, value in tensors.items():
+            if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+                raise RuntimeError(f"'{name}' is no plain tensor")
         if not mapped:
             self._whole[file] = tensors
         return tensors
@@ -237,15 +250,21 @@ class Checkpoint:
             raise GumihoError(f"{self.kind} '{self.source}': tensor '{name}' is {found}, expected float16, bfloat16 or float32")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor, in its stored dtype (fp16, bf16 or fp32)."""
+        """Rows [start, stop) of a tensor, in its stored dtype (fp16, bf16 or fp32). Raises GumihoError where they are not finite."""
         file, stored = self._place(name)
         # Opened for every read: what has been read of a mapped file counts as memory until it is closed.
         with self._sound(file, f" at '{name}'"):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as handle:
                     rows: Tensor = handle.get_slice(stored)[start:stop]
-                return rows
-            return self._load_pickle(file)[stored][start:stop].clone()
+            else:
+                rows = self._load_pickle(file)[stored][start:stop].clone()
+        if rows.dtype in _STORED.values() and not is_finite(rows):
+            raise GumihoError(
+                f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity, and nothing computed with it would mean "
+                "anything: download it again, or train it again"
+            )
+        return rows
 
     def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
         """Every expected tensor is there with its shape, and no other tensor is, but for optional ones."""
@@ -270,36 +289,20 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
-        raise GumihoError(f"{where} has model_type '{raw['model_type']}', and Gumiho drafts for model_type 'llama' only")
+        raise GumihoError(f"{where} has model_type {shown(raw['model_type'])}, and Gumiho drafts for model_type 'llama' only")
     quantized = raw.get("quantization_config")
     if checkpoint.kind == "target" and quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise GumihoError(
-            f"{where} is quantized already ({method or 'its config.json has a quantization_config'}), and packed codes cannot be read: "
+            f"{where} is quantized already ({method if isinstance(method, str) else 'its config.json has a quantization_config'}), and packed codes cannot be read: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
-    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
-        if not isinstance(raw.get(key), int) or raw[key] < 1:
-            raise GumihoError(f"{where}: config.json has no whole number '{key}'")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise GumihoError(f"{where} has hidden_act '{raw['hidden_act']}', expected 'silu'")
-    if raw.get("num_key_value_heads", 1) == 0:
-        raise GumihoError(f"{where}: config.json has no whole number 'num_key_value_heads'")
+    fields = llama_fields(raw, where)
     try:
-        known = LlamaConfig(
-            **{k: v for k, v in raw.items() if k not in ("architectures", "model_type", "dtype", "torch_dtype")}
-        )
+        known = LlamaConfig(**fields)
         LlamaRotaryEmbedding(known)
     except Exception as error:  # transformers' validators raise what comes up
-        reason = " ".join(str(error).split())
-        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason})") from None
-    kind = known.rope_parameters["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
-        raise GumihoError(f"{where} has rotary scaling '{kind}', expected plain, linear or llama3")
-    if known.num_attention_heads % known.num_key_value_heads:
-        raise GumihoError(
-            f"{where}: {known.num_attention_heads} attention heads cannot share {known.num_key_value_heads} key-value heads"
-        )
+        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason(error)})") from None
     return known
 
 

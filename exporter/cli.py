@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.backends import DEVICES, NAMES
+from runtime.command import run
 from runtime.errors import GumihoError
+
+from .staging import interruptible, resumable, staged, unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +158,7 @@ def plan(args: argparse.Namespace) -> "Plan":
     from .bundle import Plan
 
     pair = open_pair(args)
+    _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
     trim(args, pair)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
@@ -299,7 +303,7 @@ def export(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     lines = [*trimmed(wanted), *quantization(wanted), *links(wanted)]
-    with bundle.staged(out, args.overwrite, same=wanted.same()) as folder:
+    with staged(out, args.overwrite, same=wanted.same()) as folder:
         manifest = bundle.write(wanted, folder)
         lines += forecast(manifest)
         for name in wanted.backends:
@@ -359,35 +363,42 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     bundle.require_space(needed, out)
     if args.dry_run:
         return
-    with bundle.staged(out, args.overwrite, vllm.is_export) as folder:
+    with staged(out, args.overwrite, vllm.is_export) as folder:
         size = vllm.write(pair, folder, dtype)
     print("\n".join([f"{out}: {size / 1e6:.1f} MB", *vllm.lines(pair, out)]))
 
 
 def _out(args: argparse.Namespace) -> Path:
-    return args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+    """The folder to write. Raises GumihoError for what no folder can be called."""
+    out: Path = args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+    try:
+        out = out.expanduser()
+        unfinished(out).exists()  # the longest of the names that are used
+    except (OSError, RuntimeError) as error:
+        text = str(out)
+        name = text if len(text) <= 60 else f"{text[:60]}..."
+        said = getattr(error, "strerror", None) or error
+        raise GumihoError(f"'{name}' cannot be the name of a folder ({said}): name another one with --out") from None
+    return out
 
 
 def _left(args: argparse.Namespace) -> str:
     """What an interruption leaves."""
-    from .bundle import unfinished
-
-    partial = unfinished(_out(args))
-    return f"and the same command goes on from '{partial}'" if partial.exists() else "nothing was written"
+    out = _out(args)
+    return f"and the same command goes on from '{unfinished(out)}'" if resumable(out) else "nothing was written"
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    return run(lambda: _exported(args))
+
+
+def _exported(args: argparse.Namespace) -> int:
     try:
-        export(args)
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        with interruptible():
+            export(args)
     except ModuleNotFoundError as error:
-        print(
-            f"error: exporting needs the package '{error.name}': install this project with its 'export' extra", file=sys.stderr
-        )
-        return 1
+        raise GumihoError(f"exporting needs the package '{error.name}': install this project with its 'export' extra") from None
     except KeyboardInterrupt:
         print(f"error: interrupted, {_left(args)}", file=sys.stderr)
         return 130

@@ -19,11 +19,12 @@ from graphs.target import Target
 from runtime.errors import GumihoError
 
 from .trace import signature
-from .weights import Location
+from .weights import Location, is_finite
 
 _PROMPT, _TOP = 12, 8
 _TREE = ("tokens", "depth", "parent", "mask", "score")  # what a draft graph returns first
 _SLICE_ELEMENTS = 1 << 20
+_NUMBERS = {torch.float16, torch.bfloat16, torch.float32}
 _WORKERS = 16  # at most: each holds a slice
 
 
@@ -36,7 +37,7 @@ class Weights:
     def __init__(self, bundle: Path, workers: int) -> None:
         self._bundle, self._own = bundle, threading.local()
         self._workers, self._pool = workers, ThreadPoolExecutor(workers)
-        self._places: dict[int, Location] = {}  # by a parameter's address
+        self._places: dict[int, tuple[str, Location]] = {}  # by a parameter's address
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -45,7 +46,7 @@ class Weights:
         """Gives a module of the meta device its parameters."""
         state = {name: locations[name].mapped(self._bundle) for name, _ in module.named_parameters()}
         module.load_state_dict(state, assign=True)
-        self._places |= {parameter.data_ptr(): locations[name] for name, parameter in state.items()}
+        self._places |= {parameter.data_ptr(): (name, locations[name]) for name, parameter in state.items()}
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
         """The calling worker's: for bytes as they are read, and for the numbers they stand for, or the scales that codes have."""
@@ -57,12 +58,17 @@ class Weights:
     def _rows(self, matrix: Tensor, start: int, stop: int, buffer: Tensor) -> Tensor:
         """Rows of a parameter, or of one of the matrices stacked in it, read into a buffer."""
         base, part = matrix.untyped_storage().data_ptr(), matrix[start:stop]
-        place = self._places[base]
+        name, place = self._places[base]
         into = buffer.view(torch.uint8)[: part.numel() * part.itemsize]
         with (self._bundle / place.file).open("rb", buffering=0) as file:
             file.seek(place.offset + part.data_ptr() - base)
             file.readinto(into.numpy().data)
-        return into.view(part.dtype).reshape(part.shape)
+        found = into.view(part.dtype).reshape(part.shape)
+        if found.dtype in _NUMBERS and not is_finite(
+            found
+        ):  # of linked weights, which were not packed, this is the first reading
+            raise GumihoError(f"'{place.file}': tensor '{name}' holds NaN or infinity: download the checkpoint again")
+        return found
 
     def product(self, x: Tensor, weight: Tensor, scale: Tensor | None, transposed: bool = False) -> Tensor:
         """x @ weight.T, or with the matrix itself where it is kept transposed; added up in fp32. x: [n, K] -> fp32 [n, N].

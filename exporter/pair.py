@@ -1,7 +1,7 @@
 """A target and its drafter: do they fit, and which checkpoint tensors make up which graph parameter."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,12 +19,31 @@ from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
 
 from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
+from .config import reason, shown
 from .vocabulary import DraftVocabulary, token_map
 from .weights import Source
 
 _SLICE_ELEMENTS = 16 << 20
 _NUMBERS: Mapping[str, Scheme] = {}
 _OPTIONAL = frozenset(("lm_head.weight", "token_map"))  # of a drafter; a whole lm_head is the target's own, so no copy is read
+
+
+def _numbers(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:
+    """The numbers in the names of a checkpoint's tensors that begin with a pattern, in which # is a number."""
+    spelled = re.compile(re.escape(pattern).replace(r"\#", "([0-9]{1,9})"))
+    return {tuple(map(int, m.groups())) for name in checkpoint.names() if (m := spelled.match(name))}
+
+
+def _require(checkpoint: Checkpoint, name: str, found: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]) -> None:
+    """Raises GumihoError for the first of the expected numbers that no tensor has."""
+    missing = next((numbers for numbers in expected if numbers not in found), None)
+    if missing is not None:
+        raise GumihoError(f"{checkpoint.kind} '{checkpoint.source}' lacks the tensor '{name.format(*missing)}'")
+
+
+def _damaged(error: BaseException, sentence: str) -> BaseException:
+    """What to raise for a library's error: the sentence, unless it is an interruption."""
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else GumihoError(sentence)
 
 
 class Pair:
@@ -34,9 +53,8 @@ class Pair:
         self.target, self.drafter = target, drafter
         self.target_config, self.draft_config = llama_config(target), llama_config(drafter)
         self.target_shape: LlamaShape = llama_shape(self.target_config)
-        names = drafter.names()
-        layers = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
-        blocks = {(int(m[1]), int(m[2])) for name in names if (m := re.match(r"mlp\.(\d+)\.(\d+)\.", name))}
+        layers = _numbers(drafter, "layers.#.")
+        blocks = _numbers(drafter, "mlp.#.#.")
         self.heads = 1 + max((h for h, _ in blocks), default=-1)
         self.blocks = max((b for _, b in blocks), default=0)
         self.fc_bias = "fc.bias" in drafter  # the official JSONs say false where the tensor is there
@@ -47,17 +65,24 @@ class Pair:
 
     def _check(self) -> None:
         target, drafter = self.target_shape, self.draft_config
-        for what, found, expected in (
+        for what, size, expected in (
             ("hidden_size", drafter.hidden_size, target.hidden),
             ("vocab_size", drafter.vocab_size, target.vocabulary),
         ):
-            if found != expected:
+            if size != expected:
                 raise GumihoError(
                     f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': "
-                    f"its {what} is {found}, expected {expected}"
+                    f"its {what} is {size}, expected {expected}"
                 )
         if not self.draft_shape.layers:
             raise GumihoError(f"drafter '{self.drafter.source}' lacks the tensor 'layers.0.self_attn.q_proj.weight'")
+        # Before anything is made of these numbers: a configuration, and a name, may hold any.
+        found, wanted = _numbers(self.target, "layers.#."), ((i,) for i in range(target.layers))
+        _require(self.target, "layers.{}.self_attn.q_proj.weight", found, wanted)
+        found, wanted = _numbers(self.drafter, "layers.#."), ((i,) for i in range(self.draft_shape.layers))
+        _require(self.drafter, "layers.{}.self_attn.q_proj.weight", found, wanted)
+        found, each = _numbers(self.drafter, "mlp.#.#."), range(self.blocks + 1)
+        _require(self.drafter, "mlp.{}.{}.linear.weight", found, ((h, b) for h in range(self.heads) for b in each))
         self.target.require(self._expected_target())
         self.drafter.require(self._expected_drafter(), _OPTIONAL)
         theirs, ours = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
@@ -75,11 +100,12 @@ class Pair:
             return None
         name, hidden, rows = "lm_head.weight", self.target_shape.hidden, None
         if name in self.drafter:
-            rows, *width = self.drafter.shape(name)
-            if width != [hidden]:
+            shape = self.drafter.shape(name)
+            if len(shape) != 2 or shape[1] != hidden:
                 raise GumihoError(
-                    f"drafter '{self.drafter.source}': tensor '{name}' has shape {[rows, *width]}, expected {[rows, hidden]}"
+                    f"drafter '{self.drafter.source}': tensor '{name}' has shape {list(shape)}, expected {hidden} columns"
                 )
+            rows = shape[0]
             self.drafter.check_dtype(name)
         return token_map(self.drafter.read("token_map"), self.target_shape.vocabulary, rows, self.drafter.source)
 
@@ -88,17 +114,29 @@ class Pair:
         """How many tokens the drafter may draft."""
         return len(self.draft_vocabulary.ids) if self.draft_vocabulary else self.target_shape.vocabulary
 
-    @staticmethod
-    def _vocabulary(folder: Path) -> dict[str, int] | None:
+    def _vocabulary(self, folder: Path) -> dict[str, int] | None:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
         try:
-            return Tokenizer.from_file(str(file)).get_vocab()
-        except Exception as error:  # the library raises bare exceptions
-            raise GumihoError(f"{file} is damaged ({error}): download it again") from None
+            tokenizer = Tokenizer.from_file(str(file))
+        except (
+            BaseException
+        ) as error:  # the library raises bare exceptions, and for what its authors did not foresee BaseException
+            raise _damaged(error, f"{file} is damaged ({reason(error)}): download it again") from None
+        self._check_ids(tokenizer, folder)
+        return tokenizer.get_vocab()
+
+    def _check_ids(self, tokenizer: Any, folder: Path) -> None:
+        # Added tokens are left out: some targets have one for padding, which no text holds and the runtime refuses.
+        beyond = {i: t for t, i in tokenizer.get_vocab(with_added_tokens=False).items() if i >= self.target_shape.vocabulary}
+        if beyond:
+            raise GumihoError(
+                f"the tokenizer in {folder} gives {shown(beyond[max(beyond)])} the id {max(beyond)}, and target "
+                f"'{self.target.source}' has a vocabulary of {self.target_shape.vocabulary}: it belongs to another model"
+            )
 
     def _expected_target(self) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
@@ -138,10 +176,14 @@ class Pair:
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return None
         try:
-            return AutoTokenizer.from_pretrained(folder, use_fast=True)
-        except Exception as error:  # a missing converter, a damaged file: the library raises whatever comes up
-            reason = str(error).strip().splitlines()[0]
-            raise GumihoError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+            # With a configuration, so that config.json is not read again, and without code of the checkpoint's.
+            found = AutoTokenizer.from_pretrained(
+                folder, config=self.target_config, use_fast=True, trust_remote_code=False, local_files_only=True
+            )
+        except BaseException as error:  # a missing converter, a damaged file: the library raises whatever comes up
+            raise _damaged(error, f"the tokenizer in {folder} cannot be loaded: {reason(error)}") from None
+        self._check_ids(found.backend_tokenizer, folder)
+        return found
 
     def modules(
         self,

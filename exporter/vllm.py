@@ -37,6 +37,7 @@ from runtime.errors import GumihoError
 
 from .checkpoint import Checkpoint
 from .pair import Pair
+from .weights import require_fp16
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MARK = {"format": "pt", "written_by": "gumiho-export"}  # the file's metadata: config.json has no room of its own for it
@@ -115,8 +116,8 @@ def _slices(drafter: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tens
     for start in range(0, shape[0], rows):
         stored = drafter.read(name, start, start + rows)
         values = stored.to(dtype)
-        if dtype == torch.float16 != stored.dtype and not torch.equal(values.isfinite(), stored.isfinite()):
-            raise GumihoError(f"drafter '{drafter.source}': tensor '{name}' goes beyond what float16 holds: keep its dtype")
+        if dtype == torch.float16 != stored.dtype:
+            require_fp16(values, f"drafter '{drafter.source}': tensor '{name}'")
         yield values.contiguous()
 
 

@@ -243,6 +243,7 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     opened.manifest.form(name)
     made = backend(name, device, threads)
     opened.verify(quick=True)
+    require_memory(opened, made)
     form, engines, memory, costs = _open(opened, made)
     try:
         return Model(opened, form, engines, memory, costs)
@@ -257,7 +258,6 @@ def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine],
         folder = find_engines(bundle, backend)
         try:
             form, costs = backend.form(bundle, folder), Costs.load(folder)
-            require_memory(bundle, backend)
             return form, *backend.open(bundle, folder), costs
         except GumihoError:
             if folder.exists():

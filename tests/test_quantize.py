@@ -17,8 +17,9 @@ import exporter.bundle
 from exporter import cli
 from exporter.bundle import Plan
 from exporter.operators import refusals
+from exporter.staging import NOTES
 from exporter.trace import _external, _name_codes, _quiet, _split_parts
-from exporter.weights import NOTES, Location, Packer, Source, quantize, quantized, recoded, scale_of
+from exporter.weights import Location, Packer, Source, quantize, quantized, recoded, scale_of
 from graphs.drafter import Heads
 from graphs.layer import Linear
 from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard, bits_of, dequantize

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from exporter import cli, vllm
-from exporter.bundle import staged
 from exporter.checkpoint import Checkpoint, rotary_tables
 from exporter.pair import Pair
+from exporter.staging import staged
 from runtime.errors import GumihoError
 
 from .pairs import RandomPair, drafter_config, write_drafter

@@ -48,9 +48,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from exporter.bundle import staged
 from exporter.checkpoint import Checkpoint
 from exporter.pair import Pair
+from exporter.staging import staged
 from graphs.layer import LlamaShape
 from runtime.command import run
 from runtime.errors import GumihoError

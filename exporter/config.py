@@ -1,0 +1,162 @@
+"""The JSON of a checkpoint, checked once where it is read, so that nothing after it meets a value of another type or size."""
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import GumihoError
+
+_MOST_BYTES = 64 << 20  # the index of the largest released checkpoints has 200 KB
+
+# Whole numbers of config.json: the least and the most that are believed. Products of any two fit into 64 bits.
+_REQUIRED = {
+    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 24), "num_hidden_layers": (1, 1 << 16),
+    "num_attention_heads": (1, 1 << 16), "vocab_size": (1, 1 << 24),
+}  # fmt: skip
+_OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max_position_embeddings": (1, 1 << 31)}
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_EPS = 1e-12, 0.1
+_THETA = 1.0, 1e15
+_FACTOR = 1.0, 1e9  # of positions; transformers' rule: no less than 1
+_ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "llama3": {
+        "factor": _FACTOR, "low_freq_factor": (1e-3, 1e9), "high_freq_factor": (1e-3, 1e9),
+        "original_max_position_embeddings": (1, 1 << 31),
+    },
+}  # fmt: skip
+
+
+def reason(error: BaseException) -> str:
+    """What a library's exception says, in one line; its type where it says nothing."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the file's name
+    return " ".join(said.split())[:500] or type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A value as an error may show it: its start, if it is long."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deep {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def document(path: Path) -> dict[str, Any]:
+    """The JSON object in a regular file.
+
+    Numbers are finite. Raises FileNotFoundError, and GumihoError for anything that is no such object: a pipe or a folder, another
+    encoding, nesting too deep to parse, NaN, which Python would take.
+    """
+    try:
+        found = path.stat()  # looked at before it is opened: opening a pipe waits for its writer
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file")
+        if found.st_size > _MOST_BYTES:
+            raise ValueError(f"it has {found.st_size} bytes")
+        content = json.loads(path.read_text("utf-8"), parse_constant=_refused, parse_float=_finite)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise GumihoError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
+    if not isinstance(content, dict):
+        raise GumihoError(f"{path} holds no JSON object: download it again")
+    return content
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:60]} is too large a number")
+    return value
+
+
+def is_whole(value: object, least: float, most: float) -> bool:
+    """Whether a value of JSON is a whole number of that range; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def llama_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a Llama config.json that describe the model, each of its type and in its range, for ``LlamaConfig``.
+
+    raw: config.json. where: whose it is, for errors. The rotary embedding comes out in the new spelling, ``rope_parameters``,
+    whichever it had. Raises GumihoError naming the field.
+    """
+
+    def refuse(key: str, value: object, expected: str) -> GumihoError:
+        return GumihoError(f"{where}: config.json has {shown(value)} as '{key}', expected {expected}")
+
+    fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
+    if fields["hidden_act"] != "silu":
+        raise GumihoError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
+    for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
+        value = raw.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        if not is_whole(value, least, most):
+            raise refuse(key, value, f"a whole number from {least} to {most}")
+        fields[key] = value
+    for key in _FLAGS:
+        value = raw.get(key, False)
+        if not isinstance(value, bool):
+            raise refuse(key, value, "true or false")
+        fields[key] = value
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if not _is_number(eps, *_EPS):
+        raise refuse("rms_norm_eps", eps, f"a number from {_EPS[0]:g} to {_EPS[1]:g}")
+    fields["rms_norm_eps"] = float(eps)
+
+    heads = fields["num_attention_heads"]
+    sharing = fields.setdefault("num_key_value_heads", heads)
+    if heads % sharing:
+        raise GumihoError(f"{where}: {heads} attention heads cannot share {sharing} key-value heads")
+    if fields["hidden_size"] % heads:
+        raise GumihoError(f"{where}: a hidden_size of {fields['hidden_size']} cannot be shared by {heads} attention heads")
+    size = fields.setdefault("head_dim", fields["hidden_size"] // heads)
+    if size % 2:
+        raise refuse("head_dim", size, "an even number, whose halves are rotated")
+
+    rotary: Any = {}
+    for key in ("rope_parameters", "rope_scaling"):  # the old spelling wins, as in transformers
+        rotary = raw.get(key) or rotary
+        if not isinstance(rotary, dict):
+            raise refuse(key, rotary, "an object")
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROTARY:
+        raise GumihoError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
+    theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
+    values = {"rope_theta": (theta, _THETA)} | {key: (rotary.get(key), bounds) for key, bounds in _ROTARY[kind].items()}
+    for key, (value, bounds) in values.items():
+        good = is_whole(value, *bounds) if isinstance(bounds[0], int) else _is_number(value, *bounds)
+        if not good:
+            raise refuse(key, value, f"a number from {bounds[0]:g} to {bounds[1]:g}")
+    if kind == "llama3" and rotary["high_freq_factor"] <= rotary["low_freq_factor"]:
+        raise refuse("high_freq_factor", rotary["high_freq_factor"], "more than low_freq_factor")
+    partial = rotary.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise refuse("partial_rotary_factor", partial, "1: heads that are rotated as a whole")
+    fields["rope_parameters"] = {"rope_type": kind, **{key: value for key, (value, _) in values.items()}}
+    return fields
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def end_ids(found: object, vocabulary: int, file: Path) -> tuple[int, ...]:
+    """What a file gives as ``eos_token_id``: an id, a list of them, or none. Raises GumihoError for ids the model does not have."""
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for i in ids:
+        if not is_whole(i, 0, vocabulary - 1):
+            raise GumihoError(
+                f"{file}: eos_token_id is {shown(found)}, expected a token id or a list of them, from 0 to {vocabulary - 1}"
+            )
+    return tuple(dict.fromkeys(ids))
