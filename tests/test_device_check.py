@@ -188,19 +188,20 @@ def test_prompts_of_a_tokenizer(demo_bundle: Path) -> None:
         assert model.encode(TEXTS[0]) == made[0]
 
 
-def test_on_migraphx(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_migraphx(make_bundle: MakeBundle, tmp_path: Path) -> None:
+    """Its reference target is slow: as many prompts as a minute allows."""
     try:
         backend("migraphx", "ref")
     except GumihoError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(device_tokens, "_TOKENS", 4)
-    monkeypatch.setattr(device_tokens, "_CPU_TOKENS", 4)
     source = make_bundle(SMALL, "--backend", "cpu", "migraphx", "--dtype", "fp32", "--rows", "8", "--capacity", "100")
     bundle = shutil.copytree(source, tmp_path / "bundle")
-    status, pieces = ran(bundle, "--backend", "migraphx", "--device", "ref")
-    assert status == 0, pieces
+    status, pieces = ran(bundle, "--backend", "migraphx", "--device", "ref", "--minutes", "1")
+    assert status == 0
     assert [outcome["state"] for outcome in pieces.values()] == ["ok"] * len(PIECES)
-    assert pieces["cpu"]["facts"]["alike"] == 80
+    for name in ("greedy", "sampled", "cpu"):
+        facts = pieces[name]["facts"]
+        assert facts["alike"] == facts["texts"] > 0
 
 
 # --- going on --------------------------------------------------------------------------------------------------------------
