@@ -282,7 +282,9 @@ class Bundle:
             raise GumihoError(f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text")
         try:
             return Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare exceptions, and its panics are not even those
             raise GumihoError(f"{file} is damaged ({error}): copy the bundle again") from None
 
     def weights(self) -> int:

@@ -147,10 +147,21 @@ class Model:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
+        tokenizer = self.bundle.tokenizer
         try:
-            return list(self.bundle.tokenizer.encode(text, add_special_tokens=special).ids)
+            ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise GumihoError(f"the prompt is no Unicode text ({error}): give whole characters") from None
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises bare exceptions, and its panics are not even those
+            raise GumihoError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
+        if (most := max(ids, default=0)) >= self.bundle.manifest.vocabulary:
+            raise GumihoError(
+                f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {self.bundle.manifest.vocabulary}: "
+                "it is another model's; copy the bundle again"
+            )
+        return ids
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.
