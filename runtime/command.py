@@ -1,5 +1,6 @@
 """What the commands have in common: how they end."""
 
+import errno
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from .errors import GumihoError
 
 INTERRUPTED = 130
+# What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _leave(*_: object) -> None:
@@ -55,7 +58,7 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
         reason = error.strerror or error
         if error.filename is not None:
             return _failed(f"'{error.filename}' cannot be used ({reason}): check that path")
-        if _stdout_fails():
+        if error.errno in _WRITING:
             sys.stdout = None
             return _failed(f"standard output cannot be written ({reason}): free some space")
         return _failed(f"the operating system refused a request ({reason}): see what this machine lacks")
@@ -67,13 +70,3 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
 def _failed(error: object) -> int:
     print(f"error: {GumihoError(str(error))}", file=sys.stderr)
     return 1
-
-
-def _stdout_fails() -> bool:
-    """What a failed write left in the buffer fails again."""
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:
-        return True
-    return False

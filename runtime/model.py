@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from inspect import GEN_RUNNING, getgeneratorstate
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from .settings import Settings
 from .stats import Stats
 from .text import TextStream
 from .writer import Writer
-
 
 _BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
 _MOST_THREADS = 4  # for each processor; more of them wait for one another, and some thousands never end
@@ -84,7 +84,7 @@ class Generation:
         """``iter``, with every cycle shown to ``watch`` as well."""
         return _Pieces(self._pieces(watch), self._pieces_lock)
 
-    def _pieces(self, watch: Callable[[Cycle], object] | None) -> "Generator[str, None, None]":
+    def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
         known = self._writer.stream
         stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
         if not known and self.ids:  # cycles were taken before
@@ -105,13 +105,13 @@ class Generation:
 class _Pieces(Iterator[str]):
     """A generator that several threads may draw from."""
 
-    def __init__(self, source: "Generator[str, None, None]", lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, source: Generator[str, None, None], lock: AbstractContextManager[Any]) -> None:
         """lock: held while a piece is made; reentrant."""
         self._source, self._lock = source, lock
 
     def __next__(self) -> str:
         with self._lock:
-            if self._source.gi_running:  # by this thread, which has the lock
+            if getgeneratorstate(self._source) == GEN_RUNNING:  # by this thread, which has the lock
                 raise GumihoError(_BUSY)
             return next(self._source)
 

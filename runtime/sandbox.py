@@ -157,13 +157,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _operate(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(__obj, "__self__", None)
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(obj, "__self__", None)
         if isinstance(owner, (str, list, tuple)):
-            _arguments(__obj.__name__, owner, args, kwargs)
+            _arguments(obj.__name__, owner, args, kwargs)
         else:
             tick()
-        return super().call(__context, __obj, *args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
         made = super().wrap_str_format(value)

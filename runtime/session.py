@@ -83,7 +83,9 @@ class Session:
             try:
                 parts = _read(Path(path), _size(decoder))
                 if str(parts["bundle"]) != bundle.hash:
-                    raise GumihoError(f"'{path}' was saved with another bundle than {bundle.path}: load that one, or begin anew")
+                    raise GumihoError(
+                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or begin anew"
+                    )
                 _check(parts, bundle.manifest)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
@@ -121,7 +123,9 @@ def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
         raise Damage(f"ids are {ids.min()} to {ids.max()}, expected 0 to {manifest.vocabulary - 1}")
     for name, rows in (("target", target), ("drafter", drafter)):
         if rows.ndim != 3 or rows.dtype != manifest.dtype:
-            raise Damage(f"rows of the {name} are {rows.dtype} {list(rows.shape)}, expected {manifest.dtype} of three dimensions")
+            raise Damage(
+                f"rows of the {name} are {rows.dtype} {list(rows.shape)}, expected {manifest.dtype} of three dimensions"
+            )
         if not np.isfinite(rows).all():
             raise Damage(f"rows of the {name} hold NaN or infinity")
     if not max(0, target.shape[1] - 1) >= drafter.shape[1] or target.shape[1] > len(ids):

@@ -11,8 +11,8 @@ from unittest.mock import patch
 from runtime import compile, doctor, generate, selftest
 
 from . import hostile_bundles
-from .mutations import Apply, Way, captured
 from .hostile_bundles import one_line
+from .mutations import Apply, Way, captured
 
 _COMMANDS = {"generate": generate.main, "doctor": doctor.main, "compile": compile.main, "selftest": selftest.main}
 _FILE = "argv.json"

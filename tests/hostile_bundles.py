@@ -7,7 +7,6 @@ may crash, hang, or reach out of the bundle.
 import json
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,9 @@ from . import hostile_checkpoints
 from .mutations import Apply, captured, dumped, general, spoil
 from .seal import edit, update
 
-TEMPLATE = "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}"
+)
 _PROMPTS = (["--prompt", "ABCAB"], ["--chat", "--prompt", "AB", "--temperature", "1", "--seed", "3"])
 _whole: dict[str, Any] = {}
 
@@ -107,7 +108,9 @@ def run(main: Callable[[list[str]], int], argv: list[str], quiet: bool = True) -
         status = main(argv)
     out, error = read()
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    rest = [line for line in error.splitlines() if line and not line.startswith(("error: ", "note: ")) and not line.endswith(" ...")]
+    rest = [
+        line for line in error.splitlines() if line and not line.startswith(("error: ", "note: ")) and not line.endswith(" ...")
+    ]
     assert status in (0, 1), f"status {status}"
     assert len(lines) == status or (not quiet and not lines), error
     assert not rest, error
@@ -201,7 +204,11 @@ def spoil_arrays(parts: dict[str, Any], rng: random.Random) -> str:
             array.reshape(-1)[rng.randrange(array.size)] = value if array.dtype.kind == "f" or np.isfinite(value) else -5
     elif way == "cast":
         with np.errstate(all="ignore"):
-            parts[name] = np.array(7) if array.dtype.kind == "U" else array.astype(rng.choice((np.float64, np.int8, np.complex64, np.bool_)))
+            parts[name] = (
+                np.array(7)
+                if array.dtype.kind == "U"
+                else array.astype(rng.choice((np.float64, np.int8, np.complex64, np.bool_)))
+            )
     elif way == "rank":
         parts[name] = array[None]
     elif way == "cut":
@@ -216,5 +223,3 @@ def spoil_arrays(parts: dict[str, Any], rng: random.Random) -> str:
 
 
 WAYS = (_content, _content, _record, _record, _record, _record, _record, _record, _golden)
-
-

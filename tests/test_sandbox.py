@@ -4,6 +4,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ HOSTILE = [
 def memory() -> Iterator[None]:
     """What takes gigabytes fails, instead of the machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    now = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 29), hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
