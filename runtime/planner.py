@@ -41,10 +41,10 @@ _LONGER = 4  # times as long is the next rest if drafting does not pay again
 _DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
 _REPEATS = 1.0, 2.0  # repetitions that went on, of how many: before any was seen, one of two
 _UNLIKELY = 0.02  # no tokens are looked up that are as unlikely as this
-_LAST = 3  # measurements of a pass of which the shortest is its price
-_PAUSE = 16.0  # times the expected price, from which a pass was held up by something else
+_LAST = 5  # measurements of a pass of which the shortest is its price
+_PAUSE = 16.0  # times the price of a pass: it was held up by something else
 _OLD = 4, 128  # passes after which prices that were measured once, or more often, are guesses again
-_TRY = 4, 8  # rows that the first draft of a process verifies, at least and at most, to learn what a row costs
+_TRY = 2, 4  # drafts, a process's first, that verify so many rows to learn from little what drafting costs
 _CHECK = 8, 96  # drafts and lookups after which a plain pass is measured: again for the first time, and from then on
 _LONGEST = 1e15  # nanoseconds that a pass may take, eleven days
 _LARGEST = 1 << 20  # bytes of a costs.json
@@ -150,16 +150,18 @@ class _Price:
     first, a guess."""
 
     def __init__(self, guess: float) -> None:
-        self.value, self.count, self._at = guess, 0, 0
-        self._last = deque[float](maxlen=_LAST)
+        self.value, self.count, self._last = guess, 0, deque[tuple[int, float]](maxlen=_LAST)
 
     def measured(self, elapsed: float, at: int = 0) -> None:
-        self._last.append(elapsed)
-        self.value, self.count, self._at = min(self._last), self.count + 1, at
+        """at: passes so far. Measurements long ago no longer count."""
+        self._last.append((at, elapsed))
+        while at - self._last[0][0] > _OLD[1]:
+            self._last.popleft()
+        self.value, self.count = min(elapsed for _, elapsed in self._last), self.count + 1
 
     def fresh(self, now: int) -> bool:
         """Whether it was measured lately."""
-        return self.count > 0 and now - self._at <= _OLD[self.count > 1]
+        return bool(self._last) and now - self._last[-1][0] <= _OLD[len(self._last) > 1]
 
 
 class _Prices:
@@ -187,9 +189,9 @@ class _Prices:
         return guessed
 
     @property
-    def untried(self) -> bool:
-        """Whether nothing but plain passes was ever measured."""
-        return self._passes[1].count > 0 and not any(price.count for rows, price in self._passes.items() if rows > 1)
+    def tried(self) -> bool:
+        """Whether a plain pass was measured."""
+        return self._passes[1].count > 0
 
 
 def _between(rows: int, guess: float, known: Mapping[int, float], sizes: Sequence[int]) -> float:
@@ -215,6 +217,7 @@ class Planner:
         self._hoped = [_DOUBT] * (depth + 1)
         self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
         self._left, self._rest, self._saved = 0.0, 0.0, 0.0
+        self._owed = 0  # cycles whose time is not yet taken off what was saved
         self._lookup, self._prompt = Lookup(), list[int]()
         self._found: tuple[int, Sequence[int]] = 0, ()
         # By the length of a repetition: how often it went on, and how often that was looked at.
@@ -272,8 +275,9 @@ class Planner:
         """How many of a tree's rows to verify, the tree having been drafted. scores, depths: of its R rows."""
         gained = list(accumulate(self._expected(scores, depths)))
         spent = {rows: target + self._host.value for rows, target in self._target.now.items()}
-        if self._target.untried:
-            spent = {rows: cost for rows, cost in spent.items() if _TRY[0] <= rows <= _TRY[1] or rows == max(spent) < _TRY[0]}
+        if self._draft.count < _TRY[0] and self._target.tried:
+            size = min((rows for rows in spent if rows >= _TRY[1]), default=max(spent))
+            spent = {size: spent[size]}
         promised = max(gained[rows - 1] / (cost + self._draft.value) for rows, cost in spent.items())
         self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
         # The draft is made: more rows pay as long as they bring more than the time would elsewhere.
@@ -301,15 +305,16 @@ class Planner:
         self._caught_up = True
         draft, target, host = times
         self._until -= 1
-        paused = draft > _PAUSE * self._draft.value or target > _PAUSE * self._target.now.get(len(scores), target)
+        paused = target > _PAUSE * self._target.now.get(len(scores), target)
         self._draft.measured(draft)
         if host:
             self._host.measured(host)
         spent = self._took(len(scores), target) + self._draft.value + self._host.value
         # Of tokens that came: what is expected varies less, but long has a confident drafter pay that is never right.
-        # A first draft, for one, may wait until its weights are read from disk. That says nothing about the next ones.
-        if not paused:
-            self._saved = min(self._saved + accepted + 1 - spent * self._plain, _SAVED)
+        # The first draft of a process may wait for the disk, and any pass for other programs: such a cycle is charged what the next takes.
+        self._saved, self._owed = self._saved + accepted + 1, self._owed + 1
+        if self._draft.count > 1 and not paused:
+            self._saved, self._owed = min(self._saved - self._owed * spent * self._plain, _SAVED), 0
         self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]
         self._hoped = [_MEMORY * hoped for hoped in self._hoped]
         for score, depth in zip(scores[1:], depths[1:], strict=True):
@@ -317,7 +322,7 @@ class Planner:
         if self._saved < -_STAKE:
             self._left = max(self._rest, self._short)
             self._rest, self._saved = min(_LONGER * self._left, max(self._short, _REST[1])), 0.0
-        elif self._saved == _SAVED:
+        elif self._saved >= _SAVED:
             self._rest = 0.0  # it has paid for a while
 
     def decoded(self, target: int, rows: int = 1) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from runtime import GumihoError, Model, load
@@ -16,7 +16,7 @@ from runtime.bundle import Bundle
 from runtime.decoder import Decoder
 from runtime.engines import find_engines
 from runtime.measure import measure
-from runtime.planner import FILE, Costs, Planner, sizes
+from runtime.planner import FILE, Costs, Planner, _Prices, sizes
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
 
@@ -196,11 +196,11 @@ def simulate(
         if planner.drafts and not planner.due:
             rows = planner.rows(scores, depths)
             depth = min(rows - 1, accepted())
-            planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), 0))
-            spent, made, drafted = spent + cost.draft + cost.target[rows], made + depth + 1, drafted + 1
+            planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), int(cost.host)))
+            spent, made, drafted = spent + cost.draft + cost.target[rows] + cost.host, made + depth + 1, drafted + 1
         else:
             planner.decoded(int(cost.target[1]))
-            spent, made = spent + cost.target[1], made + 1
+            spent, made = spent + cost.target[1] + cost.host, made + 1
     return spent / made, drafted
 
 
@@ -339,6 +339,155 @@ def test_pauses_of_the_machine_change_nothing() -> None:
     assert rows == 8
 
 
+@st.composite
+def falsified(draw: st.DrawFn) -> tuple[Costs, Costs]:
+    """Costs of a device, and what a costs.json says of them: all of it wrong by one factor, and each entry by one of its own."""
+    row, draft = draw(st.floats(0, 3e5)), draw(st.floats(2e4, 5e5))
+    growth = draw(
+        st.sampled_from([lambda n: row * n, lambda n: 8 * row * ((n - 1) / 7) ** 0.5, lambda n: row * ((n > 1) + 2 * (n > 4))])
+    )
+    true = Costs({n: 1e6 + growth(n) for n in sizes(8)}, draft, draw(st.sampled_from([1e4, 1e5])))
+    factors = [draw(st.sampled_from([1.0, 0.1, 20.0]) | st.floats(0.1, 20)) for _ in range(9)]
+    if draw(st.booleans()):
+        factors = factors[:1] * 9
+    target = {n: cost * factor for factor, (n, cost) in zip(factors, true.target.items(), strict=False)}
+    return true, Costs(target, draft * factors[7], true.host * factors[8])
+
+
+@settings(max_examples=150, deadline=None)
+@given(falsified(), st.sampled_from([-0.05, -0.3, -0.7, -1.5]))
+def test_no_stored_costs_let_a_drafter_that_is_never_right_cost_much(costs: tuple[Costs, Costs], score: float) -> None:
+    true, stored = costs
+    for tokens, most in ((128, 1.05), (400, 1.03)):
+        pace, _ = simulate(Planner(stored, 7), true, lambda: 0, tokens, score=score)
+        assert pace <= most * (true.target[1] + true.host)
+
+
+@settings(max_examples=6, deadline=None)
+@given(falsified(), st.sampled_from([-0.05, -0.7]))
+def test_nor_over_a_long_text(costs: tuple[Costs, Costs], score: float) -> None:
+    true, stored = costs
+    assert simulate(Planner(stored, 7), true, lambda: 0, 4000, score=score)[0] <= 1.01 * (true.target[1] + true.host)
+
+
+def right(score: float, seed: int) -> Callable[[], int]:
+    """Accepts each row as often as its score says."""
+    random = np.random.default_rng(seed)
+    return lambda: int(random.geometric(1 - np.exp(score))) - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]), st.integers(0, 9))
+def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float, seed: int) -> None:
+    """Of the time that drafting saves with the device's own costs, at most a tenth is lost. Where little is saved, chance decides."""
+    true, stored = costs
+    best, _ = simulate(Planner(true, 7), true, right(score, seed), 400, score=score)
+    plain = true.target[1] + true.host
+    assume(best < 0.6 * plain)
+    pace, _ = simulate(Planner(stored, 7), true, right(score, seed), 400, score=score)
+    assert pace - best <= 0.1 * (plain - best)
+
+
+def test_a_plain_pass_dearer_than_more_rows_does_not_keep_a_random_drafter_drafting() -> None:
+    """As a busy machine wrote it."""
+    true = costs(draft=1.6e7, row=1e6, base=4.4e7)
+    stored = Costs({**true.target, 1: 8.8e7, 2: 5.2e7}, true.draft, true.host)
+    pace, drafted = simulate(Planner(stored, 7), true, lambda: 0, 128)
+    assert pace < 1.05 * true.target[1]
+    assert 0 < drafted < 10
+
+
+def test_plain_passes_are_measured_while_drafting() -> None:
+    """The first pass of a process, another one soon, and then one of a hundred."""
+    cost, planner, at = costs(draft=1e5), Planner(costs(draft=1e5), 7), []
+    for i in range(300):
+        if planner.due:
+            at.append(i)
+            planner.decoded(int(cost.target[1]))
+        elif i % 3:
+            planner.drafted([0.0, -0.1], [0, 1], 1, (10**5, 10**6, 0))
+        else:
+            planner.decoded(10**6, rows=2)
+    assert at == [0, 9, 106, 203]
+
+
+def test_measured_passes_bound_the_others() -> None:
+    """Fewer rows cost no more and more rows no less; between measured sizes, and behind them, a dear guess gives way to a line."""
+    guesses = {1: 100.0, 2: 120.0, 3: 900.0, 4: 900.0, 6: 900.0, 8: 900.0}
+    prices = _Prices(guesses)
+    assert prices.now == guesses
+    assert prices.measured(4, 140)
+    assert prices.now == pytest.approx({1: 100, 2: 100 + 40 / 3, 3: 100 + 80 / 3, 4: 140, 6: 100 + 200 / 3, 8: 100 + 280 / 3})
+    prices.measured(1, 200)
+    assert prices.now == pytest.approx(dict.fromkeys((1, 2, 3, 4, 6, 8), 140))
+    for _ in range(5):
+        prices.measured(4, 500)
+    prices.measured(2, 300)
+    assert prices.now == pytest.approx({1: 200, 2: 300, 3: 400, 4: 500, 6: 700, 8: 900})
+    prices.measured(8, 450)
+    assert prices.now == pytest.approx({1: 200, 2: 300, 3: 375, 4: 450, 6: 450, 8: 450})
+
+
+def test_what_was_measured_long_ago_bounds_nothing() -> None:
+    prices = _Prices(dict.fromkeys((1, 4, 8), 100.0))
+    for elapsed in (50, 50):
+        prices.measured(8, elapsed)
+    for _ in range(128):
+        prices.measured(1, 200)
+    assert prices.now == {1: 50, 4: 50, 8: 50}
+    assert not prices.measured(1, 200)
+    assert prices.now == {1: 200, 4: 200, 8: 200}
+    assert prices.measured(8, 210)
+
+
+def test_the_first_drafts_of_a_process_verify_neither_few_rows_nor_many() -> None:
+    """Few would teach nothing of what rows cost if the stored costs are too dear, and many could take long."""
+    scores, depths = -0.01 * np.arange(64.0), np.arange(64)
+    for most, row in ((64, 0.0), (64, 1e9), (8, 1e9), (3, 1e9)):
+        planner = Planner(costs(draft=1e5, row=row, rows=most), 63)
+        planner.decoded(10**6)
+        for _ in range(2):
+            assert planner.rows(scores[:most], depths[:most]) == min(4, most)
+            planner.drafted(scores[:4], depths[:4], 3, (10**5, 10**6, 0))
+        if most > 4:
+            assert planner.rows(scores[:most], depths[:most]) > 4
+
+
+def test_a_slow_first_draft_does_not_put_drafting_to_rest() -> None:
+    """Its weights may wait for the disk."""
+    for slow in (5, 1000):
+        cost = costs(draft=2e5, row=2e4)
+        planner, scores, depths = Planner(cost, 7), -0.3 * np.arange(8.0), np.arange(8)
+        planner.decoded(int(cost.target[1]))
+        for at in range(6):
+            rows = planner.rows(scores, depths)
+            late = 1 if at else slow
+            planner.drafted(scores[:rows], depths[:rows], rows - 1, (200_000 * late, int(cost.target[rows]) * late, 0))
+            assert planner.drafts
+        assert rows == 8
+
+
+def test_random_pauses_change_little() -> None:
+    """One of ten passes takes up to a hundred times as long, whichever it is. A good drafter still drafts nearly always."""
+    cost, plain = costs(draft=2e5, row=2e4), list[int]()
+    scores, depths = -0.3 * np.arange(8.0), np.arange(8)
+    for seed in range(60):
+        random, planner = np.random.default_rng(seed), Planner(cost, 7)
+        plain.append(0)
+        for _ in range(400):
+            late = random.uniform(2, 100) if random.random() < 0.1 else 1.0
+            if planner.drafts and not planner.due:
+                rows = planner.rows(scores, depths)
+                times = int(cost.draft * late), int(cost.target[rows] * late), 0
+                planner.drafted(scores[:rows], depths[:rows], rows - 1, times)
+            else:
+                plain[-1] += 1
+                planner.decoded(int(cost.target[1] * late))
+    assert np.median(plain) < 8
+    assert np.mean(plain) < 20
+    assert max(plain) < 200
+
+
 def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle"))
     read, made = Bundle(bundle), Cpu("", 1)
@@ -365,10 +514,59 @@ def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Pat
         list(fixed.cycles())
         assert fixed.ids == wanted
         assert fixed.stats.summary()["cycles_by_rows"].keys() <= {"4", "3", "2", "1"}
-    for damage in ("{", json.dumps({"target": 3}), "[]"):
-        (folder / FILE).write_text(damage)
-        with pytest.raises(GumihoError, match=r"costs.json is damaged .*: compile the engines again"):
-            load(bundle, "cpu")
+    (folder / FILE).write_text(json.dumps({"target": [[1, 1e6], [9, 2e6]], "draft": 1e5, "host": 6e4}))
+    with pytest.raises(GumihoError, match="target has an impossible number of rows"):
+        load(bundle, "cpu")
+
+
+def stored(target: object = ((1, 1e6), (8, 2e6)), draft: object = 1e5, host: object = 6e4, **more: object) -> str:
+    return json.dumps({"target": target, "draft": draft, "host": host, **more})
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", "3", "null", "[" * 100_000, '{"a":' * 100_000, " " * (1 << 20) + stored(), stored() + "x", "{}",
+    stored(target=[]), stored(target={}), stored(target=3), stored(target="ab"), stored(target=None), stored(target=[3]),
+    stored(target=[[1, 1e6, 2], [8, 2e6]]), stored(target=[["1", 1e6], [8, 2e6]]), stored(target=[[1.0, 1e6], [8, 2e6]]),
+    stored(target=[[True, 1e6], [8, 2e6]]), stored(target=[[2, 1e6], [8, 2e6]]), stored(target=[[1, 1e6], [2, 2e6]]),
+    stored(target=[[0, 1e6], [1, 1e6], [8, 1e6]]), stored(target=[[1, 1e6], [8, 1e6], [9, 1e6]]),
+    stored(target=[[1, 1e6], [1, 2e6], [8, 2e6]]), stored(target=[[1, 1e6], [10**40, 1e6], [8, 1e6]]),
+    *(stored(target=[[1, wrong], [8, 2e6]]) for wrong in (0, -1, 1e-300, float("nan"), float("inf"), 1e300, 10**400, "1", None, [], True)),
+    *(stored(draft=wrong) for wrong in (-1, float("nan"), float("inf"), 1e300, "1", None, [], False)),
+    *(stored(host=wrong) for wrong in (-1, float("nan"), {}, "6e4")), stored().replace("100000.0", "1" * 5000), "\0", "\ud800",
+])  # fmt: skip
+def test_damaged_costs(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(GumihoError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
+        Costs.load(tmp_path, 8)
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+def test_costs_never_fall_with_rows_and_are_told(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(stored([[1, 88e6], [8, 97e6], [2, 52e6], [4, 60e6]], 90e6))
+    read, loaded = Costs.read(tmp_path, 8), Costs.load(tmp_path, 8)
+    assert read
+    assert loaded
+    assert loaded.target == {1: 52e6, 8: 97e6, 2: 52e6, 4: 60e6}
+    assert (loaded.draft, loaded.host) == (read.draft, read.host) == (90e6, 6e4)
+    table, rest, *warnings = read.lines()
+    assert table == "milliseconds of a pass by rows: 1: 88, 2: 52, 4: 60, 8: 97"
+    assert rest == "draft 90, host 0.06"
+    assert [warning.split(":")[0] for warning in warnings] == ["warning", "warning"]
+    assert "1 row was measured at 88 ms and 2 rows at 52 ms" in warnings[0]
+    assert "a draft takes longer than a plain pass" in warnings[1]
+    assert len(costs(draft=1e5, row=1e4).lines()) == 2
+
+
+def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does while they are measured."""
+    taken = {"cpu": [9e6, 8e6, 5e6, 6e6, 4e6, 7e6, 8.5e6, 1e6], "migraphx": [9e6, 8e6]}
+    for form in taken:
+        times = iter(taken[form])
+        monkeypatch.setattr("runtime.measure._fastest", lambda call, times=times: next(times))
+        with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:
+            assert dict(sorted(measure(model.decoder).target.items())) == (
+                {1: 4e6, 2: 4e6, 3: 4e6, 4: 4e6, 5: 7e6, 6: 8e6, 8: 8e6} if form == "cpu" else {1: 8e6, 8: 8e6}
+            )
 
 
 def test_rows_that_mean_nothing() -> None:
