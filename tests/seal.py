@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import MANIFEST, File
+from runtime.engines import RECORD
 from runtime.records import SEAL, sealed
 
 
@@ -21,5 +22,9 @@ def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def update(bundle: Path, *names: str) -> None:
-    """Takes the files' new sizes and hashes into the manifest."""
-    edit(bundle, lambda raw: raw["files"].update({name: asdict(File.of(bundle / name)) for name in names}))
+    """Takes the files' new sizes and hashes into the manifest, and into the keys of the engines that were compiled from them."""
+    files = {name: File.of(bundle / name) for name in names}
+    edit(bundle, lambda raw: raw["files"].update({name: asdict(file) for name, file in files.items()}))
+    hashes = {name: file.sha256 for name, file in files.items()}
+    for record in (bundle / "engines").glob(f"*/{RECORD}"):
+        edit(record, lambda raw: raw["key"].update({name: hashes[name] for name in hashes.keys() & raw["key"].keys()}))

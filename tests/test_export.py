@@ -43,6 +43,7 @@ from runtime.errors import GumihoError
 
 from .conftest import numbers
 from .pairs import RandomPair, drafter_config, write_drafter
+from .seal import update
 
 ROOT = Path(__file__).parents[1]
 # Head sizes 16 and 8 take different dialects on ONNX Runtime.
@@ -316,6 +317,7 @@ def spoil(bundle: Path, parameter: str, change: Callable[[np.ndarray], Any]) -> 
     values = np.memmap(bundle / place["location"], np.float32, "r+", int(place["offset"]), tuple(tensor.dims))
     change(values)
     values.flush()
+    update(bundle, place["location"])
 
 
 def negate(values: np.ndarray) -> None:
