@@ -6,6 +6,7 @@ for piece in model.generate("def main():", max_new_tokens=256):
     print(piece, end="")
 """
 
+from . import command as _command  # noqa: F401  # the first: it sees to interruptions while the others load
 from .decoder import Cycle
 from .errors import GumihoError
 from .guide import Grammar

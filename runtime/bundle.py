@@ -282,7 +282,9 @@ class Bundle:
             raise GumihoError(f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text")
         try:
             return Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare exceptions, and its panics are not even those
             raise GumihoError(f"{file} is damaged ({error}): copy the bundle again") from None
 
     def weights(self) -> int:
@@ -315,6 +317,8 @@ def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | N
         left -= expected.size
         whole = bool(expected.sha256) and (left >= 0 or not quick)
         try:
+            if not (root / name).is_file() or (root / name).stat().st_size != expected.size:
+                return name  # a pipe or a device could be read forever
             found = file_hash(root / name) if whole else sample_hash(root / name)
         except OSError:
             return name

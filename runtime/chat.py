@@ -14,10 +14,10 @@ from jinja2 import TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from .errors import GumihoError
+from .sandbox import Sandbox
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
@@ -36,7 +36,7 @@ class ChatTemplate:
         """
         self._variables, self._source = dict(variables), source
         try:
-            self._template = _environment().from_string(text)
+            self._template = _environment().compiled(text)
         except TemplateSyntaxError as error:
             raise GumihoError(f"{self._said()} does not parse (line {error.lineno}: {error.message}): correct it") from None
         except Exception as error:  # what Jinja let pass, Python's compiler may refuse
@@ -73,7 +73,7 @@ class ChatTemplate:
             raise GumihoError("the conversation is empty: give at least one message")
         given = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(self._variables | given)
+            return Sandbox.render(self._template, self._variables | given)
         except GumihoError:
             raise
         except Exception as error:  # a template is a program: it may raise whatever Python can
@@ -217,8 +217,8 @@ def _raise_exception(message: object) -> None:
     raise GumihoError(f"the target's chat template refuses this conversation: {message}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def _environment() -> Sandbox:
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _tojson
     made.globals |= {
         "dict": _Dict(),
@@ -226,4 +226,5 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
     }
+    made.guard()
     return made

@@ -1,35 +1,72 @@
 """What the commands have in common: how they end."""
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Callable
 
 from .errors import GumihoError
 
+INTERRUPTED = 130
+# What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-def run(work: Callable[[], int]) -> int:
+
+def _leave(*_: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _is_command(argv: list[str]) -> bool:
+    """Whether this process is one of the package's commands, ``python -m runtime.…``."""
+    return "-m" in argv[:-1] and argv[argv.index("-m") + 1].startswith(f"{__package__}.")
+
+
+# The package imports this module before its libraries. While they load nothing can be lost, and there is nobody to catch an exception.
+if _is_command(sys.orig_argv):
+    signal.signal(signal.SIGINT, _leave)
+
+
+def run(work: Callable[[], int], interrupted: str = "") -> int:
     """The exit status of a command. What fails is told in a line on standard error.
 
-    1 for errors, 130 for an interruption, 141 where the reader of standard output has gone.
+    1 for errors, 130 for an interruption, 141 where the reader of standard output has gone. interrupted: what to say of an
+    interruption.
     """
+    loading = signal.getsignal(signal.SIGINT) is _leave
     try:
+        if loading:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = work()
         if sys.stdout:
             sys.stdout.flush()
         return status
     except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     except KeyboardInterrupt:
-        return 130
+        if interrupted:
+            print(f"error: interrupted: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stdout = None  # what is left in its buffer has nowhere to go either
         return 141
     except UnicodeEncodeError as error:
-        print(
-            f"error: text cannot be encoded ({error}): give whole characters, and a terminal that shows them", file=sys.stderr
-        )
-        return 1
+        return _failed(f"text cannot be encoded ({error}): give whole characters, and a terminal that shows them")
+    except MemoryError as error:
+        return _failed(f"there is not enough memory ({error or 'none is left'}): close other programs, or use a smaller bundle")
     except OSError as error:
-        sys.stdout = None
-        print(f"error: standard output cannot be written ({error.strerror or error}): free some space", file=sys.stderr)
-        return 1
+        reason = error.strerror or error
+        if error.filename is not None:
+            return _failed(f"'{error.filename}' cannot be used ({reason}): check that path")
+        if error.errno in _WRITING:
+            sys.stdout = None
+            return _failed(f"standard output cannot be written ({reason}): free some space")
+        return _failed(f"the operating system refused a request ({reason}): see what this machine lacks")
+    finally:
+        if loading:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _failed(error: object) -> int:
+    print(f"error: {GumihoError(str(error))}", file=sys.stderr)
+    return 1

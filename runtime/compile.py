@@ -6,8 +6,8 @@ import sys
 
 from .backends import DEVICES, NAMES, backend, require
 from .bundle import Bundle
+from .command import run
 from .engines import compile_engines
-from .errors import GumihoError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,24 +17,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument("--tune", action="store_true", help="look longer for faster kernels (migraphx, tensorrt)")
     args = parser.parse_args(argv)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
-    try:
-        bundle = Bundle(args.bundle)
-        name = args.backend or bundle.manifest.default
-        require(name)
-        bundle.manifest.form(name)
-        made = backend(name, args.device)
-        folder, errors = compile_engines(bundle, made, args.tune, lambda what: print(f"{what} ...", file=sys.stderr))
-    except GumihoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted: engines that were there before still are, and no others were kept", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
-    return 0
+
+    def work() -> int:
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
+        try:
+            bundle = Bundle(args.bundle)
+            name = args.backend or bundle.manifest.default
+            require(name)
+            bundle.manifest.form(name)
+            made = backend(name, args.device)
+            folder, errors = compile_engines(bundle, made, args.tune, lambda what: print(f"{what} ...", file=sys.stderr))
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
+        return 0
+
+    return run(work, interrupted="engines that were there before still are, and no others were kept")
 
 
 if __name__ == "__main__":

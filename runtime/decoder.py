@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from math import inf
 from time import perf_counter_ns
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from . import lossy
 from .backends import Engine, close
 from .bundle import Form, Manifest
 from .cache import Slab, runs
-from .devices import Array, Device
+from .devices import Array, Call, Device
 from .errors import GumihoError
 from .lossy import Take
 from .planner import Costs, Planner
@@ -88,6 +88,9 @@ _LATER = 32  # tokens that the drafter reads when it is asked again
 _DRAFT, _TARGET = 0, 1
 
 
+_Bind: TypeAlias = Callable[["Decoder", int], Call]
+
+
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
@@ -116,9 +119,8 @@ class Decoder:
         self.writer: Writer | None = None
         # What the caches hold begins with a prompt and goes on with what was emitted behind it, which still grows.
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
-        # By rows; what is not bound here is when it is first asked for.
-        self._causal, self._extend = cache(self._bind_causal), cache(self._bind_extend)
-        self.verification = cache(self._bind_verification)
+        # By kind and rows; what is not bound here is when it is first asked for.
+        self._bound: dict[tuple[_Bind, int], Call] = {}
         for n in (form.chunk, 1):
             self.causal(n)
         verify = self.verification(rows)
@@ -133,8 +135,14 @@ class Decoder:
         self.spent = [0, 0]  # nanoseconds in the engines of drafter and target
         self.sound = manifest.capacity  # rows of the target's cache, from the first, that were read as in plain decoding
         self.aligned = manifest.capacity  # rows of the drafter's cache that are those of the text, none left out
-        self._extend(form.chunk)
+        self._bind(Decoder._extend, form.chunk)
         self.passes = [device.fuse(self._draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
+
+    def _bind(self, bind: _Bind, rows: int) -> Call:
+        """A call that is bound once. Not ``functools.cache``, which would keep the decoder alive until garbage is collected."""
+        if (bind, rows) not in self._bound:
+            self._bound[bind, rows] = bind(self, rows)
+        return self._bound[bind, rows]
 
     def _target(self, tokens: Array, depth: Array, mask: Array) -> Callable[[], None]:
         n = len(tokens)
@@ -144,25 +152,29 @@ class Decoder:
 
     def causal(self, rows: int) -> Callable[[], None]:
         """The pass over so many rows, at most a chunk, each of which sees those before it."""
-        return self._causal(self.form.chunk if self.form.static else rows)
+        return self._bind(Decoder._causal, self.form.chunk if self.form.static else rows)
 
-    def _bind_causal(self, rows: int) -> Callable[[], None]:
+    def _causal(self, rows: int) -> Callable[[], None]:
         return self._target(self.tokens[:rows], self.depth[:rows], np.tri(rows, dtype=np.bool_))
 
-    def _bind_verification(self, rows: int) -> Callable[[], None]:
+    def verification(self, rows: int) -> Callable[[], None]:
         """The pass over the tree's first rows, which are the best tree of that size."""
+        return self._bind(Decoder._verification, rows)
+
+    def _verification(self, rows: int) -> Callable[[], None]:
         if self.form.static:
             return self._target(*(self.tree[f"tree_{part}"] for part in ("tokens", "depth", "mask")))
-        mask = self.tree["tree_mask"] if rows == self.manifest.rows else np.zeros((rows, rows), np.bool_)
+        whole = self.tree["tree_mask"]
+        mask = whole if rows == self.manifest.rows else np.zeros((rows, rows), np.bool_)
         call = self._target(self.tree["tree_tokens"][:rows], self.tree["tree_depth"][:rows], mask)
 
         def cut() -> None:
-            mask[...] = self.tree["tree_mask"][:rows, :rows]
+            mask[...] = whole[:rows, :rows]
             call()
 
         return call if rows == self.manifest.rows else cut
 
-    def _bind_extend(self, rows: int) -> Callable[[], None]:
+    def _extend(self, rows: int) -> Callable[[], None]:
         return self._draft("extend", rows, {}, self.later.reshape(self.form.chunk, self.manifest.hidden))
 
     def _draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array) -> Callable[[], None]:
@@ -384,7 +396,7 @@ class Decoder:
             self.count[0] = n
             self.device.move(self.later, 0, self.store, at, n)
             self.path[:n], self.after[:n] = self.depth[:n], text[at + 1 : at + 1 + n]
-            self._run(_DRAFT, self._extend(self.form.chunk if self.form.static else n))
+            self._run(_DRAFT, self._bind(Decoder._extend, self.form.chunk if self.form.static else n))
             # It returns nothing to the host, which is about to change what it reads.
             self._run(_DRAFT, self.device.synchronize)
             self.drafter.keep(self.graphs["extend"], range(n))

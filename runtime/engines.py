@@ -23,6 +23,7 @@ from .records import Damage, Pattern, checked, parse, sealed, unsealed
 
 RECORD = "engine.json"
 _MOST = 1 << 20  # bytes of a record
+_PROBE = 1 << 20  # bytes
 _SHOWN = 80  # characters of a key's part that a message repeats
 
 
@@ -67,7 +68,11 @@ def compile_engines(
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
             try:
                 partial.chmod(0o755)
-                backend.compile(bundle, partial, tune, progress)
+                try:
+                    backend.compile(bundle, partial, tune, progress)
+                except GumihoError:
+                    _require_room(partial)  # libraries fail in words of their own where the disk takes no more
+                    raise
                 progress("replaying the golden run")
                 errors = _prove(bundle, backend, partial, progress)
                 files = {file.name: File.of(file) for file in sorted(partial.iterdir())}
@@ -79,6 +84,13 @@ def compile_engines(
         raise GumihoError(
             f"writing engines to {root} failed ({error.strerror or error}): free some space or make the bundle writable"
         ) from None
+
+
+def _require_room(folder: Path) -> None:
+    """Raises OSError where not even a small file can be written."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_PROBE))
+        file.flush()
 
 
 def _install(partial: Path, root: Path, name: str) -> Path:

@@ -2,8 +2,8 @@
 
 import io
 import os
+import secrets
 import stat
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +13,8 @@ from typing import IO
 import numpy as np
 
 from .errors import GumihoError
+
+HEADERS = 1 << 20  # bytes that an archive may have besides what its arrays hold
 
 
 def read_regular(path: Path, most: int) -> bytes:
@@ -32,14 +34,19 @@ def read_regular(path: Path, most: int) -> bytes:
 
 def read_arrays(path: Path, most: int) -> dict[str, np.ndarray]:
     """What ``numpy.savez`` wrote: arrays of numbers and text, of at most ``most`` bytes in all. Raises OSError for anything else."""
-    content = io.BytesIO(read_regular(path, most + (1 << 20)))
+    return unpacked(read_regular(path, most + HEADERS), most)
+
+
+def unpacked(archive: bytes | memoryview, most: int) -> dict[str, np.ndarray]:
+    """``read_arrays`` of a file's content."""
+    content = io.BytesIO(archive)
     try:
-        with zipfile.ZipFile(content) as archive:
+        with zipfile.ZipFile(content) as parts:
             # A small file can unpack to any size.
-            size = sum(part.file_size for part in archive.infolist())
-            if size > most or any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            size = sum(part.file_size for part in parts.infolist())
+            if size > most + HEADERS or any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
                 raise OSError(f"it unpacks to {size} bytes, or is compressed, which is not how it is written")
-            if damaged := archive.testzip():
+            if damaged := parts.testzip():
                 raise OSError(f"its part {damaged} is damaged")
         content.seek(0)
         with np.load(content, allow_pickle=False) as arrays:
@@ -52,22 +59,46 @@ def read_arrays(path: Path, most: int) -> dict[str, np.ndarray]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file beside ``path`` that takes its place when the block ends well, and vanishes when it does not.
+    """A file that takes the place of ``path`` when the block ends well, and vanishes when it does not.
 
-    Raises GumihoError where it cannot be written.
+    Where ``path`` is a link, the file it leads to is replaced and the link stays. Raises GumihoError where that is no regular
+    file, and where it cannot be written.
     """
-    partial = ""
+    place, partial = regular(path), None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            partial = file.name
+        partial = place.with_name(f".{secrets.token_hex(8)}.partial")
+        with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        with suppress(FileNotFoundError):
+            partial.chmod(stat.S_IMODE(place.stat().st_mode))
+        os.replace(partial, place)
     except OSError as error:
         raise GumihoError(
             f"'{path}' cannot be written ({error.strerror or error}): free some space, or name another file"
         ) from None
     finally:
-        with suppress(OSError):
-            os.unlink(partial)
+        if partial:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def regular(path: Path) -> Path:
+    """Where ``path`` leads, links followed: a regular file, or nothing yet. Raises GumihoError for anything else, such as a folder,
+    a pipe or a device, which a file must not replace."""
+    try:
+        place = Path(os.path.realpath(path))
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(place.stat().st_mode):
+                raise GumihoError(f"'{path}' cannot be written (it is {_kind(place)} and no file): name another file")
+        return place
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GumihoError(f"'{path}' cannot be written ({reason}): name another file") from None
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a folder"
+    return "a pipe" if path.is_fifo() else "a socket" if path.is_socket() else "a device"

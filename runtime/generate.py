@@ -13,6 +13,7 @@ from .command import run as run_command
 from .conversation import converse, opening
 from .decoder import check
 from .errors import GumihoError
+from .files import read_regular
 from .guide import Grammar
 from .lossless import Difference, differences
 from .model import Generation, Model, load
@@ -20,6 +21,7 @@ from .settings import Settings
 from .stats import Stats
 from .trace import Trace
 
+_MOST = 256 << 20  # bytes of a file with prompts
 NEAR_TIE = 3  # exit status where rounding alone made a difference
 
 
@@ -85,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _read(file: Path, what: str) -> str:
     try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(file, _MOST).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise GumihoError(f"{what} cannot be read ({error}): give a readable UTF-8 file") from None
 
 

@@ -41,7 +41,7 @@ class Grammar:
         """schema: its text, or the object itself. Raises GumihoError for an object that cannot be written as JSON."""
         try:
             return cls("json", schema if isinstance(schema, str) else json.dumps(schema))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise GumihoError(f"the JSON schema holds what JSON does not ({error}): correct it") from None
 
     @classmethod
@@ -210,6 +210,8 @@ def _lark(grammar: Grammar) -> str:
             schema = json.dumps(json.loads(grammar.text))
         except ValueError as error:
             raise GumihoError(f"the JSON schema is no JSON ({error}): correct it") from None
+        except RecursionError:
+            raise GumihoError("the JSON schema is nested too deeply: make it flatter") from None
         return f"start: %json {schema}{_OPTIONS}"
     if grammar.kind == "regex":
         if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:

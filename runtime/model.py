@@ -1,9 +1,12 @@
 """A loaded bundle: text in and text out, or token ids in and cycles out."""
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from inspect import GEN_RUNNING, getgeneratorstate
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from .settings import Settings
 from .stats import Stats
 from .text import TextStream
 from .writer import Writer
+
+_BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
+_MOST_THREADS = 4  # for each processor; more of them wait for one another, and some thousands never end
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -44,6 +50,7 @@ class Generation:
         self.stats = Stats()
         self.ids: list[int] = []
         self.broken = False  # an error came out of it, and it cannot go on
+        self._pieces_lock = threading.RLock()
         self._model, self._writer = model, writer
         self._cycles = model._start(self, writer, resume)
 
@@ -67,17 +74,18 @@ class Generation:
         self._writer.cancel()
 
     def cycles(self) -> Iterator[Cycle]:
-        """The steps of the generation, each with the token ids it emitted."""
-        while (cycle := self._model._advance(self, self._cycles)) is not None:
-            self.ids += cycle.tokens
-            yield cycle
+        """The steps of the generation, each with the token ids it emitted. Threads may share it; each step goes to one of them."""
+        return iter(lambda: self._model._advance(self, self._cycles), None)
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text; never part of a character or of a stop string, and special tokens left out."""
+        """Pieces of text; never part of a character or of a stop string, and special tokens left out. Threads may share it."""
         return self.pieces()
 
     def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
         """``iter``, with every cycle shown to ``watch`` as well."""
+        return _Pieces(self._pieces(watch), self._pieces_lock)
+
+    def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
         known = self._writer.stream
         stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
         if not known and self.ids:  # cycles were taken before
@@ -95,6 +103,20 @@ class Generation:
             yield piece
 
 
+class _Pieces(Iterator[str]):
+    """A generator that several threads may draw from."""
+
+    def __init__(self, source: Generator[str, None, None], lock: AbstractContextManager[Any]) -> None:
+        """lock: held while a piece is made; reentrant."""
+        self._source, self._lock = source, lock
+
+    def __next__(self) -> str:
+        with self._lock:
+            if getgeneratorstate(self._source) == GEN_RUNNING:  # by this thread, which has the lock
+                raise GumihoError(_BUSY)
+            return next(self._source)
+
+
 class Model:
     """A bundle with its engines loaded and its buffers allocated.
 
@@ -110,7 +132,8 @@ class Model:
         self.decoder = Decoder(bundle.manifest, form, engines, device, costs)
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
-        self._current: Generation | None = None
+        # Weak, since a generation holds the model: one that nobody has any more is freed at once.
+        self._current: Callable[[], Generation | None] = lambda: None
         self._closed = False
 
     @cached_property
@@ -125,10 +148,21 @@ class Model:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
+        tokenizer = self.bundle.tokenizer
         try:
-            return list(self.bundle.tokenizer.encode(text, add_special_tokens=special).ids)
+            ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise GumihoError(f"the prompt is no Unicode text ({error}): give whole characters") from None
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises bare exceptions, and its panics are not even those
+            raise GumihoError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
+        if (most := max(ids, default=0)) >= self.bundle.manifest.vocabulary:
+            raise GumihoError(
+                f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {self.bundle.manifest.vocabulary}: "
+                "it is another model's; copy the bundle again"
+            )
+        return ids
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.
@@ -172,17 +206,19 @@ class Model:
 
     def _start(self, generation: Generation, writer: Writer, resume: bool) -> Iterator[Cycle]:
         with self._held():
-            self._current = generation
+            self._current = weakref.ref(generation)
             return self.decoder.generate(writer, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
         with self._held():
             if generation.broken:
                 raise GumihoError("this generation was broken off by an error: start it again")
-            if generation.finish_reason is None and generation is not self._current:
+            if generation.finish_reason is None and generation is not self._current():
                 raise GumihoError("another generation was started on this model: load the bundle once for each stream")
             try:
-                return next(cycles, None)
+                if cycle := next(cycles, None):
+                    generation.ids += cycle.tokens
+                return cycle
             except BaseException as error:
                 generation.broken = True
                 if isinstance(error, KeyboardInterrupt):
@@ -200,7 +236,7 @@ class Model:
     def _held(self, closed: bool = False) -> Iterator[None]:
         """The model for this thread alone. closed: whether it may be closed."""
         if self._holder == threading.get_ident():
-            raise GumihoError("the model is in the middle of a cycle: do this between two pieces, or cancel() the generation")
+            raise GumihoError(_BUSY)
         with self._lock:
             if not closed:
                 self._require_open()
@@ -236,8 +272,9 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     current engines are there for it, naming the command that makes them.
     """
     opened = Bundle(bundle)
-    if threads < 0:
-        raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or more")
+    most = _MOST_THREADS * (os.cpu_count() or 1)
+    if not 0 <= threads <= most:
+        raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or 1 to {most}")
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)

@@ -91,9 +91,6 @@ class Sampler:
         """ends: ids that end the text, and that ``min_new_tokens`` holds off. Raises GumihoError for ids that are none."""
         self.settings, self.seed, self._guide = settings, seed, guide
         self._ends = np.array([end for end in sorted(ends) if 0 <= end < vocabulary], np.int64)
-        self._banned = np.array(sorted(settings.banned), np.int64)
-        self._biased = np.array(list(settings.logit_bias), np.int64)
-        self._bias = np.array(list(settings.logit_bias.values()), np.float32)
         for what, ids in (
             ("banned", settings.banned),
             ("logit_bias", settings.logit_bias),
@@ -102,6 +99,9 @@ class Sampler:
         ):
             if (odd := next((i for i in ids if not 0 <= i < vocabulary), None)) is not None:
                 raise GumihoError(f"{what} names token id {odd}, outside the vocabulary of {vocabulary}")
+        self._banned = np.array(sorted(settings.banned), np.int64)
+        self._biased = np.array(list(settings.logit_bias), np.int64)
+        self._bias = np.array(list(settings.logit_bias.values()), np.float32)
         self._ids, self._prompt = list(prompt), len(prompt)
         self._seen = np.zeros(vocabulary, np.bool_)
         self._seen[list(prompt)] = True

@@ -1,18 +1,25 @@
 """A text that grows over several turns, read once."""
 
-import io
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .bundle import Manifest, file_hash
+from .decoder import Decoder
 from .errors import GumihoError
-from .files import replaced
+from .files import HEADERS, read_regular, replaced, unpacked
+from .records import Damage
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .model import Generation, Model
+
+_DIGEST = 64  # bytes of a SHA-256 in hexadecimal
+_PARTS = ("bundle", "ids", "target", "drafter")
 
 
 class Session:
@@ -53,33 +60,73 @@ class Session:
         self._ids, self._turn = self.ids[:length], None
 
     def save(self, path: str | Path) -> None:
-        """Writes the text and what the caches hold of it to a file, whole or not at all."""
+        """Writes the text and what the caches hold of it to a file, whole or not at all, and behind it its SHA-256."""
         with self._model.idle() as decoder:
             decoder.catch_up()
             shared, drafted = decoder.shared(self.ids)
-            content = {
+            content: dict[str, Any] = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),
                 "target": decoder.target.rows(shared),
                 "drafter": decoder.drafter.rows(drafted),
             }
             with replaced(Path(path)) as file:
-                np.savez(file, **content)  # type: ignore[arg-type]
+                np.savez(file, **content)
+                file.flush()
+                file.write(file_hash(Path(file.name)).encode())
 
     def restore(self, path: str | Path) -> None:
-        """Takes up what ``save`` wrote. Raises GumihoError where the file is damaged or of another bundle."""
-        try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as data:
-                if damaged := data.zip.testzip():  # numpy looks at no more of a part than it reads
-                    raise ValueError(f"{damaged} is damaged")
-                bundle, ids, target, drafter = (data[name] for name in ("bundle", "ids", "target", "drafter"))
-        except Exception as error:  # damage leads numpy and zipfile to raise all kinds of things
-            raise GumihoError(f"'{path}' cannot be read as a saved session ({error}): save it again") from None
-        if str(bundle) != self._model.bundle.hash:
-            raise GumihoError(
-                f"'{path}' was saved with another bundle than {self._model.bundle.path}: load that one, or begin anew"
-            )
-        text = [int(token) for token in ids]
+        """Takes up what ``save`` wrote. Raises GumihoError where the file is damaged or of another bundle; the session then stays
+        as it is."""
+        bundle = self._model.bundle
         with self._model.idle() as decoder:
-            decoder.restore(text, target, drafter)
+            try:
+                parts = _read(Path(path), _size(decoder))
+                if str(parts["bundle"]) != bundle.hash:
+                    raise GumihoError(
+                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or begin anew"
+                    )
+                _check(parts, bundle.manifest)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise GumihoError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
+            text = parts["ids"].tolist()
+            decoder.restore(text, parts["target"], parts["drafter"])
         self._ids, self._turn = text, None
+
+
+def _size(decoder: Decoder) -> int:
+    """Bytes that the arrays of a saved session can have."""
+    caches = [port for name in ("target", "draft") for port in decoder.graphs[name].caches]
+    ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
+    return ids + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in caches)
+
+
+def _read(path: Path, most: int) -> dict[str, np.ndarray]:
+    """Raises OSError and Damage."""
+    content = memoryview(read_regular(path, most + HEADERS))
+    archive, digest = content[:-_DIGEST], bytes(content[-_DIGEST:])
+    if hashlib.sha256(archive).hexdigest().encode() != digest:
+        raise Damage("its content does not match its checksum")
+    parts = unpacked(archive, most)
+    if missing := [name for name in _PARTS if name not in parts]:
+        raise Damage(f"it holds no {missing[0]}")
+    return parts
+
+
+def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
+    """What a file can say although its checksum fits. Raises Damage."""
+    ids, target, drafter = (parts[name] for name in ("ids", "target", "drafter"))
+    if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > manifest.capacity + 1:
+        raise Damage(f"ids are {ids.dtype} {list(ids.shape)}, expected int64 [{manifest.capacity + 1}] at most")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < manifest.vocabulary:
+        raise Damage(f"ids are {ids.min()} to {ids.max()}, expected 0 to {manifest.vocabulary - 1}")
+    for name, rows in (("target", target), ("drafter", drafter)):
+        if rows.ndim != 3 or rows.dtype != manifest.dtype:
+            raise Damage(
+                f"rows of the {name} are {rows.dtype} {list(rows.shape)}, expected {manifest.dtype} of three dimensions"
+            )
+        if not np.isfinite(rows).all():
+            raise Damage(f"rows of the {name} hold NaN or infinity")
+    if not max(0, target.shape[1] - 1) >= drafter.shape[1] or target.shape[1] > len(ids):
+        raise Damage(f"it has {len(ids)} tokens, {target.shape[1]} rows of the target and {drafter.shape[1]} of the drafter")

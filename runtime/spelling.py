@@ -27,7 +27,7 @@ def spell(tokenizer_json: str) -> dict[int, bytes]:
         special = {int(token["id"]) for token in added if token["special"]}
         decode = _decoder(raw.get("decoder") or {"type": "none"})
         return {i: decode(text) for i, text in texts.items() if i not in special}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GumihoError(f"the tokenizer is damaged ({type(error).__name__}: {error}): copy the bundle again") from None
 
 

@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from .decoder import Cycle
 from .errors import GumihoError
+from .files import regular, replaced
 
 _PAGE = Path(__file__).with_name("trace.html")
 _PLACE = "{{records}}"  # where the page takes them
@@ -39,12 +40,11 @@ class Trace:
         """Raises GumihoError where ``write`` could not succeed, before anything is generated."""
         if path.suffix.lower() not in (".html", ".jsonl"):
             raise GumihoError(f"'{path}' is no name for a trace: let it end in .html for a page or in .jsonl for data")
-        if path.is_dir():
-            raise GumihoError(f"'{path}' is a folder: give the trace the name of a file")
-        if not path.parent.is_dir():
-            raise GumihoError(f"the trace cannot be written, since there is no folder '{path.parent}': make it first")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise GumihoError(f"the trace cannot be written, since folder '{path.parent}' is read-only: choose another one")
+        folder = regular(path).parent
+        if not folder.is_dir():
+            raise GumihoError(f"the trace cannot be written, since there is no folder '{folder}': make it first")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise GumihoError(f"the trace cannot be written, since folder '{folder}' is read-only: choose another one")
 
     def write(self, path: Path, stats: Mapping[str, Any]) -> None:
         """Writes the whole file or nothing. stats: ``Stats.summary()``.
@@ -56,15 +56,8 @@ class Trace:
         if path.suffix.lower() == ".html":
             # No token can end the element that holds the records.
             content = _PAGE.read_text("utf-8").replace(_PLACE, content.replace("<", "\\u003c"))
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            try:
-                partial.write_text(content, "utf-8")
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise GumihoError(f"the trace cannot be written ({error}): make room, or choose another place") from None
+        with replaced(path) as file:
+            file.write(content.encode())
 
     def records(self, stats: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """What is written, a line each."""

@@ -26,7 +26,7 @@ _SMALL = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     },
 }  # fmt: skip
-_OPTIONS = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64",
+OPTIONS = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64",
             "--draft-weights", "none"]  # fmt: skip
 _traced: dict[Any, Any] = {}
 
@@ -55,7 +55,7 @@ def prepare(folder: Path) -> None:
 def attempt(folder: Path) -> str:
     """A dry run, and an export where that was content. Returns ``refused`` or ``exported``."""
     out = folder.parent / "out"
-    argv = ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(out), *_OPTIONS]
+    argv = ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(out), *OPTIONS]
     if _run([*argv, "--dry-run"]):
         assert [p.name for p in folder.parent.iterdir()] == [folder.name], "a dry run wrote something"
         return "refused by the dry run"

@@ -32,6 +32,9 @@ Way = Callable[[Path, random.Random], tuple[str, Apply] | None]  # a whole file,
 
 KINDS = {
     "checkpoint": "tests.hostile_checkpoints",
+    "bundle": "tests.hostile_bundles",
+    "session": "tests.hostile_sessions",
+    "arguments": "tests.hostile_arguments",
 }
 SECONDS = 20  # of the processor that an attempt may take; on a busy machine that is many more by the clock
 

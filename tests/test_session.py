@@ -2,7 +2,6 @@
 
 import errno
 import io
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -361,52 +360,23 @@ def test_files_that_are_no_session(model: Model, make_bundle: MakeBundle, tmp_pa
     assert finished(session.generate(before, 5)).stats.cached_tokens > len(before) - 9
 
 
-def test_any_flipped_bit_is_found_or_harmless(model: Model, tmp_path: Path) -> None:
+def test_any_flipped_bit_is_found(model: Model, tmp_path: Path) -> None:
     """A cache that is not what it was would change the text in silence."""
     session, file = saved(model, tmp_path)
     content, draw = file.read_bytes(), np.random.default_rng(0)
-    with zipfile.ZipFile(file) as parts:
-        headers = [place + at for place in (part.header_offset for part in parts.infolist()) for at in range(240)]
-    places = [
-        *draw.choice(headers, 500),
+    for place in [
         *draw.integers(0, len(content), 100),
-        *draw.integers(len(content) - 400, len(content), 200),
-    ]
-    before = model.decoder.target.rows(30)
-    refused = 0
-    for place in places:
+        *draw.integers(len(content) - 400, len(content), 50),
+        *range(0, 240, 7),
+    ]:
         broken = bytearray(content)
         broken[place] ^= 1 << int(draw.integers(8))
         file.write_bytes(broken)
-        try:
-            session.restore(file)
-        except GumihoError:
-            refused += 1
-        else:
-            assert np.array_equal(model.decoder.target.rows(30), before)
-    assert refused > 400
-
-
-def test_rows_of_another_cache(model: Model, tmp_path: Path) -> None:
-    """A file that says it is of this bundle and holds other shapes: what was there stays unread, and the model goes on."""
-    session, file = saved(model, tmp_path)
-    with np.load(file) as data:
-        parts = dict(data)
-    for name, change in (("target", np.float16), ("drafter", np.float16)):
-        with file.open("wb") as out:
-            np.savez(out, **{**parts, name: parts[name].astype(change)})
-        with pytest.raises(GumihoError, match=r"saved rows float16 .* do not fit the cache float32"):
-            session.restore(file)
-        again = finished(session.generate(session.ids, 5))
-        assert again.stats.cached_tokens == 0
-    for cut in ("[1:]", "[:, :, 1:]"):
-        with file.open("wb") as out:
-            np.savez(out, **{**parts, "target": parts["target"][1:] if cut == "[1:]" else parts["target"][:, :, 1:]})
-        with pytest.raises(GumihoError, match="do not fit the cache"):
+        with pytest.raises(GumihoError, match="does not match its checksum"):
             session.restore(file)
 
 
-@pytest.mark.parametrize("failing", ["numpy.savez", "os.replace", "os.fsync", "tempfile.NamedTemporaryFile"])
+@pytest.mark.parametrize("failing", ["numpy.savez", "os.replace", "os.fsync"])
 @pytest.mark.parametrize("there", [True, False], ids=["over another", "new"])
 def test_a_full_disk(model: Model, tmp_path: Path, failing: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was saved before stays whole, and nothing is left beside it."""

@@ -229,7 +229,7 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("trace.txt", "let it end in .html for a page or in .jsonl for data"),
         ("trace", "let it end in .html"),
         ("nowhere/trace.html", "there is no folder"),
-        ("folder.html", "is a folder"),
+        ("folder.html", "is a folder and no file"),
     ],
 )
 def test_refused_paths(tmp_path: Path, name: str, message: str) -> None:
@@ -253,7 +253,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     made = trace(speculative(500, 16, 99, 2))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(GumihoError, match=r"the trace cannot be written \(.*: make room"):
+        with pytest.raises(GumihoError, match=r"cannot be written \(.*: free some space"):
             made.write(path, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,344 @@
+"""Odd files, arguments and circumstances that the commands meet: each is refused in one line, and harms nothing."""
+
+import gc
+import hashlib
+import io
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import GumihoError, Model, load
+from runtime.command import run
+from runtime.errors import GumihoError as Error
+from runtime.files import replaced
+from runtime.generate import main as generate
+
+from . import hostile_bundles
+from .seal import update
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damage") / "bundle"
+    hostile_bundles.prepare(folder)
+    return folder
+
+
+@pytest.fixture
+def model(bundle: Path) -> Iterator[Model]:
+    with load(bundle, threads=1) as model:
+        yield model
+
+
+# --- files that are replaced -------------------------------------------------------------------------------------------
+
+
+def write(path: Path) -> None:
+    with replaced(path) as file:
+        file.write(b"new")
+
+
+def test_links_to_files_are_written_through(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").write_bytes(b"old")
+    (tmp_path / "there/file").chmod(0o640)
+    (tmp_path / "link").symlink_to("there/file")
+    (tmp_path / "dangling").symlink_to("there/other")
+    for name in ("link", "dangling"):
+        write(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_bytes() == b"new"
+    assert stat.S_IMODE((tmp_path / "there/file").stat().st_mode) == 0o640
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["file", "other"]
+
+
+@pytest.mark.parametrize("kind", ["device", "link to a device", "pipe", "socket", "folder", "loop", "long", "null"])
+def test_what_is_no_file_stays(kind: str, tmp_path: Path) -> None:
+    path = {"device": Path("/dev/full"), "long": tmp_path / ("a" * 5000), "null": tmp_path / "a\0b"}.get(kind, tmp_path / "x")
+    if kind == "link to a device":
+        path.symlink_to("/dev/full")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    before = sorted((p.name, p.lstat().st_mode) for p in tmp_path.iterdir())
+    with pytest.raises(GumihoError, match="cannot be written"):
+        write(path)
+    assert sorted((p.name, p.lstat().st_mode) for p in tmp_path.iterdir()) == before
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+# --- how commands end --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_one_line() -> None:
+    said = str(Error("a\nb\r\n  c\x1b[2J\ud800" + "x" * 5000 + "\nway out"))
+    assert said.startswith("a b c?[2J?xxx")
+    assert said.endswith("way out")
+    assert said.isprintable()
+    assert len(said) < 1300
+
+
+def test_an_error_of_the_system_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> int:
+        return len(Path("/nowhere/at/all").read_bytes())
+
+    def none_left() -> int:
+        raise OSError(24, "Too many open files")
+
+    for work, said in (
+        (missing, "error: '/nowhere/at/all' cannot be used (No such file"),
+        (none_left, "refused a request (Too many"),
+    ):
+        assert run(work) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert "standard output" not in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("to", ["> /dev/full", ">&-"])
+def test_compile_without_standard_output(bundle: Path, tmp_path: Path, to: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m runtime.compile {bundle} {to}"], capture_output=True, text=True, cwd=ROOT
+    )
+    lines = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
+    if "full" in to:
+        assert lines == ["error: standard output cannot be written (No space left on device): free some space"]
+    else:
+        assert not lines
+    assert done.returncode == ("full" in to)
+
+
+@pytest.mark.parametrize("command", ["generate", "compile", "doctor", "selftest"])
+def test_an_interruption_while_libraries_load(command: str, tmp_path: Path) -> None:
+    """The first of them that is imported is made to wait."""
+    (tmp_path / "numpy.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(60)")
+    place = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"runtime.{command}", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=place,
+        cwd=tmp_path,
+    )
+    assert process.stdout
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 130
+
+
+def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The library says something else, and a file that is written then fails."""
+    import resource
+
+    from runtime.backends.onnxruntime import Cpu
+    from runtime.compile import main
+
+    def fails(*_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        raise GumihoError("Protobuf serialization failed")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(Cpu, "compile", fails)
+    try:
+        assert main([str(bundle)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large): free some space" in capfd.readouterr().err
+
+
+MANY = "9" * 23
+ODD = [
+    (["--logit-bias", f"{MANY}=1"], "outside the vocabulary"), (["--ban", MANY], "outside the vocabulary"), (["--threads", "3000000000"], "threads is"),
+    (["--threads", "1000"], "threads is 1000"), (["--json-schema", '{"a":' * 5000 + "1" + "}" * 5000], "nested too deeply"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "says"), ODD)
+def test_odd_arguments(bundle: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate([str(bundle), "--prompt", "AB", *argv]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert says in error
+    assert error.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["~nouser", "a" * 5000, "a\0b", "two\nlines"])
+def test_odd_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate([name, "--prompt", "x"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert len(error) < 1500
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "binary", "/dev/zero"])
+@pytest.mark.parametrize("option", ["--prompt-file", "--prompts", "--json-schema", "--grammar"])
+def test_prompts_that_are_no_text(
+    bundle: Path, tmp_path: Path, kind: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(kind) if kind.startswith("/") else tmp_path / "x"
+    {"pipe": os.mkfifo, "folder": Path.mkdir}.get(kind, lambda path: None)(file)
+    if kind == "binary":
+        file.write_bytes(bytes(range(256)))
+    assert generate([str(bundle), *([] if "prompt" in option else ["--prompt", "AB"]), option, str(file)]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+# --- saved sessions ----------------------------------------------------------------------------------------------------
+
+
+def sealed(parts: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, **parts)
+    return content.getvalue() + hashlib.sha256(content.getvalue()).hexdigest().encode()
+
+
+CHANGES = {
+    "rank of ids": ("ids", lambda a: a[None]), "text": ("ids", lambda a: a.astype(str)), "numbers": ("ids", lambda a: a * 1.0),
+    "too large": ("ids", lambda a: a + 10**6), "negative": ("ids", lambda a: -a - 1), "few": ("ids", lambda a: a[:3]), "many": ("ids", lambda a: np.zeros(10**4, np.int64)),
+    "NaN": ("target", lambda a: a * np.float32("nan")), "infinite": ("drafter", lambda a: a + np.float32("inf")),
+    "rank": ("target", lambda a: a[None]), "layers": ("target", lambda a: a[:1]), "width": ("drafter", lambda a: a[..., 1:]), "dtype": ("target", lambda a: a.astype(np.float16)),
+    "rows": ("target", lambda a: a[:, :2]), "no rows": ("target", lambda a: a[:, :0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_sessions_that_were_changed_on_purpose(model: Model, tmp_path: Path, change: str) -> None:
+    session, file = model.session(), tmp_path / "s"
+    list(session.generate([5, 6, 7], 9).cycles())
+    session.save(file)
+    with np.load(file) as raw:
+        parts = {name: raw[name] for name in raw.files}
+    file.write_bytes(sealed(parts))
+    model.session(file)  # as it was
+    name, edit = CHANGES[change]
+    file.write_bytes(sealed({**parts, name: edit(parts[name])}))
+    with pytest.raises(GumihoError, match="save (it|them) again"):
+        model.session(file)
+
+
+def test_a_session_that_unpacks_to_much_is_not_unpacked(model: Model, tmp_path: Path) -> None:
+    import resource
+
+    content = io.BytesIO()
+    np.savez_compressed(content, bundle=np.array("x"), ids=np.zeros(1 << 27, np.int64), target=np.zeros(1), drafter=np.zeros(1))
+    (tmp_path / "s").write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).hexdigest().encode())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(GumihoError, match=r"unpacks to|bytes, expected"):
+        model.session(tmp_path / "s")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB; numpy has held more to make it
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_session_that_is_no_file(model: Model, tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "s")
+    with pytest.raises(GumihoError, match="cannot be read as a saved session"):
+        model.session(tmp_path / "s")
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_another_model(bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    raw = json.loads((copy / "tokenizer.json").read_text())
+    raw["model"]["vocab"] = {piece: 1000 + i for piece, i in raw["model"]["vocab"].items()}
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").write_text(json.dumps(raw))
+    update(copy, "tokenizer.json")
+    with load(copy, threads=1) as model, pytest.raises(GumihoError, match=r"token id 1\d\d\d, outside the vocabulary of 61"):
+        model.generate("AB")
+
+
+def test_a_tokenizer_that_panics(model: Model) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Broken:
+        def encode(self, *_: object, **__: object) -> None:
+            raise Panic("index out of bounds")
+
+    model.bundle.__dict__["tokenizer"] = Broken()
+    with pytest.raises(GumihoError, match="tokenizer fails on this text \\(index out of bounds"):
+        model.encode("AB")
+
+
+# --- threads and memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["one iterator", "an iterator each", "pieces"])
+def test_threads_share_a_generation(model: Model, kind: str) -> None:
+    prompt = model.encode("ABCAB")
+    wanted = model.generate(prompt, 40)
+    text = "".join(wanted)
+    generation, found, errors = model.generate(prompt, 40), list[Any](), list[Exception]()
+    shared: Any = {"one iterator": generation.cycles(), "pieces": generation.pieces()}.get(kind)
+
+    def draw() -> None:
+        try:
+            for one in generation.cycles() if shared is None else shared:
+                found.append(one)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert generation.ids == wanted.ids
+    assert (
+        sorted("".join(found)) == sorted(text)
+        if kind == "pieces"
+        else sum(len(cycle.tokens) for cycle in found) == 40 or generation.finish_reason != "length"
+    )
+
+
+def test_pieces_from_within_a_cycle(model: Model) -> None:
+    generation = model.generate("AB", 5, callback=lambda *_: next(pieces))
+    pieces = iter(generation)
+    with pytest.raises(GumihoError, match="in the middle of a cycle"):
+        next(pieces)
+
+
+def test_a_model_that_nobody_has_is_freed(bundle: Path) -> None:
+    """At once, not when garbage is collected, which little work in Python makes happen late."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = load(bundle, threads=1)
+        list(model.generate("ABC", 9))
+        list(model.session().generate("ABC", 9, rows=2).cycles())
+        seen = weakref.ref(model), weakref.ref(model.decoder), weakref.ref(model.decoder.engines["target"])
+        del model
+        assert [one() for one in seen] == [None] * 3
+    finally:
+        gc.enable()

@@ -1,0 +1,80 @@
+"""A template that would run or grow without end is refused in a sentence, in any thread."""
+
+import resource
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from runtime.chat import ChatTemplate
+from runtime.errors import GumihoError
+from runtime.sandbox import SECONDS
+
+MESSAGES = [{"role": "user", "content": "a\nb"}]
+HOSTILE = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ lipsum(n=100000) }}", "{{ [1] | slice(10**9) | list }}", "{{ [1] | batch(10**9, 'x') | list }}", "{{ [1, 2] | tojson(indent=10**9) }}",
+    "{{ 'x' * 10**9 }}", "{{ 10**9 * 'x' }}", "{{ ([1] * 10**9) | length }}", "{{ 10 ** (10 ** 9) }}", "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10**9, 1) }}",
+    "{{ '%1000000000d' | format(1) }}", "{{ '{:1000000000d}'.format(1) }}", "{{ 'x' | center(10**9) }}", "{{ 'x' | indent(10**9, true) }}",
+    "{{ 'x'.center(10**9) }}", "{{ 'x'.ljust(10**9) }}", "{{ 'x'.zfill(10**9) }}", "{{ '\\t'.expandtabs(10**9) }}",
+    "{% set x = 'x' * 8000000 %}" + "{% set x = x ~ x %}" * 12 + "{{ x | length }}",
+    "{% set x = 'x' * 8000000 %}" + "{% set x = x + x %}" * 12 + "{{ x | length }}",
+    "{% set x = 'x' * 8000000 %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 12 + "{{ x | length }}",
+    "{% set x = 'x' * 8000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "{% set x = 'x' * 99999 %}{{ x | replace('x', x) | length }}", "{% set x = 'x' * 99999 %}{{ x.replace('x', x) | length }}",
+    "{% set x = 'x' * 99999 %}{{ ([x] * 99999) | join | length }}", "{% set x = 'x' * 99999 %}{{ ''.join([x] * 99999) | length }}",
+    "{% set x = 'x' * 99999 %}{{ x.join(x) | length }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}", "{{ ('<!--' * 999999) | striptags }}", "{{ (('\\n' * 99999) | indent(4000)) | length }}",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    """What takes gigabytes fails, instead of the machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 29), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def refusal(template: str) -> str:
+    with pytest.raises(GumihoError) as error:
+        ChatTemplate(template, {}, "x").render(MESSAGES)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_template_that_takes_too_much(template: str) -> None:
+    said = refusal(template)
+    assert said.startswith("the chat template in x fails on this conversation (")
+    assert "MemoryError" not in said
+
+
+def test_in_another_thread() -> None:
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(refusal(HOSTILE[0])))
+    thread.start()
+    thread.join(60)
+    assert "longer than" in said[0]
+
+
+def test_the_clock_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr("runtime.sandbox.monotonic", lambda: next(ticks) * 1e-5)
+    template = ChatTemplate("{% for i in range(30000) %}{{ i }}{% endfor %}", {}, "x")
+    for _ in range(12):
+        assert len(template.render(MESSAGES)) == 138890
+    assert next(ticks) * 1e-5 > SECONDS, "the test proves too little"
+
+
+def test_what_templates_do_is_not_too_much() -> None:
+    text = "word\n" * 100_000
+    template = ChatTemplate(
+        "{% for m in messages %}{{ '<|' + m.role ~ '|>' }}{{ m.content | replace('\n', ' ') | trim | length }}"
+        "{{ m.content.split('\n') | join('\n') | length }}{{ '-' * 40 }}{{ '%s' % m.role }}{{ [1] | tojson(indent=4) }}{% endfor %}", {}, "x",
+    )  # fmt: skip
+    assert template.render([{"role": "user", "content": text}]) == "<|user|>499999" + "500000" + "-" * 40 + "user[\n    1\n]"
