@@ -655,7 +655,7 @@ def test_damaged_files(tmp_path: Path, files: dict[str, bytes], says: str) -> No
 
 def test_a_template_is_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     template = kind("llama 3", LLAMA_3).template
-    monkeypatch.setattr(runtime.chat.ImmutableSandboxedEnvironment, "compile", None)
+    monkeypatch.setattr(runtime.chat.Sandbox, "compile", None)
     assert template.render(said("a")) != template.render(said("b"))
 
 
