@@ -194,6 +194,8 @@ def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np
             "hidden": hidden[part], "top_ids": top.indices[part], "top_logits": top.values[part].float(),
         }.items()}  # fmt: skip
 
+    _require_finite(run)  # a choice among other logits is no token, and cannot be drafted from
+
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         made = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
         run.update({f"{name}.{part}": value for part, value in zip(_TREE, made, strict=False)})
@@ -204,8 +206,13 @@ def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np
     run |= {"tree.read": tokens[n : n + 1], "tree.path": torch.tensor([n - 1])}
     draft_pass("next", choice[n:][path], path, hidden[n:], n, caches)
     run |= {"next.read": choice[n:][path], "next.path": path}
+    _require_finite(run)
+    return {name: value.numpy() for name, value in run.items()}
+
+
+def _require_finite(run: Mapping[str, Tensor]) -> None:
+    """Raises GumihoError naming the first recorded output that holds NaN or infinity."""
     if odd := next((name for name, value in run.items() if value.is_floating_point() and not value.isfinite().all()), None):
         raise GumihoError(
             f"the golden run's '{odd}' holds NaN or infinity: the checkpoints' weights are damaged, or too large for this --dtype"
         )
-    return {name: value.numpy() for name, value in run.items()}
