@@ -55,7 +55,14 @@ def mutants(folder: Path, rng: random.Random, ways: Sequence[Way] = ()) -> Itera
         if found:
             what, apply = found
             name = file.relative_to(folder)
-            yield f"{name}: {what}", lambda copy, apply=apply, name=name: apply(copy / name)  # type: ignore[misc]
+            yield f"{name}: {what}", lambda copy, apply=apply, name=name: _on_file(apply, copy / name)  # type: ignore[misc]
+
+
+def _on_file(apply: Apply, file: Path) -> None:
+    """A second mutation may find that the first has put something else in the file's place, which could be read forever."""
+    if not file.is_file():
+        raise FileNotFoundError(file)
+    apply(file)
 
 
 def general(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
