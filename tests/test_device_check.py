@@ -162,7 +162,7 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
         if given[2] == device_tokens._CPU_TOKENS:
             calls["texts"] += 1
             if calls["texts"] == 7:
-                generation.ids[2] = (generation.ids[2] + 1) % 40
+                generation.ids[-1] = (generation.ids[-1] + 1) % 40  # the last: later ones would no longer fit the text
         return generation
 
     monkeypatch.setattr(selftest, "generated", changed)
@@ -170,7 +170,8 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
     assert status == 1
     assert pieces["cpu"]["wrong"][0].startswith("1 of")
     place = pieces["cpu"]["facts"]["places"][0]
-    assert (place["prompt"], place["index"], place["near"]) == (3, 2, False)
+    assert (place["prompt"], place["near"]) == (3, False)
+    assert place["token"] == (place["choice"] + 1) % 40
     calls.clear()
     monkeypatch.setitem(device_tokens.NEAR, "float32", 1e9)
     status, pieces = ran(bundle, "--backend", "cuda", "--again")
@@ -415,8 +416,8 @@ def test_drafting_that_does_not_pay(
     """It should rest where passes were measured; else the report says how slow it is."""
     if planned:
         Costs({1: 1e6, 8: 1e6}, 1e6, 1e5).save(find_engines(Bundle(bundle), backend("cpu")))
-    speed = device_tokens._speed
-    monkeypatch.setattr(device_tokens, "_speed", lambda stats: speed(stats) | {"tokens_per_second": speculative if stats.rows.keys() - {1} else 100.0})  # fmt: skip
+    speed, told = device_tokens._speed, iter([speculative, 100.0])  # asked for in this order
+    monkeypatch.setattr(device_tokens, "_speed", lambda stats: speed(stats) | {"tokens_per_second": next(told)})
     only(monkeypatch, "greedy")
     outcome = ran(bundle)[1]["greedy"]
     assert outcome["state"] == state
