@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,13 @@ def mutants(folder: Path, rng: random.Random, ways: Sequence[Way] = ()) -> Itera
         if found:
             what, apply = found
             name = file.relative_to(folder)
-            yield f"{name}: {what}", lambda copy, apply=apply, name=name: _on_file(apply, copy / name)  # type: ignore[misc]
+            yield f"{name}: {what}", partial(_apply, apply, name)
 
 
-def _on_file(apply: Apply, file: Path) -> None:
-    """A second mutation may find that the first has put something else in the file's place, which could be read forever."""
-    if not file.is_file():
-        raise FileNotFoundError(file)
-    apply(file)
+def _apply(apply: Apply, name: Path, copy: Path) -> None:
+    if not (copy / name).is_file():  # an earlier mutation may have made a pipe of it, which nobody writes to
+        raise FileNotFoundError(name)
+    apply(copy / name)
 
 
 def general(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
