@@ -29,7 +29,7 @@ from .pairs import RandomPair
 
 Message = dict[str, Any]
 SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 1021, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
 
 # --- tokenizers of Llama's kinds ---------------------------------------------------------------------------------------

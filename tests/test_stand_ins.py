@@ -236,9 +236,11 @@ def test_tensorrt_takes_fp8_where_the_device_does(nvidia: ModuleType, make_bundl
 
 
 def test_tensorrt_refuses_other_ways_to_take_tensors(nvidia: ModuleType, bundle: Path) -> None:
-    nvidia.ALIASES = False
-    with pytest.raises(GumihoError, match="does not update cache 'past_key.0' in place"):
-        compiled(bundle, "tensorrt")
+    nvidia.ALIASES = False  # so that only the graphs that return their rows will do
+    choice = json.loads((compiled(bundle, "tensorrt")[0] / "attention.json").read_text())
+    assert choice["attention"] == "basic"
+    assert "does not update cache 'past_key.0' in place" in choice["reason"]
+    shutil.rmtree(bundle / "engines")
     nvidia.ALIASES, nvidia.ON_HOST = True, {"count"}
     with pytest.raises(GumihoError, match="takes 'count' as .*HOST"):
         compiled(bundle, "tensorrt")
@@ -411,7 +413,8 @@ def test_a_signal_ends_migraphxs_compilation(
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert all(gone(int(process)) for process in log.read_text().split())
+    while not all(gone(int(process)) for process in log.read_text().split()):
+        time.sleep(0.05)  # killed, but on a busy machine not yet gone
     assert left(bundle) == [".lock"]
 
 
