@@ -80,7 +80,7 @@ def _texts(folder: Path) -> list[str | None]:
 def _use(folder: Path) -> None:
     try:
         with load(folder, threads=1) as model:
-            selftest.identity(model, {}, 1, 3)
+            selftest.compare(model, selftest.prompts(model, 1)[0], 3, {})
             model.chat([{"role": "user", "content": "A"}])
     except GumihoError as error:
         one_line(str(error))
