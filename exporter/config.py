@@ -133,7 +133,9 @@ def llama_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _ROTARY:
         raise GumihoError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
-    rotary = {"original_max_position_embeddings": fields.get("max_position_embeddings", 2048)} | rotary  # as transformers takes it
+    rotary = {
+        "original_max_position_embeddings": fields.get("max_position_embeddings", 2048)
+    } | rotary  # as transformers takes it
     values = {"rope_theta": (theta, _THETA)} | {key: (rotary.get(key), bounds) for key, bounds in _ROTARY[kind].items()}
     for key, (value, bounds) in values.items():
         good = is_whole(value, *bounds) if isinstance(bounds[0], int) else _is_number(value, *bounds)
