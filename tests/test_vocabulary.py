@@ -257,7 +257,7 @@ def test_without_a_map_everything_is_drafted(tmp_path: Path, own: dict[str, Tens
     ({"token_map": torch.tensor([[1, 2]])}, ("shape [1, 2]",)),
     ({"token_map": torch.zeros(0, dtype=torch.int64)}, ("shape [0]",)),
     ({"token_map": MAP, "lm_head.weight": torch.ones(4, 32)}, ("has 5 tokens", "lm_head 4 rows")),
-    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 31)}, ("'lm_head.weight' has shape [5, 31], expected [5, 32]",)),
+    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 31)}, ("'lm_head.weight' has shape [5, 31], expected 32 columns",)),
     ({"token_map": MAP, "lm_head.weight": torch.ones(5, 32, dtype=torch.int8)}, ("torch.int8, expected float16",)),
 ], ids=str)  # fmt: skip
 def test_a_map_that_is_none_is_refused(
@@ -347,7 +347,7 @@ def test_the_tree_has_no_more_than_there_is(plain: Path) -> None:
 
 def test_ends_of_text_are_drafted(plain: Path, tmp_path: Path) -> None:
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "target/generation_config.json").write_text('{"eos_token_id": [40, 1, 999]}')
+    (tmp_path / "target/generation_config.json").write_text('{"eos_token_id": [40, 1]}')
     found = wanted(tmp_path, "--draft-vocab", "5").pair.draft_vocabulary
     assert found is not None
     assert found.ids.tolist() == [0, 1, 2, 3, 40]
