@@ -35,6 +35,7 @@ _HOPE = 1.5
 _DOUBT = 1.0  # cycles for which that is believed
 _AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
 _STAKE, _SAVED = 1.5, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
+_LESS = 0.5  # by which it may lose less when it is tried again
 _TURN = 0.2  # of the pace, by which each tree changes it
 _REST = 32, 512  # passes without a draft before drafting is tried again: at first, and at most
 _LONGER = 4  # times as long is the next rest if drafting does not pay again
@@ -44,7 +45,7 @@ _UNLIKELY = 0.02  # no tokens are looked up that are as unlikely as this
 _LAST = 5  # measurements of a pass of which the shortest is its price
 _PAUSE = 16.0  # times the price of a pass: it was held up by something else
 _OLD = 4, 128  # passes after which prices that were measured once, or more often, are guesses again
-_TRY = 2, 4  # drafts, a process's first, that verify so many rows to learn from little what drafting costs
+_TRY = 2, 1, 4  # drafts of a process, and after each rest, that verify so many rows to learn from little what drafting costs
 _CHECK = 8, 96  # drafts and lookups after which a plain pass is measured: again for the first time, and from then on
 _LONGEST = 1e15  # nanoseconds that a pass may take, eleven days
 _LARGEST = 1 << 20  # bytes of a costs.json
@@ -159,9 +160,10 @@ class _Price:
             self._last.popleft()
         self.value, self.count = min(elapsed for _, elapsed in self._last), self.count + 1
 
-    def fresh(self, now: int) -> bool:
-        """Whether it was measured lately."""
-        return bool(self._last) and now - self._last[-1][0] <= _OLD[len(self._last) > 1]
+    @property
+    def until(self) -> int:
+        """At how many passes the last measurement is forgotten, -1 if there is none."""
+        return self._last[-1][0] + _OLD[len(self._last) > 1] if self._last else -1
 
 
 class _Prices:
@@ -174,19 +176,26 @@ class _Prices:
 
     def __init__(self, guesses: Mapping[int, float]) -> None:
         self._passes = {rows: _Price(cost) for rows, cost in sorted(rising(guesses).items())}
-        self._clock = 0  # passes
+        self._clock, self._until = 0, 0  # passes; and at how many what is known now will be partly forgotten
         self.now = {rows: price.value for rows, price in self._passes.items()}
 
     def measured(self, rows: int, elapsed: float) -> bool:
         """A pass took so many nanoseconds. Returns whether the price was a guess before."""
         self._clock += 1
-        guessed = not self._passes[rows].fresh(self._clock)
-        self._passes[rows].measured(elapsed, self._clock)
-        known = rising({n: price.value for n, price in self._passes.items() if price.fresh(self._clock)})
+        price = self._passes[rows]
+        guessed, before = self._clock > price.until, price.value
+        price.measured(elapsed, self._clock)
+        if guessed or price.value != before or self._clock > self._until:
+            self._reckon()
+        return guessed
+
+    def _reckon(self) -> None:
+        fresh = {n: price for n, price in self._passes.items() if self._clock <= price.until}
+        self._until = min(price.until for price in fresh.values())
+        known = rising({n: price.value for n, price in fresh.items()})
         known = {1: min(self._passes[1].value, *known.values()), **known}
         sizes = list(known)
         self.now = {n: known[n] if n in known else _between(n, price.value, known, sizes) for n, price in self._passes.items()}
-        return guessed
 
     @property
     def tried(self) -> bool:
@@ -217,6 +226,7 @@ class Planner:
         self._hoped = [_DOUBT] * (depth + 1)
         self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
         self._left, self._rest, self._saved = 0.0, 0.0, 0.0
+        self._tries = _TRY[0]  # drafts to come that verify few rows
         self._owed = 0  # cycles whose time is not yet taken off what was saved
         self._lookup, self._prompt = Lookup(), list[int]()
         self._found: tuple[int, Sequence[int]] = 0, ()
@@ -275,8 +285,8 @@ class Planner:
         """How many of a tree's rows to verify, the tree having been drafted. scores, depths: of its R rows."""
         gained = list(accumulate(self._expected(scores, depths)))
         spent = {rows: target + self._host.value for rows, target in self._target.now.items()}
-        if self._draft.count < _TRY[0] and self._target.tried:
-            size = min((rows for rows in spent if rows >= _TRY[1]), default=max(spent))
+        if self._tries and self._target.tried:
+            size = min((rows for rows in spent if rows >= _TRY[2]), default=max(spent))
             spent = {size: spent[size]}
         promised = max(gained[rows - 1] / (cost + self._draft.value) for rows, cost in spent.items())
         self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
@@ -304,7 +314,7 @@ class Planner:
         self._late += (late - self._late) * (0 if self._caught_up else _TURN if self._late else 1)
         self._caught_up = True
         draft, target, host = times
-        self._until -= 1
+        self._until, self._tries = self._until - 1, max(self._tries - 1, 0)
         paused = target > _PAUSE * self._target.now.get(len(scores), target)
         self._draft.measured(draft)
         if host:
@@ -321,7 +331,7 @@ class Planner:
             self._hoped[depth] += exp(score)
         if self._saved < -_STAKE:
             self._left = max(self._rest, self._short)
-            self._rest, self._saved = min(_LONGER * self._left, max(self._short, _REST[1])), 0.0
+            self._rest, self._saved = min(_LONGER * self._left, max(self._short, _REST[1])), -_LESS
         elif self._saved >= _SAVED:
             self._rest = 0.0  # it has paid for a while
 
@@ -341,7 +351,7 @@ class Planner:
             for depth, (taken, hoped) in enumerate(zip(self._taken, self._hoped, strict=True)):
                 weight = min(1.0, _AGAIN / hoped)
                 self._taken[depth], self._hoped[depth] = max(taken, (taken + hoped) / 2) * weight, hoped * weight
-            self._pace = 0.0
+            self._pace, self._tries = 0.0, _TRY[1]
 
     @property
     def _short(self) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from runtime import GumihoError, Model, load
@@ -354,7 +354,13 @@ def falsified(draw: st.DrawFn) -> tuple[Costs, Costs]:
     return true, Costs(target, draft * factors[7], true.host * factors[8])
 
 
+# Dear drafts and rows, and stored prices that are all twenty times too high.
+DEAREST = Costs({n: 1e6 + 2.4e6 * ((n - 1) / 7) ** 0.5 for n in sizes(8)}, 5e5, 1e4)
+TOO_DEAR = Costs({n: 20 * cost for n, cost in DEAREST.target.items()}, 20 * DEAREST.draft, 20 * DEAREST.host)
+
+
 @settings(max_examples=150, deadline=None)
+@example((DEAREST, TOO_DEAR), -0.3)
 @given(falsified(), st.sampled_from([-0.05, -0.3, -0.7, -1.5]))
 def test_no_stored_costs_let_a_drafter_that_is_never_right_cost_much(costs: tuple[Costs, Costs], score: float) -> None:
     true, stored = costs
@@ -426,6 +432,17 @@ def test_measured_passes_bound_the_others() -> None:
     assert prices.now == pytest.approx({1: 200, 2: 300, 3: 400, 4: 500, 6: 700, 8: 900})
     prices.measured(8, 450)
     assert prices.now == pytest.approx({1: 200, 2: 300, 3: 375, 4: 450, 6: 450, 8: 450})
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 30), st.integers(1, 9)), max_size=60))
+def test_prices_that_are_kept_are_those_reckoned_anew(measured: list[tuple[int, int, int]]) -> None:
+    prices = _Prices(dict.fromkeys((1, 2, 3, 4, 8), 5.0))
+    for rows, times, elapsed in measured:
+        for _ in range(times):
+            prices.measured(rows, elapsed)
+            kept = prices.now
+            prices._reckon()
+            assert prices.now == kept
 
 
 def test_what_was_measured_long_ago_bounds_nothing() -> None:
