@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from exporter import cli
 from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("gumiho", deadline=None)  # machines are shared, so no test is timed
+settings.load_profile("gumiho")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
 DEMO = Path(__file__).parent.parent / "demo"
 

@@ -409,14 +409,14 @@ JUMBLED = st.lists(MESSAGE, min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(messages=SPOKEN | JUMBLED, system=st.booleans(), prompt=st.booleans())
 def test_any_conversation(kind: Any, name: str, template: str, messages: list[Message], system: bool, prompt: bool) -> None:
     compare(kind(name, template), SYSTEM * system + messages, prompt)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=CONTENTS | st.text())
 @example("")
 @example(" leading and trailing ")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import GumihoError
@@ -74,7 +74,6 @@ def nodes_of(tree: Drafted) -> list[tuple[int, int, float]]:
 
 
 @given(trees(), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_rounding_is_no_difference(tree: Drafted, random: Any) -> None:
     """Scores move by less than the tolerance, never above the parent's, and rows change places by that."""
     assert not other_tree(tree, tree, TOLERANCE, 1.0)
@@ -86,7 +85,6 @@ def test_rounding_is_no_difference(tree: Drafted, random: Any) -> None:
 
 
 @given(trees(), st.data())
-@settings(deadline=None)
 def test_another_parent_is_a_difference(tree: Drafted, data: st.DataObject) -> None:
     """Depths and mask fit the wrong parent, as they do where the graph's integer arithmetic is wrong."""
     nodes = nodes_of(tree)
@@ -103,7 +101,6 @@ def test_another_parent_is_a_difference(tree: Drafted, data: st.DataObject) -> N
 
 
 @given(trees(), st.data())
-@settings(deadline=None)
 def test_another_token_is_a_difference(tree: Drafted, data: st.DataObject) -> None:
     row = data.draw(st.integers(0, len(tree.tokens) - 1))
     if tree.score[row] - tree.score.min() <= TOLERANCE:
@@ -114,7 +111,6 @@ def test_another_token_is_a_difference(tree: Drafted, data: st.DataObject) -> No
 
 
 @given(trees(), st.data())
-@settings(deadline=None)
 def test_a_mask_or_depth_that_does_not_follow_from_the_parents_is_malformed(tree: Drafted, data: st.DataObject) -> None:
     assert not malformed(tree)
     row, column = (data.draw(st.integers(0, len(tree.tokens) - 1)) for _ in range(2))
@@ -143,7 +139,6 @@ def test_a_near_tie_allows_another_subtree_where_rounding_is_coarse() -> None:
 
 
 @given(st.integers(1, 9), st.integers(2, 5), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_choices_differ_at_near_ties_alone(rows: int, k: int, random: Any) -> None:
     top = -np.sort(-np.array([[random.uniform(-9, 9) for _ in range(k)] for _ in range(rows)]), axis=1)
     recorded = np.arange(rows)

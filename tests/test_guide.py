@@ -160,7 +160,7 @@ def matches(pattern: str, text: bytes) -> bool:
         return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PATTERNS, st.integers(0, 2**32))
 def test_regex_against_brute_force(drawn: tuple[str, Node], seed: int) -> None:
     (pattern, node), random, spelled = drawn, Random(seed), b""
@@ -201,7 +201,7 @@ REWOUND = [
 
 
 @pytest.mark.parametrize("grammar", REWOUND, ids=lambda g: g.text[:20])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_rewinding_leads_to_the_same_masks(grammar: Grammar, seed: int) -> None:
     guide, path, random = TINY.start(grammar), [], Random(seed)
@@ -400,7 +400,7 @@ def can_parse(text: str) -> bool:
     return any(parses(text + number + ")" * count) for number in ("", "1") for count in range(text.count("(") + 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_lark_against_a_parser(seed: int) -> None:
     guide, text, random = TINY.start(Grammar.lark(ARITHMETIC)), "", Random(seed)

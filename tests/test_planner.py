@@ -68,7 +68,7 @@ def model(demo_bundle: Path) -> Model:
     return load(demo_bundle, threads=1)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.integers(1, 8), min_size=1, max_size=7),
        st.integers(0, 2), st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]),
        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))  # fmt: skip
@@ -359,7 +359,7 @@ DEAREST = Costs({n: 1e6 + 2.4e6 * ((n - 1) / 7) ** 0.5 for n in sizes(8)}, 5e5, 
 TOO_DEAR = Costs({n: 20 * cost for n, cost in DEAREST.target.items()}, 20 * DEAREST.draft, 20 * DEAREST.host)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example((DEAREST, TOO_DEAR), -0.3)
 @given(falsified(), st.sampled_from([-0.05, -0.3, -0.7, -1.5]))
 def test_no_stored_costs_let_a_drafter_that_is_never_right_cost_much(costs: tuple[Costs, Costs], score: float) -> None:
@@ -369,7 +369,7 @@ def test_no_stored_costs_let_a_drafter_that_is_never_right_cost_much(costs: tupl
         assert pace <= most * (true.target[1] + true.host)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(falsified(), st.sampled_from([-0.05, -0.7]))
 def test_nor_over_a_long_text(costs: tuple[Costs, Costs], score: float) -> None:
     true, stored = costs
@@ -382,7 +382,7 @@ def right(score: float, seed: int) -> Callable[[], int]:
     return lambda: int(random.geometric(1 - np.exp(score))) - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]), st.integers(0, 9))
 def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float, seed: int) -> None:
     """Of the time that drafting saves with the device's own costs, at most a tenth is lost. Where little is saved, chance decides."""

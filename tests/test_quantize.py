@@ -56,7 +56,7 @@ def squared_error(block: np.ndarray, scale: float) -> float:
     return sum((float(w) - scale * min(7, max(-8, round(float(w) / scale)))) ** 2 for w in block)
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=90)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.sampled_from(BLOCKS), st.sampled_from([torch.float32, torch.float16]),
     st.sampled_from(["normal", "positive", "small", "zero", "spike"]), st.integers(0, 99),
@@ -117,7 +117,7 @@ def e4m3() -> np.ndarray:
     return np.array([-m for m in magnitudes[:0:-1]] + magnitudes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4), st.integers(1, 70), st.sampled_from([torch.float32, torch.float16]),
     st.sampled_from([1.0, 1e-3, 1e-9, 0.0, 300.0]), st.integers(0, 99),
@@ -143,7 +143,7 @@ def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torc
             assert np.abs(stored).max() >= 416  # the row fills the format's range
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 40), st.integers(1, 70), st.integers(1, 7), st.sampled_from([1.0, 1e-9, 0.0, 300.0]), st.integers(0, 99),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from exporter.operators import _facts, refusals
@@ -91,7 +91,6 @@ def without_rounding(model: ir.Model, feed: Feed) -> Feed:
     return found
 
 
-@settings(deadline=None)
 @given(graphs(), st.integers(0, 2**32))
 def test_what_is_accepted_is_the_same_in_fp32(made: tuple[ir.Model, int], seed: int) -> None:
     model, n = made

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.records import Bounds, Damage, OneOf, Pattern, checked, parse, sealed, unsealed
@@ -42,7 +42,6 @@ JSON = st.recursive(
 
 
 @given(OUTER)
-@settings(deadline=None)
 def test_what_is_written_is_read(outer: Outer) -> None:
     assert checked(Outer, unsealed(parse(sealed(asdict(outer))))) == outer
 
@@ -60,7 +59,6 @@ def replace_one(value: Any, at: list[int], new: Any) -> Any:
 
 
 @given(OUTER, st.lists(st.integers(0, 9), max_size=4), JSON)
-@settings(deadline=None)
 def test_whatever_stands_there_it_is_checked_or_refused(outer: Outer, at: list[int], new: Any) -> None:
     """Sealed again: either the types and bounds hold, or Damage says so in one line."""
     raw = replace_one(json.loads(json.dumps(asdict(outer))), at, new)
@@ -79,7 +77,6 @@ def test_whatever_stands_there_it_is_checked_or_refused(outer: Outer, at: list[i
 
 
 @given(OUTER, st.data())
-@settings(deadline=None)
 def test_any_changed_character_is_noticed(outer: Outer, data: st.DataObject) -> None:
     text = sealed(asdict(outer))
     at = data.draw(st.integers(0, len(text) - 1))

@@ -126,7 +126,6 @@ KINDS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["
 
 
 @KINDS
-@settings(deadline=None)
 @given(data=st.data())
 def test_pieces_are_the_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Every token's piece is of whole characters, and all of them are what decoding adds to the prompt."""
@@ -138,7 +137,6 @@ def test_pieces_are_the_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
 
 
 @KINDS
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_character_is_shown_with_its_last_byte(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Not before it, and not later: pieces are cut where characters are."""
@@ -150,7 +148,6 @@ def test_a_character_is_shown_with_its_last_byte(tokenizer: Tokenizer, data: st.
 
 
 @KINDS
-@settings(deadline=None)
 @given(data=st.data())
 def test_the_prompt_may_break_off_within_a_character(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Then the character is the continuation's, and nothing else of the prompt is."""
@@ -161,7 +158,6 @@ def test_the_prompt_may_break_off_within_a_character(tokenizer: Tokenizer, data:
 
 
 @KINDS
-@settings(deadline=None)
 @given(data=st.data())
 def test_the_prompt_may_end_in_an_unknown_character(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Which is no part of the continuation, whether it was written so or was never a character."""
@@ -180,7 +176,6 @@ def lossy(tokenizer: Tokenizer, content: bytes) -> str:
 
 
 @KINDS
-@settings(deadline=None)
 @given(data=st.data())
 def test_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """A target that is sampled hot writes any bytes. They are shown as unknown, in one piece or several, and break nothing."""
@@ -193,7 +188,7 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> No
 
 
 @KINDS
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_stop_strings(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Text and length as all of the text says: stop strings within a token and over several, that overlap, lie in one another, begin

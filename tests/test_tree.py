@@ -125,7 +125,7 @@ def trees(draw: st.DrawFn, reference: bool = False, serial: tuple[int, int] = (1
 
 
 toys = st.builds(Toy, st.integers(2, 60), st.integers(0, 2**30), st.booleans())
-many = settings(max_examples=250, deadline=None)
+many = settings(max_examples=250)
 
 
 def same(toy: Toy, tree: TreeConfig) -> None:

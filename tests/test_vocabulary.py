@@ -60,7 +60,7 @@ def one_by_one(size: int, counts: dict[int, int], order: Sequence[int], always: 
     return chosen
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_most_frequent_are_chosen(data: st.DataObject) -> None:
     everything = data.draw(st.permutations(range(data.draw(st.integers(2, 24)))))

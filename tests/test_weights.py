@@ -174,7 +174,7 @@ def tensors() -> st.SearchStrategy[list[Any]]:
     return st.lists(st.one_of(one, st.none()), min_size=1, max_size=14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tensors())
 def test_any_list_of_tensors(items: list[Any]) -> None:
     contents = [
