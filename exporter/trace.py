@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -222,14 +223,21 @@ def _simplify(model: ir.Model) -> None:
         simplify(model)
 
 
-def trace(
-    module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype,
-    sizes: Mapping[str, int] | None = None,
-) -> ir.Model:  # fmt: skip
-    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read.
+_captured: dict[bytes, ir.Model] = {}
 
-    dtype: of weights. sizes: see ``signature``.
+
+def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
+    """The graph without its weights. Graphs that several forms share are traced once in a process.
+
+    On the meta device a module is its structure, all of which is in its pickle, so equal pickles are equal graphs.
     """
+    key = pickle.dumps((module, dtype, sorted((sizes or {}).items())))
+    if key not in _captured:
+        _captured[key] = _traced(module, dtype, sizes)
+    return _captured[key].clone()
+
+
+def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
     with _shortened(module) as layers:
         inputs, outputs = signature(module, handed(dtype), sizes)
         dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
@@ -257,6 +265,18 @@ def trace(
     _name_axes(model, inputs)
     if 2 * layers > len(past):
         _repeat(model.graph, layers)
+    return model
+
+
+def trace(
+    module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype,
+    sizes: Mapping[str, int] | None = None,
+) -> ir.Model:  # fmt: skip
+    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read.
+
+    dtype: of weights. sizes: see ``signature``.
+    """
+    model = _capture(module, dtype, sizes)
     for name, value in model.graph.initializers.items():
         if name in locations:
             tensor = _external(name, locations[name], bundle)
