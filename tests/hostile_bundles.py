@@ -124,7 +124,9 @@ def run(main: Callable[[list[str]], int], argv: list[str], quiet: bool = True) -
 
 def _resealed(whole: Path) -> tuple[Path, bool]:
     """The bundle that a file belongs to, and whether the file is one of the engines'."""
-    bundle = next(folder for folder in whole.parents if (folder / MANIFEST).is_file())
+    bundle = next((folder for folder in whole.parents if (folder / MANIFEST).is_file()), None)
+    if bundle is None:  # an earlier mutation may have taken its manifest away
+        raise FileNotFoundError(MANIFEST)
     return bundle, bundle / "engines" in whole.parents
 
 
