@@ -21,4 +21,4 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile

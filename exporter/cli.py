@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from graphs.tree import TreeConfig
-    from runtime.bundle import Manifest
+    from runtime.bundle.manifest import Manifest
 
-    from .bundle import Plan
-    from .pair import Pair
+    from .checkpoints.pair import Pair
+    from .plan import Plan
 
 _TAU = 4.46  # tokens a cycle: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
 _WORTHWHILE = 1.5  # times plain decoding's speed
@@ -97,7 +97,7 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
     """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
     from graphs.tree import TreeConfig, default_beam, default_depth
 
-    from .forms import CUDA_TOP_K
+    from .backends.specs import CUDA_TOP_K
 
     rows = _rows(args) if args.rows is None else args.rows
     serial = 2 if args.serial_steps is None else args.serial_steps
@@ -132,7 +132,7 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
 
 def _rows(args: argparse.Namespace) -> int:
     """R unless ``--rows`` says otherwise: what costs little on every backend."""
-    from .forms import BACKENDS, INT4_ROWS
+    from .backends.specs import BACKENDS, INT4_ROWS
 
     needs = [BACKENDS[name] for name in args.backend]
     unpacked = args.weights == "int4" and any(own.static for own in needs)
@@ -140,16 +140,16 @@ def _rows(args: argparse.Namespace) -> int:
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":
-    from .checkpoint import Checkpoint, target_of
-    from .pair import Pair
+    from .checkpoints.checkpoint import Checkpoint, target_of
+    from .checkpoints.pair import Pair
 
     return Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
     """Gives a pair the draft vocabulary that the options ask for. Raises GumihoError for what cannot be."""
-    from .bundle import eos_token_ids
-    from .vocabulary import frequent
+    from .checkpoints.draft_vocabulary import frequent
+    from .plan import eos_token_ids
 
     size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
     if size is None:
@@ -168,7 +168,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
 
 
 def plan(args: argparse.Namespace) -> "Plan":
-    from .bundle import Plan
+    from .plan import Plan
 
     pair = open_pair(args)
     _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
@@ -189,7 +189,7 @@ def dtype(args: argparse.Namespace) -> "torch.dtype":
     """What weights are kept in. Raises GumihoError where the backends have none in common."""
     import torch
 
-    from .forms import BACKENDS
+    from .backends.specs import BACKENDS
 
     known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
@@ -203,7 +203,7 @@ def dtype(args: argparse.Namespace) -> "torch.dtype":
 
 def quantized(args: argparse.Namespace) -> dict[str, str]:
     """What the weights of ``target`` and ``draft`` are quantized to. Raises GumihoError where a backend does not take it."""
-    from .forms import BACKENDS
+    from .backends.specs import BACKENDS
 
     defaults = {BACKENDS[name].drafter for name in args.backend}
     draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
@@ -220,7 +220,7 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
 
 def linking(args: argparse.Namespace) -> bool:
     """Whether weights are linked. Raises GumihoError where a backend cannot read them from a checkpoint's files."""
-    from .forms import BACKENDS
+    from .backends.specs import BACKENDS
 
     aligned = [name for name in args.backend if BACKENDS[name].aligned]
     if args.link_weights and aligned:
@@ -232,7 +232,7 @@ def linking(args: argparse.Namespace) -> bool:
 
 
 def describe(plan: "Plan", out: Path) -> str:
-    from .bundle import free_space
+    from .plan import free_space
 
     tree, sizes = plan.tree, plan.sizes()
     shared = plan.shared()
@@ -301,12 +301,12 @@ def links(plan: "Plan") -> list[str]:
 
 
 def export(args: argparse.Namespace) -> None:
-    from runtime import memory
-    from runtime.backends import backend
-    from runtime.bundle import Bundle
-    from runtime.engines import compile_engines
+    from runtime.backends import backend, memory
+    from runtime.bundle.reader import Bundle
+    from runtime.engines.store import compile_engines
 
     from . import bundle
+    from .plan import require_space
 
     out = _out(args)
     if "vllm" in args.backend:
@@ -317,7 +317,7 @@ def export(args: argparse.Namespace) -> None:
     wanted, where = plan(args), f" --device {args.device}" if args.device else ""
     if args.dry_run:
         print(describe(wanted, out))
-    bundle.require_space(wanted.disk(), out)
+    require_space(wanted.disk(), out)
     if args.dry_run:
         return
     lines = [*trimmed(wanted), *quantization(wanted), *links(wanted)]
@@ -352,7 +352,8 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     """Only the drafter is written: vLLM reads the target as it is."""
     import torch
 
-    from . import bundle, vllm
+    from .checkpoints import vllm
+    from .plan import require_space
 
     for option in (
         "validate", "link_weights", "device", "capacity",
@@ -378,7 +379,7 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     needed = vllm.size(pair, dtype)
     if args.dry_run:
         print(f"writes    {out}: config.json, model.safetensors, {needed / 1e6:.1f} MB at most")
-    bundle.require_space(needed, out)
+    require_space(needed, out)
     if args.dry_run:
         return
     with staged(out, args.overwrite, vllm.is_export) as folder:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.bundle import MANIFEST
+from runtime.bundle.locks import locked
+from runtime.bundle.manifest import MANIFEST
 from runtime.errors import GumihoError
-from runtime.locks import locked
 
 NOTES = ".notes"  # in an unfinished folder: what has been written, see ``weights.Packer``
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>

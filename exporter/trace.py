@@ -21,7 +21,7 @@ from torch.onnx import ops
 from graphs.drafter import Drafter
 from graphs.target import Target
 
-from .weights import Location
+from .weights.source import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose outputs grow with past_length: what the tracer was told of their shape does not hold.

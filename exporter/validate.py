@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from graphs.dialects.quantization import bits_of, dequantize
 from graphs.drafter import Drafter
-from graphs.ops import bits_of, dequantize
 from runtime.model import load
 
-from .bundle import Plan
+from .plan import Plan
 from .trace import signature
-from .weights import scale_of
+from .weights.quantize import scale_of
 
 _POSITIONS = 256
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .dialects.plain import Cache, Past, Plain
+from .dialects.quantization import Scheme
 from .layer import Layer, Linear, LlamaShape, Rotary, matrix
-from .ops import Cache, Past, Plain, Scheme
 from .tree import TreeConfig, grow
 
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops import Plain, Rows, Scheme
+from .dialects.plain import Plain, Rows
+from .dialects.quantization import Scheme
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .dialects.plain import Plain
+from .dialects.quantization import Scheme
 from .layer import Layer, Linear, LlamaShape, Norm, Rotary
-from .ops import Plain, Scheme
 
 _LARGEST_SUM = 3e38  # just below the largest fp32
 

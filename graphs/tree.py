@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .ops import Plain
+from .dialects.plain import Plain
 
 
 @dataclass(frozen=True)

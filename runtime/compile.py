@@ -5,9 +5,9 @@ import signal
 import sys
 
 from .backends import DEVICES, NAMES, backend, require
-from .bundle import Bundle
+from .bundle.reader import Bundle
 from .command import run
-from .engines import compile_engines
+from .engines.store import compile_engines
 
 
 def main(argv: list[str] | None = None) -> int:

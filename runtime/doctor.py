@@ -9,12 +9,12 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from .backends import DEVICES, NAMES, Backend, backend
-from .bundle import Bundle
+from .backends.memory import size
+from .bundle.reader import Bundle
 from .command import run
-from .engines import find_engines
+from .decoding.prices import Costs
+from .engines.store import find_engines
 from .errors import GumihoError
-from .memory import size
-from .planner import Costs
 
 _PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "jinja2", "cuda-bindings", "tensorrt")
 

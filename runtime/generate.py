@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from .backends import DEVICES, NAMES
+from .bundle.files import read_regular
 from .command import run as run_command
-from .conversation import converse, opening
-from .decoder import check
+from .decoding.decoder import check
+from .decoding.grammar import Grammar
+from .decoding.settings import Settings
+from .decoding.stats import Stats
 from .errors import GumihoError
-from .files import read_regular
-from .guide import Grammar
 from .lossless import Difference, differences
 from .model import Generation, Model, load
-from .settings import Settings
-from .stats import Stats
-from .trace import Trace
+from .terminal_chat import converse, opening
+from .trace_page import Trace
 
 _MOST = 256 << 20  # bytes of a file with prompts
 NEAR_TIE = 3  # exit status where rounding alone made a difference

@@ -8,7 +8,7 @@ from .model import Generation, Model
 
 # Of the largest logit, by the precision of the target's products. Rows of one pass and of another differ by up to 1.5e-6 in fp32
 # and 2.3e-3 in fp16 where that was measured (docs/backends.md); deeper models add up more of it. bf16 has three bits fewer than fp16. Where products round rows to int8,
-# rows are the same to the last bit (graphs.ops.Exact).
+# rows are the same to the last bit (graphs.dialects.exact.Exact).
 NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 

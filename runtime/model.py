@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from .backends import Backend, Engine, backend, close, require
-from .bundle import Bundle, Form
-from .chat import ChatTemplate
-from .decoder import Cycle, Decoder, check
+from .backends.memory import require as require_memory
+from .bundle.manifest import Form
+from .bundle.reader import Bundle
+from .decoding.decoder import Cycle, Decoder, check
+from .decoding.grammar import Guides
+from .decoding.prices import Costs
+from .decoding.settings import Settings
+from .decoding.stats import Stats
+from .decoding.token_selector import Writer
 from .devices import Device
-from .engines import find_engines
+from .engines.store import find_engines
 from .errors import GumihoError
-from .guide import Guides
-from .memory import require as require_memory
-from .planner import Costs
 from .session import Session
-from .settings import Settings
-from .stats import Stats
-from .text import TextStream
-from .writer import Writer
+from .text.chat_template import ChatTemplate
+from .text.stream import TextStream
 
 _BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
 _MOST_THREADS = 4  # for each processor; more of them wait for one another, and some thousands never end

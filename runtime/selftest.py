@@ -20,8 +20,8 @@ import numpy as np
 from .backends import DEVICES, NAMES
 from .backends import backend as made
 from .command import run as run_command
-from .decoder import Tree
-from .engines import find_engines
+from .decoding.decoder import Tree
+from .engines.store import find_engines
 from .errors import GumihoError
 from .lossless import Difference, differences
 from .model import Generation, Model, load

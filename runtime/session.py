@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .bundle import Manifest, file_hash
-from .decoder import Decoder
+from .bundle.files import HEADERS, read_regular, replaced, unpacked
+from .bundle.hashes import file_hash
+from .bundle.manifest import Manifest
+from .bundle.records import Damage
+from .decoding.decoder import Decoder
+from .decoding.settings import Settings
 from .errors import GumihoError
-from .files import HEADERS, read_regular, replaced, unpacked
-from .records import Damage
-from .settings import Settings
 
 if TYPE_CHECKING:
     from .model import Generation, Model

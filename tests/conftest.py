@@ -1,5 +1,6 @@
 """Fixtures: bundles made by the real command line, each built once a session."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from exporter import cli
+from runtime.bundle.locks import locked
 from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,27 +42,36 @@ def whole_trees() -> Iterator[None]:
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.engines.measure", lambda decoder: Unmeasured())
+        patch.setattr("runtime.engines.store.measure", lambda decoder: Unmeasured())
         yield
 
 
 @pytest.fixture(scope="session")
 def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:
-    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``."""
+    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``. Each is exported once a
+    session, whichever of its processes wants it first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made: dict[tuple[str, ...], Path] = {}
 
     def make(pair: RandomPair | Path, *options: str) -> Path:
         key = (repr(pair), *options)
         if key not in made:
-            root = tmp_path_factory.mktemp("bundle")
-            if isinstance(pair, RandomPair):
-                pair.write(root / "pair")
-            else:
-                (root / "pair").symlink_to(pair)
-            argv = ["--ckpt", str(root / "pair/drafter"), "--target", str(root / "pair/target"), "--out", str(root / "out")]
-            assert cli.main([*argv, *numbers(options)]) == 0
+            root = shared / f"bundle-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+            with locked(root.with_suffix(".lock"), "another process exports this bundle", wait=lambda _: None):
+                if not (root / "out").exists():
+                    export(pair, root, options)
             made[key] = root / "out"
         return made[key]
+
+    def export(pair: RandomPair | Path, root: Path, options: Sequence[str]) -> None:
+        root.mkdir()
+        if isinstance(pair, RandomPair):
+            pair.write(root / "pair")
+        else:
+            (root / "pair").symlink_to(pair)
+        argv = ["--ckpt", str(root / "pair/drafter"), "--target", str(root / "pair/target"), "--out", str(root / "out")]
+        assert cli.main([*argv, *numbers(options)]) == 0
 
     return make
 

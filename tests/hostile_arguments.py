@@ -9,10 +9,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 from runtime import compile, doctor, generate, selftest
-
-from . import hostile_bundles
-from .hostile_bundles import one_line
-from .mutations import Apply, Way, captured
+from tests import hostile_bundles
+from tests.hostile_bundles import one_line
+from tests.mutations import Apply, Way, captured
 
 _COMMANDS = {"generate": generate.main, "doctor": doctor.main, "compile": compile.main, "selftest": selftest.main}
 _FILE = "argv.json"

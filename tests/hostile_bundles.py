@@ -16,13 +16,13 @@ import numpy as np
 
 from exporter.cli import main as export
 from runtime import GumihoError, compile, doctor, generate, load, selftest
-from runtime.bundle import MANIFEST, File
-from runtime.engines import RECORD
-from runtime.records import Damage, parse, unsealed
-
-from . import hostile_checkpoints
-from .mutations import Apply, captured, dumped, general, spoil
-from .seal import edit, update
+from runtime.bundle.hashes import File
+from runtime.bundle.manifest import MANIFEST
+from runtime.bundle.records import Damage, parse, unsealed
+from runtime.engines.store import RECORD
+from tests import hostile_checkpoints
+from tests.mutations import Apply, captured, dumped, general, spoil
+from tests.seal import edit, update
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}"

@@ -15,10 +15,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import exporter.bundle
 from exporter.cli import main
-from runtime.bundle import Bundle
-
-from .mutations import Apply, captured
-from .pairs import RandomPair
+from runtime.bundle.reader import Bundle
+from tests.mutations import Apply, captured
+from tests.pairs import RandomPair
 
 _SMALL = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from runtime import GumihoError, Model, load
-
-from . import hostile_bundles
-from .hostile_bundles import one_line, spoil_arrays
-from .mutations import Apply
+from tests import hostile_bundles
+from tests.hostile_bundles import one_line, spoil_arrays
+from tests.mutations import Apply
 
 _FILE = "session.npz"
 _whole: dict[str, Any] = {}

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runtime.bundle import MANIFEST, File
-from runtime.engines import RECORD
-from runtime.records import SEAL, sealed
+from runtime.bundle.hashes import File
+from runtime.bundle.manifest import MANIFEST
+from runtime.bundle.records import SEAL, sealed
+from runtime.engines.store import RECORD
 
 
 def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -16,10 +16,10 @@ import pytest
 from runtime import GumihoError, Model, doctor, load
 from runtime.backends import Backend, backend
 from runtime.backends import onnxruntime as ort_backend
-from runtime.bundle import Bundle
-from runtime.cache import Slab
+from runtime.bundle.reader import Bundle
+from runtime.decoding.kv_cache import Slab
 from runtime.devices import Device
-from runtime.engines import compile_engines, find_engines, key, read_record
+from runtime.engines.store import compile_engines, find_engines, key, read_record
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
 from tests.seal import update
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from runtime import GumihoError, load
-from runtime.bundle import Bundle, File, Manifest, file_hash, first_damaged
+from runtime.bundle.hashes import File, file_hash, first_damaged
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.reader import Bundle
 from runtime.compile import main as compile_bundle
 from runtime.doctor import main as doctor
 from tests.conftest import MakeBundle
@@ -141,7 +143,7 @@ def test_damaged_files_are_refused_when_loading(copy: Path, name: str, damage: s
 
 def test_large_files_are_sampled_when_loading_and_read_whole_when_asked(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros show in a sample; a flipped bit between samples shows once every byte is read."""
-    monkeypatch.setattr("runtime.bundle._READ_WHOLE", 0)
+    monkeypatch.setattr("runtime.bundle.hashes._READ_WHOLE", 0)
     file = copy / "weights/target.bin"
     with file.open("ab") as grown:
         grown.truncate(40 << 20)
@@ -162,7 +164,7 @@ def test_large_files_are_sampled_when_loading_and_read_whole_when_asked(copy: Pa
 
 
 def test_small_files_are_read_whole_before_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.bundle._READ_WHOLE", 300_000)
+    monkeypatch.setattr("runtime.bundle.hashes._READ_WHOLE", 300_000)
     files = {}
     for name, size in (("large", 400_000), ("small", 200_000)):
         (tmp_path / name).write_bytes(bytes(size))

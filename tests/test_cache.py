@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.bundle import Graph, Port
-from runtime.cache import Slab
+from runtime.bundle.manifest import Graph, Port
+from runtime.decoding.kv_cache import Slab
 from runtime.devices import Device, Host
-
-from .accelerator import Lazy
+from tests.accelerator import Lazy
 
 ROWS = 9
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from exporter import checkpoint
-from exporter.checkpoint import Checkpoint, llama_config, llama_shape, locate, rotary_tables, target_of
+from exporter.checkpoints import checkpoint
+from exporter.checkpoints.checkpoint import Checkpoint, llama_config, llama_shape, locate, rotary_tables, target_of
 from runtime.errors import GumihoError
-
-from . import peak
-from .pairs import RandomPair, drafter_config
+from tests import peak
+from tests.pairs import RandomPair, drafter_config
 
 State = dict[str, Tensor]
 # The hub's client is built on httpx or httpx2, by version: the one its own errors derive from.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exporter.config import document, end_ids, llama_fields
+from exporter.checkpoints.json_config import document, end_ids, llama_fields
 from runtime.errors import GumihoError
 
 GOOD: dict[str, Any] = {

@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 
 from runtime import GumihoError, Model, load
+from runtime.bundle.files import replaced
 from runtime.command import run
 from runtime.errors import GumihoError as Error
-from runtime.files import replaced
 from runtime.generate import main as generate
-
-from . import hostile_bundles
-from .seal import update
+from tests import hostile_bundles
+from tests.seal import update
 
 ROOT = Path(__file__).parent.parent
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.decoder import walk
+from runtime.decoding.decoder import walk
 
 
 @given(st.data())

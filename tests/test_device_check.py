@@ -14,16 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import decoder, device_check, device_pieces, device_report, device_times, device_tokens, selftest
+from runtime import selftest
 from runtime.backends import backend
 from runtime.backends import onnxruntime as ort_backend
-from runtime.bundle import Bundle
-from runtime.device_check import JSON, MARKDOWN, PIECES, main
-from runtime.device_prompts import TEXTS, prompts
-from runtime.engines import compile_engines, find_engines
+from runtime.bundle.reader import Bundle
+from runtime.decoding import decoder
+from runtime.decoding.prices import Costs
+from runtime.device_check import main as device_check
+from runtime.device_check import pieces as device_pieces
+from runtime.device_check import report as device_report
+from runtime.device_check import times as device_times
+from runtime.device_check import tokens as device_tokens
+from runtime.device_check.main import JSON, MARKDOWN, PIECES, main
+from runtime.device_check.prompts import TEXTS, prompts
+from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import GumihoError
 from runtime.model import Generation, load
-from runtime.planner import Costs
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 

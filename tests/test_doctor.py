@@ -36,7 +36,7 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
 
 def test_traffic_counts_what_a_pass_reads(make_bundle: MakeBundle) -> None:
     """By hand, from the shapes: every matrix once, lm_head three times in a cycle's draft, embeddings not at all."""
-    from runtime.bundle import Bundle
+    from runtime.bundle.reader import Bundle
 
     graphs = Bundle(make_bundle(DEMO, "--heads", "5")).manifest.form("cpu").graphs
     h, ffn, layers, vocabulary, kv = 192, 512, 6, 2048, 64

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exporter.checkpoint import Checkpoint
-from exporter.pair import Pair
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.pair import Pair
 from exporter.trace import caches, trace
-from exporter.weights import Packer
+from exporter.weights.packer import Packer
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.exact import Exact
+from graphs.dialects.plain import Plain
+from graphs.dialects.standard import Standard
 from graphs.drafter import Drafter
-from graphs.ops import Contrib, Exact, Plain, Standard
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
-
-from .naive import NaiveDrafter, Node, brute_force_tree, reference_tree
-from .pairs import RandomPair, drafter_config
-from .test_tree import check_tree, paths
+from tests.naive import NaiveDrafter, Node, brute_force_tree, reference_tree
+from tests.pairs import RandomPair, drafter_config
+from tests.test_tree import check_tree, paths
 
 DEMO = Path(__file__).parent.parent / "demo"
 CAPACITY, SPARE = 48, 4
@@ -199,7 +201,7 @@ def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head
 
 
 EXPORTED = [
-    # Contrib takes head sizes in steps of 16 only: exporter.forms.layout.
+    # Contrib takes head sizes in steps of 16 only: exporter.backends.specs.layout.
     (2, 5, 16, tree_of(16, beam=4), Contrib),
     (2, 5, 16, tree_of(64), Contrib),
     (2, 5, 16, tree_of(33, reference=True), Contrib),

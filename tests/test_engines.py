@@ -12,8 +12,9 @@ import pytest
 
 from runtime import GumihoError, load
 from runtime.backends import backend
-from runtime.bundle import Bundle, File
-from runtime.engines import RECORD, compile_engines, find_engines, read_record
+from runtime.bundle.hashes import File
+from runtime.bundle.reader import Bundle
+from runtime.engines.store import RECORD, compile_engines, find_engines, read_record
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import edit
@@ -59,7 +60,7 @@ def test_two_compiles_at_once_leave_whole_engines(copy: Path) -> None:
 
 
 def test_who_waits_is_told(copy: Path) -> None:
-    from runtime.locks import locked
+    from runtime.bundle.locks import locked
 
     with locked(copy / "engines/.lock", "busy"):
         process = compiling(copy)

@@ -30,20 +30,19 @@ from transformers import LlamaForCausalLM
 import exporter.bundle
 import exporter.staging
 import exporter.validate
-import exporter.weights
+import exporter.weights.packer
 import runtime.backends.onnxruntime
-import runtime.engines
-import runtime.golden
-from exporter import forms
+import runtime.engines.golden_replay
+import runtime.engines.store
+from exporter.backends import specs as forms
 from exporter.cli import main, open_pair, parser, plan, tree_config
 from exporter.staging import NOTES
-from graphs.ops import Standard
-from runtime.bundle import Bundle
+from graphs.dialects.standard import Standard
+from runtime.bundle.reader import Bundle
 from runtime.errors import GumihoError
-
-from .conftest import numbers
-from .pairs import RandomPair, drafter_config, write_drafter
-from .seal import update
+from tests.conftest import numbers
+from tests.pairs import RandomPair, drafter_config, write_drafter
+from tests.seal import update
 
 ROOT = Path(__file__).parents[1]
 # Head sizes 16 and 8 take different dialects on ONNX Runtime.
@@ -404,12 +403,12 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "recording": (exporter.bundle.golden, "record", 1),
     "saving the golden run": (np, "savez", -1),
     "copying the tokenizer's files": (shutil, "copyfile", 1),
-    "hashing": (runtime.bundle, "file_hash", 2),
+    "hashing": (runtime.bundle.manifest, "file_hash", 2),
     "syncing": (os, "fsync", 3),
-    "compiling": (runtime.engines, "compile_engines", 1),
-    "compiling, at the end": (runtime.engines, "compile_engines", -1),
+    "compiling": (runtime.engines.store, "compile_engines", 1),
+    "compiling, at the end": (runtime.engines.store, "compile_engines", -1),
     "inside the compiler": (runtime.backends.onnxruntime.Cpu, "compile", -1),
-    "replaying": (runtime.golden, "replay", 1),
+    "replaying": (runtime.engines.golden_replay, "replay", 1),
     "validating": (exporter.validate, "validate", 1),
 }
 
@@ -549,13 +548,13 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
     whole = options(tiny, tmp_path / "whole")
     assert main(whole) == 0
     written: list[str] = []
-    write = exporter.weights.Packer._write
+    write = exporter.weights.packer.Packer._write
 
     def spy(self: Any, file: str, source: Any, *rest: Any) -> Any:
         written.append(file)
         return write(self, file, source, *rest)
 
-    monkeypatch.setattr(exporter.weights.Packer, "_write", spy)
+    monkeypatch.setattr(exporter.weights.packer.Packer, "_write", spy)
     argv = options(tiny, tmp_path / "out")
     for damage, expected in (("", "nothing"), ("draft", "some"), ("target", "most"), ("checkpoint", "all")):
         with pytest.MonkeyPatch.context() as patch:
@@ -937,7 +936,7 @@ def test_ends_of_text(tiny: Path, tmp_path: Path, generation: dict[str, Any] | N
     file.unlink()
     if generation is not None:
         file.write_text(json.dumps(generation))
-    assert exporter.bundle.eos_token_ids(wanted(tmp_path / "pair", tmp_path / "out").pair) == expected
+    assert exporter.plan.eos_token_ids(wanted(tmp_path / "pair", tmp_path / "out").pair) == expected
 
 
 def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import exporter.bundle
-from exporter import vllm
-from exporter.checkpoint import Checkpoint
+from exporter.checkpoints import vllm
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.pair import Pair
 from exporter.cli import main, parser, plan
-from exporter.pair import Pair
-from exporter.weights import Packer, is_finite
+from exporter.weights.packer import Packer
+from exporter.weights.source import is_finite
 from runtime.errors import GumihoError
-
-from .pairs import RandomPair, drafter_config, write_drafter
+from tests.pairs import RandomPair, drafter_config, write_drafter
 
 WIDE = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from runtime import GumihoError
 from runtime.backends import backend
 from runtime.backends.onnxruntime import Cpu, Engine
-from runtime.bundle import Bundle
-from runtime.cache import Slab
+from runtime.bundle.reader import Bundle
+from runtime.decoding.kv_cache import Slab
 from runtime.devices import Host
-from runtime.engines import compile_engines, find_engines
-from runtime.golden import Drafted, malformed, other_choice, other_tree, read, replay
+from runtime.engines.golden_replay import Drafted, malformed, other_choice, other_tree, read, replay
+from runtime.engines.store import compile_engines, find_engines
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import update

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
+from runtime.decoding.grammar import Grammar, Guide, Guides
 from runtime.errors import GumihoError
-from runtime.guide import Grammar, Guide, Guides
 from tests.test_spelling import DEMO, metaspace
 
 Node = tuple[str, Any]
@@ -596,7 +596,7 @@ def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from runtime.guide import Grammar, Guides; assert 'llguidance' not in sys.modules; "
+        "import sys; from runtime.decoding.grammar import Grammar, Guides; assert 'llguidance' not in sys.modules; "
         "Guides(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
         "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
     )

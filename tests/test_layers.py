@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from exporter.trace import trace
-from exporter.weights import Location
+from exporter.weights.source import Location
+from graphs.dialects.basic import Basic
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.decomposed import Decomposed
+from graphs.dialects.exact import Exact
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import FP8, Scheme
+from graphs.dialects.standard import Standard
 from graphs.layer import LlamaShape
-from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard
 from graphs.target import Target
 
 LAYERS = 4

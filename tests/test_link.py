@@ -18,18 +18,20 @@ from transformers import LlamaForCausalLM
 
 import exporter.bundle
 import exporter.validate
-import runtime.bundle
-from exporter.bundle import Plan
+import runtime.bundle.manifest
 from exporter.cli import main, parser, plan
-from exporter.weights import Location, Packer
+from exporter.plan import Plan
+from exporter.weights.packer import Packer
+from exporter.weights.source import Location
 from runtime import GumihoError, load
 from runtime.backends import backend
-from runtime.bundle import Bundle, Manifest, sample_hash
+from runtime.bundle.hashes import sample_hash
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.reader import Bundle
 from runtime.compile import main as compile_bundle
-from runtime.engines import compile_engines, key
-
-from .conftest import numbers
-from .pairs import RandomPair, drafter_config, write_drafter
+from runtime.engines.store import compile_engines, key
+from tests.conftest import numbers
+from tests.pairs import RandomPair, drafter_config, write_drafter
 
 State = dict[str, Tensor]
 SMALL: dict[str, Any] = {
@@ -102,13 +104,13 @@ def test_nothing_of_the_target_is_copied(linked: Path, pair: Path) -> None:
 
 def test_no_weights_are_read_again_for_their_hashes(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
-    real = runtime.bundle.file_hash
+    real = runtime.bundle.hashes.file_hash
 
     def told(path: Path) -> str:
         hashed.append(path)
         return real(path)
 
-    monkeypatch.setattr(runtime.bundle, "file_hash", told)
+    monkeypatch.setattr(runtime.bundle.manifest, "file_hash", told)
     assert main(options(pair, tmp_path / "out", "--link-weights", "--backend", "migraphx", "--dtype", "fp32")) == 0
     assert {path.name for path in hashed} >= {"target.onnx", "golden.npz"}
     assert not [path for path in hashed if "weights" in path.parts]
@@ -457,7 +459,7 @@ def test_what_does_not_fit_into_memory_is_not_compiled_here(
         return Bundle(linked).manifest
 
     monkeypatch.setattr(exporter.bundle, "write", write)
-    monkeypatch.setattr("runtime.memory.host_free", lambda: 100_000)
+    monkeypatch.setattr("runtime.backends.memory.host_free", lambda: 100_000)
     assert main(options(pair, tmp_path / "out", "--link-weights")) == 0
     out = capsys.readouterr().out
     assert "cpu: not compiled here, since compiling for cpu needs about" in out

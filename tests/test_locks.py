@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import locks
+from runtime.bundle import locks
+from runtime.bundle.locks import locked
 from runtime.errors import GumihoError
-from runtime.locks import locked
 
 ROOT = Path(__file__).parents[1]
 _HOLDER = """

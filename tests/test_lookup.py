@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.lookup import MOST, Lookup
-from runtime.planner import Costs, Planner
+from runtime.decoding.planner import Planner
+from runtime.decoding.prices import Costs
+from runtime.decoding.prompt_lookup import MOST, Lookup
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import BACKENDS, opened
 

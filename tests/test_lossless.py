@@ -98,7 +98,7 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
         take(model_path[-1])
         return model_path
 
-    from runtime import decoder as module
+    from runtime.decoding import decoder as module
 
     original = module.Decoder._accept
 

@@ -1,4 +1,4 @@
-"""runtime.lossy against lists of whole paths, each judged by itself."""
+"""runtime.decoding.lossy against lists of whole paths, each judged by itself."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from runtime.decoder import walk
-from runtime.lossy import full_tree, typical
+from runtime.decoding.decoder import walk
+from runtime.decoding.lossy import full_tree, typical
 
 Tree = tuple[list[int], list[int]]  # tokens, parents
 

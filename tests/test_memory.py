@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from runtime import GumihoError, load, memory
-from runtime.backends import backend
-from runtime.bundle import Bundle
-from runtime.engines import compile_engines
-from runtime.memory import Free, Needs, Space, require
+from runtime import GumihoError, load
+from runtime.backends import backend, memory
+from runtime.backends.memory import Free, Needs, Space, require
+from runtime.bundle.reader import Bundle
+from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.seal import edit
 from tests.test_stand_ins import amd, bundle, nvidia

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from . import mutations
-from .mutations import KINDS, captured, mutants, survey
+from tests import mutations
+from tests.mutations import KINDS, captured, mutants, survey
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""exporter.operators: what each parser takes and refuses, on graphs of one node; the real graphs; MIGraphX itself where it is."""
+"""exporter.backends.operators: what each parser takes and refuses, on graphs of one node; the real graphs; MIGraphX itself where it is."""
 
 import logging
 from collections.abc import Iterator
@@ -11,12 +11,14 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from exporter.operators import PARSERS, Rule, check, refusals
+from exporter.backends.operators import PARSERS, Rule, check, refusals
 from exporter.trace import trace
-from exporter.weights import Location
+from exporter.weights.source import Location
+from graphs.dialects.basic import Basic
+from graphs.dialects.plain import Plain
+from graphs.dialects.standard import Standard
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
-from graphs.ops import Basic, Plain, Standard
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError

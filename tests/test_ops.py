@@ -1,4 +1,4 @@
-"""graphs.ops: every operation against transformers and loops, eager and exported, on odd shapes."""
+"""graphs.dialects.plain: every operation against transformers and loops, eager and exported, on odd shapes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,9 +13,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from exporter.trace import _quiet
-from graphs.ops import Basic, Contrib, Decomposed, Exact, Past, Plain, Rows, Standard
-
-from .naive import attention
+from graphs.dialects.basic import Basic
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.decomposed import Decomposed
+from graphs.dialects.exact import Exact
+from graphs.dialects.plain import Past, Plain, Rows
+from graphs.dialects.standard import Standard
+from tests.naive import attention
 
 HEADS, KV, CAPACITY, POSITIONS, EPS = 6, 3, 19, 40, 1e-5
 NEAR = {"rtol": 1e-4, "atol": 1e-5}

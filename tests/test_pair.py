@@ -14,12 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from exporter.checkpoint import Checkpoint, rotary_tables
-from exporter.pair import Pair
-from exporter.weights import Source
+from exporter.checkpoints.checkpoint import Checkpoint, rotary_tables
+from exporter.checkpoints.pair import Pair
+from exporter.weights.source import Source
 from runtime.errors import GumihoError
-
-from .pairs import RandomPair, drafter_config, write_drafter
+from tests.pairs import RandomPair, drafter_config, write_drafter
 
 State = dict[str, Tensor]
 V, H, FFN = 61, 16, 24
@@ -384,7 +383,7 @@ def test_sources_are_the_parameters_of_the_graphs(folder: Path) -> None:
 
 
 def test_big_tensors_are_read_in_slices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.pair._SLICE_ELEMENTS", 7 * H)
+    monkeypatch.setattr("exporter.checkpoints.pair._SLICE_ELEMENTS", 7 * H)
     pair = open_pair(folder)
     source = pair.target_sources(20)["embed_tokens.weight"]
     assert [len(s) for s in source.slices()] == [7] * 8 + [5]

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from runtime import GumihoError, Model, load
 from runtime.backends.onnxruntime import Cpu
-from runtime.bundle import Bundle
-from runtime.decoder import Decoder
-from runtime.engines import find_engines
-from runtime.measure import measure
-from runtime.planner import FILE, Costs, Planner, _Prices, sizes
+from runtime.bundle.reader import Bundle
+from runtime.decoding.decoder import Decoder
+from runtime.decoding.planner import Planner
+from runtime.decoding.prices import FILE, Costs, _Prices, sizes
+from runtime.engines.pass_times import measure
+from runtime.engines.store import find_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
 
@@ -579,7 +580,7 @@ def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatc
     taken = {"cpu": [9e6, 8e6, 5e6, 6e6, 4e6, 7e6, 8.5e6, 1e6], "migraphx": [9e6, 8e6]}
     for form in taken:
         times = iter(taken[form])
-        monkeypatch.setattr("runtime.measure._fastest", lambda call, times=times: next(times))
+        monkeypatch.setattr("runtime.engines.pass_times._fastest", lambda call, times=times: next(times))
         with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:
             assert dict(sorted(measure(model.decoder).target.items())) == (
                 {1: 4e6, 2: 4e6, 3: 4e6, 4: 4e6, 5: 7e6, 6: 8e6, 8: 8e6} if form == "cpu" else {1: 8e6, 8: 8e6}

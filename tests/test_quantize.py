@@ -15,17 +15,24 @@ from torch import Tensor, nn
 
 import exporter.bundle
 from exporter import cli
-from exporter.bundle import Plan
-from exporter.operators import refusals
+from exporter.backends.operators import refusals
+from exporter.plan import Plan
 from exporter.staging import NOTES
 from exporter.trace import _external, _name_codes, _quiet, _split_parts
-from exporter.weights import Location, Packer, Source, quantize, quantized, recoded, scale_of
+from exporter.weights.packer import Packer
+from exporter.weights.quantize import quantize, quantized, recoded, scale_of
+from exporter.weights.source import Location, Source
+from graphs.dialects.basic import Basic
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.decomposed import Decomposed
+from graphs.dialects.exact import Exact
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import FP8, Scheme, bits_of, dequantize
+from graphs.dialects.standard import Standard
 from graphs.drafter import Heads
 from graphs.layer import Linear
-from graphs.ops import FP8, Basic, Contrib, Decomposed, Exact, Plain, Scheme, Standard, bits_of, dequantize
-
-from .conftest import numbers as as_asked
-from .pairs import RandomPair
+from tests.conftest import numbers as as_asked
+from tests.pairs import RandomPair
 
 CODES = [torch.uint8, torch.int8]
 BLOCKS = [Scheme(block, codes, bits) for block in (32, 64) for codes in CODES for bits in (4, 8)]
@@ -326,7 +333,7 @@ def test_eager_products(tmp_path: Path, scheme: Scheme) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.inference_mode()
 def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    monkeypatch.setattr("graphs.ops._SLICE_ELEMENTS", 128 * 7)
+    monkeypatch.setattr("graphs.dialects.plain._SLICE_ELEMENTS", 128 * 7)
     weight, x = numbers(37, 128), numbers(5, 128, seed=1)
     made = quantize(weight, Scheme(32, torch.uint8, bits), torch.float32)
     torch.testing.assert_close(Plain.linear(x, *made, None), x @ dequantize(*made, bits).T)

@@ -1,4 +1,4 @@
-"""exporter.ranges by brute force: random graphs of integers, run by ONNX Runtime, and in fp32 without rounding by numpy."""
+"""exporter.backends.ranges by brute force: random graphs of integers, run by ONNX Runtime, and in fp32 without rounding by numpy."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ import onnxruntime as ort
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from exporter.operators import _facts, refusals
-from exporter.ranges import LIMIT, ranges
+from exporter.backends.operators import _facts, refusals
+from exporter.backends.ranges import LIMIT, ranges
 
 Feed = dict[str, np.ndarray]
 

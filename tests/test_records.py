@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.records import Bounds, Damage, OneOf, Pattern, checked, parse, sealed, unsealed
+from runtime.bundle.records import Bounds, Damage, OneOf, Pattern, checked, parse, sealed, unsealed
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from exporter import cli
 from runtime import Cycle, GumihoError, Model, load
 from runtime.backends import backend
 from runtime.backends.onnxruntime import Engine
-from runtime.bundle import Bundle, Manifest
-from runtime.decoder import Decoder
-from runtime.engines import compile_engines
-from runtime.records import sealed
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.reader import Bundle
+from runtime.bundle.records import sealed
+from runtime.decoding.decoder import Decoder
+from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import edit, update

@@ -1,4 +1,4 @@
-"""runtime.sampling against transformers' own processors, against loops, and against the distributions it should draw from."""
+"""runtime.decoding.sampling against transformers' own processors, against loops, and against the distributions it should draw from."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from runtime.decoding.sampling import _REACH, Sampler, kept, noise
+from runtime.decoding.settings import Settings
 from runtime.errors import GumihoError
-from runtime.sampling import _REACH, Sampler, kept, noise
-from runtime.settings import Settings
 
 PROCESSING = ("logit_bias", "repetition_penalty", "no_repeat_ngram", "min_new_tokens", "banned")
 FILTERS = ("top_k", "top_p", "min_p")
@@ -429,7 +429,7 @@ def test_a_row_is_not_sorted(
             sizes.append(np.size(a))
             return real(a, *args, **kwargs)
 
-        monkeypatch.setattr(f"runtime.sampling.np.{name}", spied)
+        monkeypatch.setattr(f"runtime.decoding.sampling.np.{name}", spied)
 
     few = len(kept(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})[0])
     for name in ("sort", "argsort", "lexsort", "unique", "sort_complex"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.chat import ChatTemplate
 from runtime.errors import GumihoError
-from runtime.sandbox import SECONDS
+from runtime.text.chat_template import ChatTemplate
+from runtime.text.template_sandbox import SECONDS
 
 MESSAGES = [{"role": "user", "content": "a\nb"}]
 HOSTILE = [
@@ -64,7 +64,7 @@ def test_in_another_thread() -> None:
 
 def test_the_clock_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr("runtime.sandbox.monotonic", lambda: next(ticks) * 1e-5)
+    monkeypatch.setattr("runtime.text.template_sandbox.monotonic", lambda: next(ticks) * 1e-5)
     template = ChatTemplate("{% for i in range(30000) %}{{ i }}{% endfor %}", {}, "x")
     for _ in range(12):
         assert len(template.render(MESSAGES)) == 138890

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import decoder
+from runtime.decoding import decoder
 from runtime.selftest import chi_squared, main
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from runtime.decoding.token_bytes import spell
 from runtime.errors import GumihoError
-from runtime.spelling import spell
 
 DEMO = (Path(__file__).parent.parent / "demo/target/tokenizer.json").read_text("utf-8")
 

@@ -18,10 +18,9 @@ import pytest
 from exporter import staging
 from exporter.cli import main
 from exporter.staging import staged
-from runtime.bundle import Bundle
+from runtime.bundle.reader import Bundle
 from runtime.errors import GumihoError
-
-from .pairs import RandomPair
+from tests.pairs import RandomPair
 
 ROOT = Path(__file__).parents[1]
 TINY = {

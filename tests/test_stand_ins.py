@@ -21,8 +21,8 @@ import pytest
 
 from runtime import GumihoError, Model, load
 from runtime.backends import backend
-from runtime.bundle import Bundle
-from runtime.engines import compile_engines, find_engines
+from runtime.bundle.reader import Bundle
+from runtime.engines.store import compile_engines, find_engines
 from tests import test_backends as promises
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.seal import edit

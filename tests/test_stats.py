@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.stats import Stats
+from runtime.decoding.stats import Stats
 
 
 def test_tau_counts_emitted_tokens_only() -> None:

@@ -13,17 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from exporter.bundle import _is_matrix
-from exporter.checkpoint import Checkpoint, llama_shape
-from exporter.pair import Pair
+from exporter.checkpoints.checkpoint import Checkpoint, llama_shape
+from exporter.checkpoints.pair import Pair
+from exporter.plan import _is_matrix
 from exporter.trace import _quiet, caches, trace
-from exporter.weights import Packer, Source, quantized
-from graphs.ops import Contrib, Exact, Plain, Scheme, Standard
+from exporter.weights.packer import Packer
+from exporter.weights.quantize import quantized
+from exporter.weights.source import Source
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.exact import Exact
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import Scheme
+from graphs.dialects.standard import Standard
 from graphs.target import Target, choose
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
-
-from .pairs import RandomPair
+from tests.pairs import RandomPair
 
 CAPACITY, TREE = 40, TreeConfig(8, 2, 0, 4, 4, 4)
 NEAR = 2e-5  # relative to the largest value

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from runtime.text import TextStream
+from runtime.text.stream import TextStream
 from tests.conftest import DEMO
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"

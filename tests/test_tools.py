@@ -10,8 +10,8 @@ import onnx
 import pytest
 import torch
 
-from runtime.bundle import Bundle
-from runtime.engines import compile_engines
+from runtime.bundle.reader import Bundle
+from runtime.engines.store import compile_engines
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import update

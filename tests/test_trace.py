@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from runtime.decoder import Cycle, Tree
+from runtime.decoding.decoder import Cycle, Tree
 from runtime.errors import GumihoError
-from runtime.trace import Trace
+from runtime.trace_page import Trace
 
 DEMO = Path(__file__).parent.parent / "demo/target/tokenizer.json"
 HOSTILE = [

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphs.tree import TreeConfig, default_beam, grow
-
-from .naive import Node, best, brute_force_tree, reference_tree
+from tests.naive import Node, best, brute_force_tree, reference_tree
 
 PENDING = 10**6
 

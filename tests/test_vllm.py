@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from exporter import cli, vllm
-from exporter.checkpoint import Checkpoint, rotary_tables
-from exporter.pair import Pair
+from exporter import cli
+from exporter.checkpoints import vllm
+from exporter.checkpoints.checkpoint import Checkpoint, rotary_tables
+from exporter.checkpoints.pair import Pair
 from exporter.staging import staged
 from runtime.errors import GumihoError
-
-from .pairs import RandomPair, drafter_config, write_drafter
-from .test_checkpoint import CONTAINERS, DRAFTER_NAMES, bin_file, safetensors_file
+from tests.pairs import RandomPair, drafter_config, write_drafter
+from tests.test_checkpoint import CONTAINERS, DRAFTER_NAMES, bin_file, safetensors_file
 
 State = dict[str, Tensor]
 SMALL: dict[str, Any] = {

@@ -21,21 +21,23 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from exporter import cli, vocabulary
-from exporter.bundle import Plan, _pack
-from exporter.checkpoint import Checkpoint
-from exporter.pair import Pair
-from exporter.vocabulary import DraftVocabulary, by_age, choose, frequent
-from exporter.weights import Packer, quantize
-from graphs.ops import Scheme
+from exporter import cli
+from exporter.bundle import _pack
+from exporter.checkpoints import draft_vocabulary as vocabulary
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.draft_vocabulary import DraftVocabulary, by_age, choose, frequent
+from exporter.checkpoints.pair import Pair
+from exporter.plan import Plan
+from exporter.weights.packer import Packer
+from exporter.weights.quantize import quantize
+from graphs.dialects.quantization import Scheme
 from graphs.tree import TreeConfig
 from runtime import GumihoError, Model, load
-from runtime.bundle import Bundle
-
-from .conftest import DEMO, MakeBundle, numbers
-from .naive import NaiveDrafter
-from .pairs import RandomPair, drafter_config, write_drafter
-from .test_drafter import CAPACITY, cycles, eager, naive_of
+from runtime.bundle.reader import Bundle
+from tests.conftest import DEMO, MakeBundle, numbers
+from tests.naive import NaiveDrafter
+from tests.pairs import RandomPair, drafter_config, write_drafter
+from tests.test_drafter import CAPACITY, cycles, eager, naive_of
 
 V = 61
 SMALL = {
@@ -371,7 +373,7 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
 def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     tmp_path: Path, how: tuple[str, ...], backends: tuple[str, ...], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.pair._SLICE_ELEMENTS", 7 * 128)  # of which some hold no row that is kept
+    monkeypatch.setattr("exporter.checkpoints.pair._SLICE_ELEMENTS", 7 * 128)  # of which some hold no row that is kept
     fields = {"hidden_size": 128, "vocab_size": 301, "tie_word_embeddings": tied}
     RandomPair(SMALL | fields, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *how, "--backend", *backends, "--dtype", "fp32", "--draft-vocab", "80")

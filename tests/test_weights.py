@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exporter.weights import ALIGNMENT, Location, Packer, Source
-
-from . import peak
+from exporter.weights.packer import ALIGNMENT, Packer
+from exporter.weights.source import Location, Source
+from tests import peak
 
 PAGE = 4096
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from runtime import GumihoError, Model, load
+from runtime.decoding.settings import Settings
+from runtime.decoding.token_selector import Writer
 from runtime.model import Generation
-from runtime.settings import Settings
-from runtime.writer import Writer
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.test_text import BYTE_LEVEL as TOKENIZER
@@ -194,7 +194,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
-        monkeypatch.setattr("runtime.writer.monotonic", self)
+        monkeypatch.setattr("runtime.decoding.token_selector.monotonic", self)
 
     def __call__(self) -> int:
         self.now += 1

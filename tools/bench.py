@@ -35,7 +35,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from runtime import GumihoError
-from runtime.bundle import Bundle, file_hash
+from runtime.bundle.hashes import file_hash
+from runtime.bundle.reader import Bundle
 from runtime.command import run as run_command
 from tools import measure, report
 from tools.parity import read

@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime import GumihoError, load
 from runtime.command import run as run_command
-from runtime.decoder import Decoder
+from runtime.decoding.decoder import Decoder
 
 ROOT = Path(__file__).parent.parent
 

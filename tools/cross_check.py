@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from exporter.cli import open_pair
 from exporter.trace import signature
-from exporter.weights import Source
-from graphs.ops import Basic
+from exporter.weights.source import Source
+from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam
 from runtime.command import run
 from runtime.errors import GumihoError

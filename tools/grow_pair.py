@@ -48,8 +48,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from exporter.checkpoint import Checkpoint
-from exporter.pair import Pair
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.pair import Pair
 from exporter.staging import staged
 from graphs.layer import LlamaShape
 from runtime.command import run

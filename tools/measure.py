@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import runtime
-from runtime.bundle import Bundle
-from runtime.stats import Stats
+from runtime.bundle.reader import Bundle
+from runtime.decoding.stats import Stats
 
 ROOT = Path(__file__).parent.parent
 

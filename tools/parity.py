@@ -19,9 +19,9 @@ import numpy as np
 
 from runtime import GumihoError, Model, load
 from runtime.backends import backend
-from runtime.bundle import Bundle
+from runtime.bundle.reader import Bundle
 from runtime.command import run
-from runtime.engines import compile_engines, find_engines
+from runtime.engines.store import compile_engines, find_engines
 
 DEVICES = {"migraphx": ("", "ref")}  # besides the first device
 

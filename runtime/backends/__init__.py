@@ -5,10 +5,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ..bundle import Bundle, Form
+from ..bundle.manifest import Form
+from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
-from ..memory import Free, Needs
+from .memory import Free, Needs
 
 
 class Engine(Protocol):

@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle, Form, Graph
+from ..bundle.manifest import Form, Graph
+from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
 from ..devices.hip import Hip, advice
 from ..errors import GumihoError
-from ..memory import IGNORE, Free, Needs, Space, buffers, size
+from .memory import IGNORE, Free, Needs, Space, buffers, size
 from .migraphx_compile import Job, compile_apart
 
 try:

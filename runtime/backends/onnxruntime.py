@@ -14,10 +14,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle, Form, Port
+from ..bundle.manifest import Form, Port
+from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
-from ..memory import Free, Needs, Space, buffers
+from .memory import Free, Needs, Space, buffers
 
 try:
     import onnxruntime as ort

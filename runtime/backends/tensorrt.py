@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle import Bundle, Form, Graph
+from ..bundle.manifest import Form, Graph
+from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import GumihoError
-from ..memory import Free, Needs, Space, buffers
+from .memory import Free, Needs, Space, buffers
 
 try:
     import tensorrt as trt
@@ -130,7 +131,7 @@ class TensorRT:
         return Free(self._device.memory()[0], self._device.unified)
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
-        from .. import golden
+        from ..engines import golden_replay as golden
 
         form = bundle.manifest.form(self.NAME)
         if self._device.capability < _FP8 and any(how.startswith("fp8") for how in bundle.manifest.weights.values()):

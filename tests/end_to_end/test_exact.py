@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphs.ops import Exact, Standard
+from graphs.dialects.exact import Exact
+from graphs.dialects.standard import Standard
 from runtime import Generation, Model, load
 from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle

@@ -16,9 +16,9 @@ import pytest
 
 from runtime import GumihoError, Model, load
 from runtime.backends.onnxruntime import Cpu
-from runtime.bundle import Bundle
+from runtime.bundle.reader import Bundle
 from runtime.devices import Device, Host
-from runtime.engines import compile_engines
+from runtime.engines.store import compile_engines
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
 from tests.pairs import RandomPair

@@ -17,10 +17,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from runtime import Generation, Model, load
-from runtime.decoder import Cycle
+from runtime.decoding.decoder import Cycle
+from runtime.decoding.grammar import Grammar
+from runtime.decoding.sampling import noise
 from runtime.devices import DeviceArray
-from runtime.guide import Grammar
-from runtime.sampling import noise
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened
@@ -459,7 +459,7 @@ def test_a_wrong_acceptance_is_found(
 ) -> None:
     """The test above has the power to find one that prefers one in four of the likely drafted tokens, with fewer texts."""
     bundle = make_bundle(*BUNDLES[-1])
-    monkeypatch.setattr("runtime.decoder.walk", generous(share))
+    monkeypatch.setattr("runtime.decoding.decoder.walk", generous(share))
     with load(bundle, threads=1) as model:
         p, _ = likelihood(model, bundle.parent / "pair/target", 1500, temperature=4.0)
         assert p < 1e-6 if found else p > 1e-4

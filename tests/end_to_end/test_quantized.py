@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from exporter.weights import quantize
-from graphs.ops import FP8, Scheme, dequantize
+from exporter.weights.quantize import quantize
+from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
-from runtime.bundle import Bundle
-from runtime.engines import compile_engines
-from runtime.golden import TOLERANCE
+from runtime.bundle.reader import Bundle
+from runtime.engines.golden_replay import TOLERANCE
+from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened, stand_in, tokens

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.bundle import Bundle
+from runtime.bundle.reader import Bundle
 from tools.peers.protocol import Text, Way, serve
 
 REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # the benchmark's own environment

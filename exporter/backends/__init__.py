@@ -1,0 +1,1 @@
+"""What each backend takes: layouts, operators, and ranges of integers."""

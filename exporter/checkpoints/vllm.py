@@ -1,0 +1,184 @@
+"""A drafter in the layout that vLLM's Gumiho method reads, for those who outgrow one device.
+
+Read off vLLM pull request 43544 (open; commit 7f27511) and, where marked *, off vLLM's main branch; all paths under ``vllm/``:
+
+- Names (``model_executor/models/gumiho.py``, ``load_weights``) are those of vLLM's modules: ``embed_tokens``, ``fc`` and
+  ``layers`` behind ``model.``, ``mlp.{head}.{block}.linear`` and ``lm_head`` bare. Only behind ``model.`` does an embedding
+  count as the drafter's own; under its bare name it is read and then replaced by the target's.
+- ``fc`` has a bias where config.json says ``gumiho_fc_bias``; else ``fc.bias`` is dropped without a word. A field ``bias``,
+  which the official JSONs have, is about attention in vLLM (``model_executor/models/llama.py``*), so it is not carried over.
+- Each head has one block and five residual ones. ``num_speculative_tokens - 2`` heads are used; asked for more tokens than
+  the drafter has heads for, vLLM runs heads that were never loaded.
+- A missing embedding or ``lm_head`` is the target's. ``lm_head`` must have a row per token
+  (``model_executor/layers/vocab_parallel_embedding.py``*), so a trimmed one is left out; ``token_map`` is read and ignored.
+- config.json (``transformers_utils/configs/gumiho.py``) is ``GumihoConfig``: the decoder's configuration nested under
+  ``model``, which vLLM mirrors outside. The rotary embedding is written in its old spelling, the only one that transformers
+  4 and 5, both of which vLLM admits, read alike (measured with 4.57 and 5.23).
+- Drafting stops at the drafter's ``max_position_embeddings`` (``v1/worker/gpu_model_runner.py``), which in the released ones
+  is the length they were trained on. The target's is written: the rotary embedding has no end of its own.
+- One weight file of any size will do (``model_executor/model_loader/weight_utils.py``*), so there are no shards.
+"""
+
+import json
+import os
+import shlex
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from runtime.errors import GumihoError
+
+from ..weights.source import require_fp16
+from .checkpoint import Checkpoint
+from .pair import Pair
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_MARK = {"format": "pt", "written_by": "gumiho-export"}  # the file's metadata: config.json has no room of its own for it
+_RESIDUAL_BLOCKS = 5
+_SERIAL_STEPS = 2
+_SLICE_ELEMENTS = 16 << 20
+_BESIDE = 1 << 20  # bytes: config.json, the header
+_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
+
+
+def _vllm_name(name: str) -> str:
+    return name if name.startswith(("mlp.", "lm_head.", "token_map")) else f"model.{name}"
+
+
+def _trimmed(pair: Pair) -> bool:
+    """Whether the drafter has an ``lm_head`` that vLLM cannot take."""
+    name, shape = "lm_head.weight", (pair.target_shape.vocabulary, pair.target_shape.hidden)
+    return name in pair.drafter and pair.drafter.shape(name) != shape
+
+
+def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The tensors to write, by the checkpoint's names, with the dtype each gets. Raises GumihoError for what vLLM cannot run."""
+    if pair.heads and pair.blocks != _RESIDUAL_BLOCKS:
+        raise GumihoError(
+            f"drafter '{pair.drafter.source}' has heads of {pair.blocks} residual blocks and vLLM knows heads of "
+            f"{_RESIDUAL_BLOCKS} only: export it for another --backend"
+        )
+    drafter, found = pair.drafter, dict[str, torch.dtype]()
+    names = drafter.names() - ({"lm_head.weight"} if _trimmed(pair) else set())
+    for name in names:
+        if name != "token_map":
+            drafter.check_dtype(name)
+        stored = drafter.read(name, 0, 0).dtype
+        found[name] = dtype if dtype is not None and stored.is_floating_point else stored
+        if found[name] not in _CODES:
+            raise GumihoError(f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32")
+    # The widest first, which keeps every tensor aligned to its elements, as the safetensors library does it.
+    return {name: found[name] for name in sorted(names, key=lambda n: (-found[n].itemsize, n))}
+
+
+def _config(pair: Pair) -> dict[str, Any]:
+    """config.json: every field that vLLM reads, none of which is left to a default."""
+    shape, rope = pair.draft_shape, dict(pair.draft_config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    rope.pop("type", None)  # the same as rope_type, older still
+    return {
+        "architectures": ["GumihoLlamaForCausalLM"],
+        "model_type": "gumiho",
+        "gumiho_fc_bias": pair.fc_bias,
+        "truncated_vocab_size": shape.vocabulary,
+        "model": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "attention_bias": shape.attention_bias,
+            "mlp_bias": shape.mlp_bias,
+            "vocab_size": shape.vocabulary,
+            "rms_norm_eps": shape.eps,
+            "max_position_embeddings": pair.target_config.max_position_embeddings,
+            "rope_theta": theta,
+            "rope_scaling": None if rope["rope_type"] == "default" else rope,
+            "tie_word_embeddings": False,
+        },
+    }
+
+
+def _slices(drafter: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    shape = drafter.shape(name)
+    rows = max(1, _SLICE_ELEMENTS // max(1, prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        stored = drafter.read(name, start, start + rows)
+        values = stored.to(dtype)
+        if dtype == torch.float16 != stored.dtype:
+            require_fp16(values, f"drafter '{drafter.source}': tensor '{name}'")
+        yield values.contiguous()
+
+
+def size(pair: Pair, dtype: torch.dtype | None = None) -> int:
+    """Bytes the disk must hold. Raises GumihoError, before anything is written, for a drafter that vLLM cannot run."""
+    return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _BESIDE
+
+
+def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
+    """Writes config.json and model.safetensors into an empty folder, a slice at a time. Returns their bytes.
+
+    dtype: of all weights; None keeps each as it is stored.
+    """
+    drafter, tensors = pair.drafter, _tensors(pair, dtype)
+    header, end = dict[str, Any](__metadata__=_MARK), 0
+    for name, stored in tensors.items():
+        shape, start = drafter.shape(name), end
+        end += prod(shape) * stored.itemsize
+        header[_vllm_name(name)] = {"dtype": _CODES[stored], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / _CONFIG).open("wb") as out:
+        out.write(json.dumps(_config(pair), indent=2).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+    # By hand, because the library's writer wants all tensors in memory at once.
+    with (folder / _WEIGHTS).open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        with tqdm(total=end, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
+            for name, stored in tensors.items():
+                for values in _slices(drafter, name, stored):
+                    bar.update(out.write(memoryview(values.view(torch.uint8).numpy()).cast("B")))  # type: ignore[arg-type]
+        out.flush()
+        os.fsync(out.fileno())
+    return sum((folder / name).stat().st_size for name in (_CONFIG, _WEIGHTS))
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds what ``write`` puts into one and nothing else, so that nobody misses it when it is replaced."""
+    try:
+        if {path.name for path in folder.iterdir()} != {_CONFIG, _WEIGHTS}:
+            return False
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            return file.metadata() == _MARK
+    except (OSError, SafetensorError):
+        return False
+
+
+def lines(pair: Pair, out: Path) -> list[str]:
+    """How to serve ``out`` with vLLM: in Python, on the command line, and what has to be known."""
+    local = Path(pair.target.source).expanduser()
+    target = str(local.absolute()) if local.is_dir() else pair.target.source
+    # Absolute: vLLM takes a name with a dot and no slash for a Python class, and another relative one may be a hub id.
+    drafter = {"method": "gumiho", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
+    name, text = (json.dumps(value, ensure_ascii=False) for value in (target, drafter))
+    said = [
+        f"LLM(model={name}, speculative_config={text})",
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(text)}",
+        "note: it takes a vLLM that has the method 'gumiho' (pull request 43544), on its V1 model runner",
+    ]
+    if _trimmed(pair):
+        found, wanted = list(pair.drafter.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
+        said.append(f"note: its lm_head of shape {found} is left out, vLLM takes {wanted} only: the target's is used instead")
+    return said

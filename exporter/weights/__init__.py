@@ -1,0 +1,1 @@
+"""Packing, quantizing and linking weights."""

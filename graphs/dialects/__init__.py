@@ -1,0 +1,1 @@
+"""One file per dialect: how a family of backends wants operators spelled."""

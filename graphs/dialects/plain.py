@@ -1,0 +1,252 @@
+"""The tensor operations that backends spell differently, each once per dialect.
+
+A dialect is a class of static methods. Run eagerly, every dialect computes ``Plain``'s torch expressions, with which golden
+runs are recorded; traced, it emits the operators its backends know. Rows are [n, heads * head dim] throughout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.onnx import is_in_onnx_export, ops
+
+from .quantization import FP8, bits_of, dequantize, input_major
+
+Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim]
+_SLICE_ELEMENTS = 16 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries, keys and values of the rows of a pass, not yet rotated, and where the rows sit.
+
+    q: [n, heads * head dim]; k, v: [n, kv heads * head dim]; position: int64 [n]; cos, sin: [positions, head dim / 2].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    kv_heads: int
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Past:
+    """A cache behind a pass that ``attend`` has made.
+
+    cache: as it was; length: int64 [1], its filled positions; written: what ``attend`` returned for it; count: int64 [1], how
+    many of the rows of that pass count.
+    """
+
+    cache: Cache
+    length: Tensor
+    written: Cache
+    count: Tensor
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """[n, heads * d] -> [1, heads, n, d]."""
+    return x.reshape(1, x.shape[0], heads, -1).transpose(1, 2)
+
+
+def _join(x: Tensor) -> Tensor:
+    """[1, heads, n, d] -> [n, heads * d]."""
+    return x.transpose(1, 2).reshape(x.shape[2], -1)
+
+
+class Plain:
+    """The reference every dialect computes when run eagerly."""
+
+    opset = 24
+    appends = False  # a pass returns its rows' keys and values alone
+    # Of MatMulNBits: 4 has it round what it multiplies to int8, 0 says nothing. ONNX Runtime's CPU provider has kernels of 8 bits
+    # for 4 alone, and unpacks the matrix in every pass for any other.
+    accuracy_level = 0
+
+    @classmethod
+    def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes where there is a scale; bias: [N] -> [n, N].
+
+        When traced, codes are spelled as they are kept: fp8 and two's complement by DequantizeLinear, others by MatMulNBits.
+        """
+        if scale is None:
+            return F.linear(x, weight, bias)
+        outputs, inputs = scale.shape[0], x.shape[1]
+        if input_major(weight):
+            made = cls._whole(x, weight, scale)
+            return made if bias is None else made + bias
+        block = 0 if weight.dtype == FP8 else inputs // weight.shape[1]
+        bits = bits_of(weight, inputs)
+        if not is_in_onnx_export():
+            rows = max(1, _SLICE_ELEMENTS // inputs)
+            slices = zip(weight.split(rows), scale.split(rows), strict=True)
+            out = torch.cat([x @ dequantize(*part, bits).T for part in slices], dim=-1)
+        elif weight.dtype != torch.uint8:
+            numbers = ops.symbolic(
+                "DequantizeLinear",
+                (weight, scale),
+                {"axis": 1, "block_size": block} if block else {"axis": 0},
+                dtype=scale.dtype,
+                shape=[outputs, inputs],
+                version=21,
+            )
+            out = F.linear(x, numbers)
+        else:
+            out = ops.symbolic(
+                "com.microsoft::MatMulNBits",
+                (x, weight, scale),
+                {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": cls.accuracy_level},
+                dtype=x.dtype,
+                shape=[x.shape[0], outputs],
+                version=1,
+            )
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """x @ weight * scale. x: [n, K]; weight: input-major codes [K, N]; scale: [N] -> [n, N]."""
+        columns = max(1, _SLICE_ELEMENTS // weight.shape[0])
+        return torch.cat([x @ part.to(x.dtype) for part in weight.split(columns, dim=1)], dim=-1) * scale
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis (arXiv 1910.07467), summed in fp32. x: [n, H] -> [n, H]."""
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    @staticmethod
+    def rotary(x: Tensor, rows: Rows) -> Tensor:
+        """Rotary embedding, halves rotated as Llama's checkpoints expect (arXiv 2104.09864). x: [1, heads, n, d]."""
+        half = x.shape[-1] // 2
+        first, second = x.float()[..., :half], x.float()[..., half:]
+        c, s = (Plain.gather(table, rows.position).float() for table in (rows.cos, rows.sin))
+        return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
+
+    @staticmethod
+    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+        """What each row sees once the rows are written behind ``past_length``, in the form that ``attend`` takes.
+
+        mask: bool [n, n] (row attends to row), None for causal rows; past_length: int64 [1]; cache: any cache of the pass.
+        Here bool [n, S]: every position below ``past_length``, and of the rows those the mask names.
+        """
+        row = torch.arange(cache.shape[2], device=cache.device) - past_length
+        if mask is None:
+            return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]
+        own = (row >= 0) & (row < rows)
+        return (row < 0) | (own & mask.index_select(1, torch.where(own, row, 0)))
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes the rows' keys and values behind ``past_length`` and attends to the cache.
+
+        Returns the attended rows [n, heads * d] and both caches, or where the dialect appends, the rows' part of them alone.
+        """
+        k, v = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
+        written = past_length + torch.arange(k.shape[2], device=k.device)
+        keys, values = cache[0].index_copy(2, written, k), cache[1].index_copy(2, written, v)
+        q = cls.rotary(_split(rows.q, rows.heads), rows)
+        return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=sight, enable_gqa=True)), keys, values
+
+    @classmethod
+    def peek(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """Attends to a cache, as ``attend`` left it, and to rows beside it that are never written down.
+
+        beside: what earlier calls returned for their rows; seen: bool [n, m], which of those m rows and of its own, in this
+        order, each row sees. Returns the attended rows [n, heads * d], and the rows' own keys and values for calls to come.
+        """
+        return cls._beside(rows, past.written, past.length + past.count, beside, seen)
+
+    @classmethod
+    def _beside(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+        """``peek`` at the first ``length`` (int64 [1]) positions of a cache."""
+        own = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
+        keys, values = (torch.cat([pair[i] for pair in [*beside, own]], dim=2) for i in (0, 1))
+        q = cls.rotary(_split(rows.q, rows.heads), rows)
+        _, heads, n, d = q.shape
+        capacity = cache[0].shape[2]
+        grouped = (q * d**-0.5).reshape(rows.kv_heads, -1, d)
+        lowest = torch.finfo(q.dtype).min
+
+        def scores(keys: Tensor, mask: Tensor) -> Tensor:
+            raw = (grouped @ keys[0].transpose(1, 2)).reshape(rows.kv_heads, -1, n, keys.shape[2])
+            return torch.where(mask, raw, lowest)
+
+        counts = torch.arange(capacity, device=q.device) < length
+        both = torch.cat((scores(cache[0], counts), scores(keys, seen)), dim=-1)
+        weights = both.float().softmax(-1).to(q.dtype).reshape(rows.kv_heads, grouped.shape[1], -1)
+        out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ values[0]
+        return _join(out.reshape(1, heads, n, d)), own
+
+    @classmethod
+    def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """Residual blocks of several heads side by side: x + SiLU(x @ weight + bias), block after block.
+
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or ``Scheme`` codes where there are scales, which are
+        output-major and have a product per head; biases: [heads, 1, H] each. Returns [heads, P, H].
+        """
+        if scales:
+            return cls._by_head(x, weights, scales, biases)
+        for weight, bias in zip(weights, biases, strict=True):
+            x = x + F.silu(x @ weight + bias)
+        return x
+
+    @classmethod
+    def _by_head(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """``residual``, a product per head and block; of numbers only when traced."""
+
+        def part(stacked: Tensor, i: int) -> Tensor:
+            """``stacked[i]``, which ``exporter.trace`` turns into a parameter of its own over the same bytes."""
+            if not is_in_onnx_export():
+                return stacked[i]
+            shape = stacked.shape[1:]
+            return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=stacked.dtype, shape=shape, version=1)
+
+        done = []
+        for i in range(x.shape[0]):
+            head = x[i]
+            for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                if scales:
+                    out = cls.linear(head, part(weight, i), part(scales[j], i), part(bias, i))
+                else:
+                    inputs = (head, part(weight, i), part(bias, i))
+                    out = ops.symbolic("Gemm", inputs, {}, dtype=x.dtype, shape=head.shape, version=13)
+                head = head + F.silu(out)
+            done.append(head)
+        return torch.stack(done)
+
+    @staticmethod
+    def gather(x: Tensor, index: Tensor) -> Tensor:
+        """Entries of the first axis. index: int64 [n] -> [n, *x.shape[1:]]."""
+        if is_in_onnx_export():  # spelled out, since the tracer would reshape the index first
+            shape = [index.shape[0], *x.shape[1:]]
+            return ops.symbolic("Gather", (x, index), {"axis": 0}, dtype=x.dtype, shape=shape, version=13)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of the last axis in descending order, of equal values the one with the lower index first."""
+        if is_in_onnx_export():
+            return torch.topk(x, k, dim=-1)  # ONNX promises the order of ties that torch leaves open
+        values, indices = x.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], indices[..., :k]
+
+    @staticmethod
+    def best(x: Tensor, k: int) -> Tensor:
+        """Indices [k] of the k largest of x [n], in ``top_k``'s order, on every backend.
+
+        ONNX promises how ties are broken and not every backend keeps it: when traced, each value is compared with each.
+        """
+        if not is_in_onnx_export():
+            return x.sort(descending=True, stable=True)[1][:k]
+        index = torch.arange(x.shape[0])
+        # A row for each value that may be ahead, so that the sum keeps its place: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a sum
+        # that is squeezed and spread along another axis.
+        ahead = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (index[:, None] < index[None, :]))
+        rank = ahead.to(torch.float32).sum(0, keepdim=True)
+        place = rank == torch.arange(k, dtype=torch.float32)[:, None]
+        return torch.where(place, index.to(torch.float32), 0.0).sum(1).to(torch.int64)

@@ -1,0 +1,54 @@
+"""Opset 24 of the default ONNX domain, with fused attention and caches in place: TensorRT and ONNX Runtime CUDA."""
+
+import torch
+from torch import Tensor
+from torch.onnx import is_in_onnx_export, ops
+
+from .plain import Cache, Plain, Rows, _join, _split
+
+
+class Standard(Plain):
+    """Opset 24 of the default ONNX domain: normalization, rotary embedding and attention are single operators, caches are
+    written in place when input and output are bound to one address, and every shape but the rows' is static.
+    """
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not is_in_onnx_export():
+            return Plain.rms_norm(x, weight, eps)
+        return ops.symbolic(
+            "RMSNormalization",
+            (x, weight),
+            {"axis": -1, "epsilon": eps, "stash_type": 1},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=23,
+        )
+
+    @staticmethod
+    def rotary(x: Tensor, rows: Rows) -> Tensor:
+        if not is_in_onnx_export():
+            return Plain.rotary(x, rows)
+        inputs = (x.float(), rows.cos, rows.sin, rows.position[None])
+        out = ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=torch.float32, shape=x.shape, version=23)
+        return out.to(x.dtype)
+
+    @classmethod
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not is_in_onnx_export():
+            return super().attend(rows, cache, past_length, sight)
+        q, k = cls.rotary(_split(rows.q, rows.heads), rows), cls.rotary(_split(rows.k, rows.kv_heads), rows)
+        keys, values = (
+            ops.symbolic(
+                "TensorScatter", (past, new, past_length), {"axis": -2}, dtype=past.dtype, shape=past.shape, version=24
+            )
+            for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
+        )
+        return _join(cls._attention(q, keys, values, sight, past_length + q.shape[2])), keys, values
+
+    @staticmethod
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
+        """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
+        # Scaled here: TensorRT would scale queries and keys by the root each, which is a pass over the whole cache.
+        inputs = (q * q.shape[-1] ** -0.5, keys, values, None if sight is None else sight[None, None])
+        return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)

@@ -1,0 +1,131 @@
+"""What engines take of memory, what is free, and one sentence where the one cannot fit into the other."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import GumihoError
+
+if TYPE_CHECKING:
+    from ..bundle.reader import Bundle
+    from . import Backend
+
+IGNORE = "GUMIHO_IGNORE_MEMORY"
+_MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes of the host's memory and of the device's, at the peak."""
+
+    host: int
+    device: int = 0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """compiling: of making engines. running: of loading them and generating. Lower bounds, so that a refusal is never a guess."""
+
+    compiling: Space
+    running: Space
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that are free on a device. unified: its memory is the host's, so that both share what is free."""
+
+    device: int
+    unified: bool
+
+
+def size(nbytes: int) -> str:
+    """Bytes for a reader."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def buffers(bundle: "Bundle", backend: str) -> int:
+    """Bytes of caches and outputs, those of symbolic sizes left out."""
+    ports = [port for graph in bundle.manifest.form(backend).graphs.values() for port in graph.outputs]
+    fixed = [port for port in ports if not port.name.startswith("present_") and all(isinstance(n, int) for n in port.shape)]
+    return bundle.caches(backend) + sum(prod(map(int, p.shape)) * np.dtype(p.dtype).itemsize for p in fixed)
+
+
+def require(bundle: "Bundle", backend: "Backend", compiling: bool = False) -> Space:
+    """What loading, or compiling and then loading, takes at its peak.
+
+    Raises GumihoError where that is more than can be had here, unless the environment has ``GUMIHO_IGNORE_MEMORY``: what GPUs take
+    was read in the libraries' sources, so that a user must be able to try.
+    """
+    needs = backend.memory(bundle)
+    need = needs.running
+    if compiling:
+        need = Space(max(need.host, needs.compiling.host), max(need.device, needs.compiling.device))
+    reason = _lack(need, host_free(), backend.free())
+    if reason and not os.environ.get(IGNORE):
+        raise GumihoError(
+            f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {reason}: free some, add swap, or export "
+            f"again with --weights int4 or a smaller --capacity ({IGNORE}=1 tries all the same)"
+        )
+    return need
+
+
+def _lack(need: Space, host: int | None, device: Free | None) -> str:
+    """What does not fit, for a reader; "" where all does. host: bytes that are free, None where it is not known."""
+    if host is not None and need.host > host:
+        return f"{size(need.host)} of memory, and {size(host)} are free, swap included"
+    if device is None or not need.device:
+        return ""
+    room = max(device.device, host or 0) if device.unified else device.device
+    if need.device > room:
+        return f"{size(need.device)} on the device, and {size(room)} are free there"
+    if device.unified and need.host + need.device > room:
+        both = f"{size(need.host)} for the host and {size(need.device)} for the device"
+        return f"{both}, and {size(room)} of the memory that they share are free, swap included"
+    return ""
+
+
+def host_free() -> int | None:
+    """Bytes that this process can have, swap included: as Linux estimates it, and as its control groups allow. None elsewhere."""
+    known = {}
+    for line in _read(_MEMINFO).splitlines():
+        name, _, rest = line.partition(":")
+        known[name] = 1024 * int(rest.split()[0])
+    if "MemAvailable" not in known:
+        return None
+    swap = known.get("SwapFree", 0)
+    return max(0, min(known["MemAvailable"] + swap, *_allowed(swap)))
+
+
+def _allowed(swap: int) -> Iterator[int]:
+    """What every control group (v2) around the process leaves it. swap: bytes free of the machine's."""
+    yield 1 << 62
+    own = next((line[3:].strip("/") for line in _read(_CGROUP).splitlines() if line.startswith("0::")), None)
+    if own is None:
+        return
+    folder = _CGROUPS / own
+    for group in (folder, *folder.parents):
+        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit is not None and used is not None:
+            stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            cached = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))  # goes where memory is wanted
+            most, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
+            yield limit - used + cached + (swap if most is None else max(0, min(swap, most - (swapped or 0))))
+        if group == _CGROUPS:
+            return
+
+
+def _number(file: Path) -> int | None:
+    text = _read(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("ascii")
+    except (OSError, ValueError):
+        return ""

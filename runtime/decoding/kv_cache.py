@@ -1,0 +1,99 @@
+"""The KV slab, and what it means to keep a path."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..bundle.manifest import Graph
+from ..devices import Array, Device
+from ..errors import GumihoError
+
+
+class Slab:
+    """The key-value cache of one model: one contiguous array [layers, 2, kv heads, S, d].
+
+    Graphs either write their rows into it, behind ``length``, or return them, to be appended from a slab of their own.
+    ``length``: int64 [1] on the host, the positions filled so far; it is itself bound to the graphs' ``past_length``.
+    """
+
+    def __init__(self, device: Device, *graphs: Graph) -> None:
+        """graphs: those that share the cache."""
+        ports = graphs[0].caches
+        _, kv_heads, self.capacity, self.head_dim = (int(n) for n in ports[0].shape)
+        self._device, self._groups, self._dtype = device, len(ports) * kv_heads, ports[0].dtype
+        self.length = np.zeros(1, np.int64)
+        self.data, views = self._allocate(len(ports), self.capacity)
+        past = {port.name: view for port, view in zip(ports, views, strict=True)}
+        self._ports: dict[str, dict[str, Array]] = {}
+        self._fresh: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
+        for graph in graphs:
+            if graph.appends:
+                self._fresh[graph.file], views = self._allocate(len(ports), int(graph.fresh[0].shape[2]))
+                written = {port.name: view for port, view in zip(graph.fresh, views, strict=True)}
+            else:
+                self._fresh[graph.file] = self.data
+                written = {name.replace("past", "present"): view for name, view in past.items()}
+            self._ports[graph.file] = past | written | {"past_length": self.length}
+
+    def _allocate(self, caches: int, positions: int) -> tuple[Array, list[Array]]:
+        kv_heads = self._groups // caches
+        data = self._device.zeros((self._groups, positions, self.head_dim), self._dtype)
+        whole = data.reshape(caches, 1, kv_heads, positions, self.head_dim)
+        return data, [whole[i] for i in range(caches)]
+
+    def ports(self, graph: Graph) -> Mapping[str, Array]:
+        """The buffers of a graph's cache inputs and outputs."""
+        return self._ports[graph.file]
+
+    def keep(self, graph: Graph, path: Sequence[int]) -> None:
+        """Of the rows that a graph has just made, keeps those of the path, in its order, and counts them.
+
+        ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
+        """
+        start, fresh = int(self.length[0]), self._fresh[graph.file]
+        first = 0 if graph.appends else start
+        for at, row, count in runs(path, graph.appends):
+            if graph.appends or row != at:
+                self._device.move(self.data, start + at, fresh, first + row, count)
+        self.length[0] = start + len(path)
+
+    def litter(self) -> None:
+        """Fills it with numbers that no model made, as a graph must not mind: it attends to positions below ``length`` only."""
+        views = [
+            view
+            for name, view in next(iter(self._ports.values())).items()
+            if name.startswith("past_") and view is not self.length
+        ]
+        garbage = np.random.default_rng(0).uniform(-30, 30, views[0].shape).astype(self._dtype)
+        for view in views:
+            self._device.write(view, garbage)
+
+    def rows(self, count: int) -> np.ndarray:
+        """A copy of the first ``count`` positions, [layers * 2 * kv heads, count, d]."""
+        return self._device.read(self.data)[:, :count].copy()
+
+    def fill(self, rows: np.ndarray) -> None:
+        """Holds what ``rows`` gave and nothing else. Raises GumihoError where they are another cache's."""
+        whole = np.zeros(self.data.shape, self._dtype)
+        if rows.dtype != whole.dtype or rows.shape[::2] != whole.shape[::2] or rows.shape[1] > whole.shape[1]:
+            raise GumihoError(
+                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {whole.dtype} {whole.shape}: save them again"
+            )
+        whole[:, : rows.shape[1]] = rows
+        self._device.write(self.data, whole)
+        self.length[0] = rows.shape[1]
+
+
+def runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:
+    """A path in pieces that one copy can move: place, first row, and how many rows follow one another.
+
+    apart: whether rows are copied to other memory; within the same, a piece must end before the rows it would overwrite.
+    """
+    at = 0
+    while at < len(path):
+        row, count = path[at], 1
+        longest = len(path) - at if apart or row == at else min(len(path) - at, row - at)
+        while count < longest and path[at + count] == row + count:
+            count += 1
+        yield at, row, count
+        at += count

@@ -1,0 +1,212 @@
+"""From a row of the target's logits to its choice, the same in plain and in speculative decoding.
+
+The steps, in this order, which is transformers' (``GenerationMixin._get_logits_processor``):
+
+1. logit bias; 2. repetition penalty; 3. presence and frequency penalties; 4. no repeated n-gram; 5. banned tokens; 6. ends of
+the text, where fewer than ``min_new_tokens`` are there; 7. the caller's processors; 8. the grammar's mask; 9. forced tokens;
+10. temperature; 11. top-k; 12. top-p; 13. min-p; 14. the draw.
+
+What differs from transformers: presence and frequency penalties are not known there (they are OpenAI's); of tokens that are
+equally likely at the edge of top-p the lower ids stay, where transformers leaves it open; and the draw is one of our own.
+
+The draw is an argmax over logits with Gumbel noise, which gives the softmax' own distribution (arXiv 1411.0030). The noise of a
+token depends on (seed, position, token) alone, so that whatever pass a row comes from, the same logits give the same token, and
+nearly the same logits nearly always do: two rows choose differently about as often as their distributions differ.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import GumihoError
+from .grammar import Guide
+from .settings import Settings
+
+_GOLDEN, _A, _B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MOST = (1 << 64) - 1
+_REACH = 41.5  # no two values of the noise, made of 52 bits, are further apart
+
+
+def _mixed(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (x ^ x >> 30) * _A & _MOST
+    x = (x ^ x >> 27) * _B & _MOST
+    return x ^ x >> 31
+
+
+def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """Gumbel noise float64 [n] of tokens (int64 [n]) at a position of the text."""
+    state = _mixed((_mixed((seed + _GOLDEN) & _MOST) + position * _GOLDEN) & _MOST)
+    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
+    for shift, by in ((30, _A), (27, _B)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
+    # One bit more, and the half would be rounded away: up to 1, where the noise is infinite.
+    uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return -np.log(-np.log(uniform))
+
+
+def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that may be drawn and their logits over the temperature: ascending ids int64 [n] and float64 [n].
+
+    row: float32 [V]. Costs partitions of the row, and sorts of some hundred tokens or ten times those that top-p keeps.
+    """
+    if 0 < top_k < len(row):
+        ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
+        ids = ids[row[ids] > -np.inf]
+    else:
+        ids = np.flatnonzero(row > -np.inf)
+    values = row[ids].astype(np.float64)
+    values -= values.max()  # before the division, which may go beyond the largest float
+    with np.errstate(over="ignore"):
+        values /= temperature
+    if top_p < 1:
+        within = _nucleus(np.exp(values), top_p)
+        ids, values = ids[within], values[within]
+    if min_p > 0:
+        within = np.exp(values) >= min_p
+        ids, values = ids[within], values[within]
+    return ids, values
+
+
+def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
+    """Ascending indices of the fewest of the largest weights that make up a share of all (arXiv 1904.09751)."""
+    wanted, size = share * weights.sum(), 64
+    while True:
+        size = min(8 * size, len(weights))
+        edge = np.partition(weights, len(weights) - size)[len(weights) - size]
+        above, level = np.flatnonzero(weights > edge), np.flatnonzero(weights == edge)
+        largest = np.concatenate((above, level[: size - len(above)]))  # at a low temperature nearly all are level, at 0
+        order = largest[np.argsort(-weights[largest], kind="stable")]
+        before = np.cumsum(weights[order])
+        if before[-1] >= wanted or size == len(weights):
+            return np.sort(order[: int(np.searchsorted(before, wanted)) + 1])
+
+
+class Sampler:
+    """Chooses the tokens of one text. It is told every token that joins the text."""
+
+    def __init__(
+        self, settings: Settings, seed: int, prompt: Sequence[int], vocabulary: int, ends: frozenset[int], guide: Guide | None
+    ) -> None:
+        """ends: ids that end the text, and that ``min_new_tokens`` holds off. Raises GumihoError for ids that are none."""
+        self.settings, self.seed, self._guide = settings, seed, guide
+        self._ends = np.array([end for end in sorted(ends) if 0 <= end < vocabulary], np.int64)
+        for what, ids in (
+            ("banned", settings.banned),
+            ("logit_bias", settings.logit_bias),
+            ("forced", settings.forced.values()),
+            ("stop_token_ids", settings.stop_token_ids),
+        ):
+            if (odd := next((i for i in ids if not 0 <= i < vocabulary), None)) is not None:
+                raise GumihoError(f"{what} names token id {odd}, outside the vocabulary of {vocabulary}")
+        self._banned = np.array(sorted(settings.banned), np.int64)
+        self._biased = np.array(list(settings.logit_bias), np.int64)
+        self._bias = np.array(list(settings.logit_bias.values()), np.float32)
+        self._ids, self._prompt = list(prompt), len(prompt)
+        self._seen = np.zeros(vocabulary, np.bool_)
+        self._seen[list(prompt)] = True
+        self._counts = np.zeros(vocabulary, np.float32)
+        self._runs: dict[tuple[int, ...], set[int]] = {}  # what has followed each run of no_repeat_ngram - 1 tokens
+        for end in range(1, len(prompt) + 1) if settings.no_repeat_ngram else ():
+            self._note(end)
+        s = settings
+        self._idle = not (
+            s.temperature or s.logit_bias or s.presence_penalty or s.frequency_penalty or s.no_repeat_ngram or s.banned
+            or s.processors or guide or s.repetition_penalty != 1
+        )  # fmt: skip
+
+    def _note(self, end: int) -> None:
+        """Takes down the run that ends in front of position ``end``."""
+        n = self.settings.no_repeat_ngram
+        if 0 < n <= end:
+            self._runs.setdefault(tuple(self._ids[end - n : end - 1]), set()).add(self._ids[end - 1])
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next choice is the largest logit, with nothing else to it."""
+        new = len(self._ids) - self._prompt
+        return self._idle and new >= self.settings.min_new_tokens and new not in self.settings.forced
+
+    def accept(self, token: int) -> None:
+        self._ids.append(token)
+        if self._idle:
+            return
+        self._seen[token] = True
+        self._counts[token] += 1
+        self._note(len(self._ids))
+        if self._guide:
+            self._guide.accept(token)
+
+    def processed(self, row: np.ndarray) -> np.ndarray:
+        """A copy of the row, float32 [V], after the steps up to forced tokens; what may not be chosen is -inf."""
+        s, row, new = self.settings, row.astype(np.float32), len(self._ids) - self._prompt
+        row[self._biased] += self._bias
+        if s.repetition_penalty != 1:
+            seen = np.flatnonzero(self._seen)
+            values = row[seen]
+            row[seen] = np.where(values < 0, values * s.repetition_penalty, values / s.repetition_penalty)
+        if s.presence_penalty or s.frequency_penalty:
+            used = np.flatnonzero(self._counts)
+            row[used] -= s.presence_penalty + s.frequency_penalty * self._counts[used]
+        if 0 < s.no_repeat_ngram <= len(self._ids) + 1:
+            run = tuple(self._ids[len(self._ids) + 1 - s.no_repeat_ngram :])
+            row[list(self._runs.get(run, ()))] = -np.inf
+        row[self._banned] = -np.inf
+        if new < s.min_new_tokens:
+            row[self._ends] = -np.inf
+        for process in s.processors:
+            process(self._ids, row)
+        if self._guide:
+            self._guide.mask(row)
+        if new in s.forced:
+            token = s.forced[new]
+            if self._guide and not self._allows(token):
+                raise GumihoError(f"token {token}, forced at index {new}, is not what the grammar allows: change one of them")
+            row[:] = -np.inf
+            row[token] = 0.0
+        return row
+
+    def _allows(self, token: int) -> bool:
+        """Whether the grammar does, whatever else is asked."""
+        row = np.zeros(len(self._seen), np.float32)
+        assert self._guide
+        self._guide.mask(row)
+        return bool(row[token] == 0)
+
+    def margin(self, row: np.ndarray, token: int) -> float:
+        """How much the logit of a token lacks to be the choice; inf where nothing is enough. Asks the processors again and again."""
+        least, enough = 0.0, 1e-6
+
+        def chosen(more: float) -> bool:
+            raised = row.astype(np.float32)
+            raised[token] += more
+            return self.choose(raised) == token
+
+        while not chosen(enough):
+            least, enough = enough, 2 * enough
+            if enough > 1e6:
+                return np.inf
+        for _ in range(30):
+            middle = (least + enough) / 2
+            least, enough = (least, middle) if chosen(middle) else (middle, enough)
+        return enough
+
+    def choose(self, row: np.ndarray) -> int:
+        """The token that follows a text, by the target's logits [V] behind it. Raises GumihoError where none may."""
+        s, row = self.settings, self.processed(row)
+        best = row.max()
+        if np.isnan(best) or (s.temperature and best == np.inf):
+            raise GumihoError(
+                f"a logit at position {len(self._ids)} is {best}: look at the processors, and keep biases and penalties small"
+            )
+        if best == -np.inf:
+            raise GumihoError(
+                f"no token may follow at position {len(self._ids)}: grammar, bans, biases, no_repeat_ngram and min_new_tokens leave "
+                "none; loosen them"
+            )
+        if not s.temperature:
+            return int(row.argmax())
+        ids, values = kept(row, s.temperature, s.top_k, s.top_p, s.min_p)
+        able = values >= values.max() - _REACH
+        ids, values = ids[able], values[able]
+        return int(ids[(values + noise(self.seed, len(self._ids), ids)).argmax()])
