@@ -52,20 +52,24 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)
             decoder.feed(ids[start : start + n].tolist())
-            found_logits.append(decoder.device.read(decoder.logits[:n]).copy())
-            found_hidden.append(decoder.device.read(decoder.hidden[:n]).copy())
-            found_choice.append(decoder.choice[:n].copy())
+            found_logits.append(decoder.device.read(decoder.passes.logits[:n]).copy())
+            found_hidden.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
+            found_choice.append(decoder.passes.choice[:n].copy())
             start += n
         decoder.clear()
         decoder.text = ids.tolist(), ()
         last = decoder.prefill(ids.tolist(), speculate=True)
         assert last is not None
         decoder.catch_up()
-        decoder.path[0], decoder.after[0], decoder.count[0] = last, decoder.choice[last], 1
-        decoder.passes[0][0]()
+        decoder.passes.accepted_rows[0], decoder.passes.accepted_tokens[0], decoder.passes.accepted_count[0] = (
+            last,
+            decoder.passes.choice[last],
+            1,
+        )
+        decoder.passes.draft_and_verify(1)[0]()
         decoder.device.synchronize()
-        found_scores = decoder.device.read(decoder.tree["tree_score"]).copy()
-        pending = int(decoder.after[0])
+        found_scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
+        pending = int(decoder.passes.accepted_tokens[0])
 
     expected_scores = _tree_scores(plan, ids, pending, hidden)
     return {

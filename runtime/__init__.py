@@ -7,7 +7,7 @@ for piece in model.generate("def main():", max_new_tokens=256):
 """
 
 # the first: it sees to interruptions while the others load
-from .decoding.decoder import Cycle
+from .decoding.cycle import Cycle
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
 from .decoding.stats import Stats

@@ -36,15 +36,15 @@ def differences(model: Model, generation: Generation) -> list[Difference]:
     """
     seed = generation.stats.seed
     plain = replace(generation.settings, seed=seed, speculate=False, callback=None, tree="exact", accept="exact")
-    near = NEAR[model.decoder.graphs["target"].precision]
-    sampler, prompt = model.writer(generation.prompt, plain).sampler, generation.prompt
+    near = NEAR[model.decoder.passes.graphs["target"].precision]
+    sampler, prompt = model.selector(generation.prompt, plain).sampler, generation.prompt
     found: list[Difference] = []
-    with model.idle() as decoder:
+    with model.exclusive() as decoder:
         decoder.clear()
         row = decoder.prefill(prompt, speculate=False)
         assert row is not None
         for index, token in enumerate(generation.ids):
-            logits = decoder.row(row)
+            logits = decoder.passes.row(row)
             choice = sampler.choose(logits)
             if choice != token:
                 margin = sampler.margin(logits, token) / float(np.abs(logits).max())

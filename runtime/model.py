@@ -15,12 +15,13 @@ from .backends import Backend, Engine, backend, close, require
 from .backends.memory import require as require_memory
 from .bundle.manifest import Form
 from .bundle.reader import Bundle
-from .decoding.decoder import Cycle, Decoder, check
+from .decoding.cycle import Cycle
+from .decoding.decoder import Decoder, check
 from .decoding.grammar import Guides
 from .decoding.prices import Costs
 from .decoding.settings import Settings
 from .decoding.stats import Stats
-from .decoding.token_selector import Writer
+from .decoding.token_selector import TokenSelector
 from .devices import Device
 from .engines.store import find_engines
 from .errors import GumihoError
@@ -47,22 +48,22 @@ class Generation:
     stats: counts and times so far. ids: token ids emitted so far.
     """
 
-    def __init__(self, model: "Model", writer: Writer, resume: bool) -> None:
+    def __init__(self, model: "Model", selector: TokenSelector, resume: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
         self.broken = False  # an error came out of it, and it cannot go on
         self._pieces_lock = threading.RLock()
-        self._model, self._writer = model, writer
-        self._cycles = model._start(self, writer, resume)
+        self._model, self._selector = model, selector
+        self._cycles = model._start(self, selector, resume)
 
     @property
     def settings(self) -> Settings:
-        return self._writer.settings
+        return self._selector.settings
 
     @property
     def prompt(self) -> list[int]:
         """The prompt's token ids."""
-        return self._writer.prompt
+        return self._selector.prompt
 
     @property
     def finish_reason(self) -> str | None:
@@ -72,7 +73,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends the generation behind the cycle that runs; from any thread."""
-        self._writer.cancel()
+        self._selector.cancel()
 
     def cycles(self) -> Iterator[Cycle]:
         """The steps of the generation, each with the token ids it emitted. Threads may share it; each step goes to one of them."""
@@ -87,7 +88,7 @@ class Generation:
         return _Pieces(self._pieces(watch), self._pieces_lock)
 
     def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
-        known = self._writer.stream
+        known = self._selector.stream
         stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
         if not known and self.ids:  # cycles were taken before
             for token in self.ids:
@@ -189,14 +190,14 @@ class Model:
         self._require_open()
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         check(self.bundle.manifest, ids)
-        return Generation(self, self.writer(ids, settings), resume)
+        return Generation(self, self.selector(ids, settings), resume)
 
-    def writer(self, prompt: Sequence[int], settings: Settings) -> Writer:
+    def selector(self, prompt: Sequence[int], settings: Settings) -> TokenSelector:
         """What chooses a text's tokens, at its beginning."""
         # Stop strings need a tokenizer, a callback does without.
         needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
         guide = self._guides.start(settings.grammar) if settings.grammar else None
-        return Writer(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, guide)
+        return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, guide)
 
     def session(self, saved: str | Path | None = None) -> Session:
         """A text over several turns. saved: a file of ``Session.save`` to go on from."""
@@ -205,10 +206,10 @@ class Model:
             session.restore(saved)
         return session
 
-    def _start(self, generation: Generation, writer: Writer, resume: bool) -> Iterator[Cycle]:
+    def _start(self, generation: Generation, selector: TokenSelector, resume: bool) -> Iterator[Cycle]:
         with self._held():
             self._current = weakref.ref(generation)
-            return self.decoder.generate(writer, generation.stats, resume)
+            return self.decoder.generate(selector, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
         with self._held():
@@ -227,7 +228,7 @@ class Model:
                 raise
 
     @contextmanager
-    def idle(self) -> Iterator[Decoder]:
+    def exclusive(self) -> Iterator[Decoder]:
         """The decoder, between two cycles: nothing runs while it is held."""
         with self._held():
             self.decoder.device.enter()

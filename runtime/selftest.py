@@ -20,7 +20,7 @@ import numpy as np
 from .backends import DEVICES, NAMES
 from .backends import backend as made
 from .command import run as run_command
-from .decoding.decoder import Tree
+from .decoding.cycle import Tree
 from .engines.store import find_engines
 from .errors import GumihoError
 from .lossless import Difference, differences
@@ -101,11 +101,11 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
     generation = model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True)
     for cycle in generation.cycles():
         if cycle.tree:
-            logits = np.stack([model.decoder.row(row) for row in range(len(cycle.tree.tokens))])
+            logits = np.stack([model.decoder.passes.row(row) for row in range(len(cycle.tree.tokens))])
             trees.append((len(text) - 1, cycle.tree, logits))
         text += cycle.tokens
     unlike = 0
-    with model.idle() as decoder:
+    with model.exclusive() as decoder:
         for past, tree, logits in trees:
             decoder.clear()
             decoder.prefill(text[:past], speculate=False)
@@ -113,10 +113,10 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             for row in range(1, len(tree.tokens)):
                 paths.append([*paths[tree.parents[row]], row])
             for path, together in zip(paths, logits, strict=True):
-                decoder.target.length[0] = past
+                decoder.passes.target_cache.length[0] = past
                 for row in path:
                     decoder.feed([tree.tokens[row]])
-                unlike += not np.array_equal(decoder.row(0), together)
+                unlike += not np.array_equal(decoder.passes.row(0), together)
     return sum(len(logits) for _, _, logits in trees), unlike
 
 
@@ -126,11 +126,11 @@ def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], f
     for _ in range(_TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for text, probability in texts.items():
-            with model.idle() as decoder:
+            with model.exclusive() as decoder:
                 decoder.clear()
                 row = decoder.prefill([*prompt, *text], speculate=False)
                 assert row is not None
-                logits = decoder.row(row).astype(np.float64)
+                logits = decoder.passes.row(row).astype(np.float64)
             likeliest = np.argsort(-logits, kind="stable")[:_WIDTH]
             weights = np.exp((logits[likeliest] - logits.max()) / _TEMPERATURE)
             for token, weight in zip(likeliest.tolist(), weights / weights.sum(), strict=True):
@@ -213,7 +213,7 @@ def results(
     """
     for settings in _SETTINGS:
         yield _identity(model, settings, prompts(model, count), tokens, deadline)
-    if model.decoder.graphs["target"].precision == "int8":
+    if model.decoder.passes.graphs["target"].precision == "int8":
         found = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         rows, unlike = (sum(counts) for counts in zip(*found, strict=True))
         yield Result(

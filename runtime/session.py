@@ -62,14 +62,14 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Writes the text and what the caches hold of it to a file, whole or not at all, and behind it its SHA-256."""
-        with self._model.idle() as decoder:
+        with self._model.exclusive() as decoder:
             decoder.catch_up()
             shared, drafted = decoder.shared(self.ids)
             content: dict[str, Any] = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),
-                "target": decoder.target.rows(shared),
-                "drafter": decoder.drafter.rows(drafted),
+                "target": decoder.passes.target_cache.rows(shared),
+                "drafter": decoder.passes.draft_cache.rows(drafted),
             }
             with replaced(Path(path)) as file:
                 np.savez(file, **content)
@@ -80,7 +80,7 @@ class Session:
         """Takes up what ``save`` wrote. Raises GumihoError where the file is damaged or of another bundle; the session then stays
         as it is."""
         bundle = self._model.bundle
-        with self._model.idle() as decoder:
+        with self._model.exclusive() as decoder:
             try:
                 parts = _read(Path(path), _size(decoder))
                 if str(parts["bundle"]) != bundle.hash:
@@ -98,7 +98,7 @@ class Session:
 
 def _size(decoder: Decoder) -> int:
     """Bytes that the arrays of a saved session can have."""
-    caches = [port for name in ("target", "draft") for port in decoder.graphs[name].caches]
+    caches = [port for name in ("target", "draft") for port in decoder.passes.graphs[name].caches]
     ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
     return ids + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in caches)
 

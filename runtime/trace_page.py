@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from .bundle.files import regular, replaced
-from .decoding.decoder import Cycle
+from .decoding.cycle import Cycle
 from .errors import GumihoError
 
 _PAGE = Path(__file__).with_name("trace_page.html")

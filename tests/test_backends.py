@@ -17,7 +17,7 @@ from runtime import GumihoError, Model, doctor, load
 from runtime.backends import Backend, backend
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle.reader import Bundle
-from runtime.decoding.kv_cache import Slab
+from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Device
 from runtime.engines.store import compile_engines, find_engines, key, read_record
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, MakeBundle
@@ -57,7 +57,7 @@ class Bench:
         read, self.backend = Bundle(bundle), made(name, device)
         engines, self.device = self.backend.open(read, find_engines(read, self.backend))
         self.manifest, self.graph, self.engine = read.manifest, read.manifest.form(name).graphs["target"], engines["target"]
-        self.all, self.slab = engines, Slab(self.device, self.graph)
+        self.all, self.cache = engines, KVCache(self.device, self.graph)
 
     def inputs(self, seed: int) -> dict[str, np.ndarray]:
         tokens = np.random.default_rng(seed).integers(2, self.manifest.vocabulary, ROWS)
@@ -78,7 +78,7 @@ def bench(running: tuple[str, str], bundle: Path) -> Iterator[Bench]:
 
 def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
     """Two calls of one engine, bound to different buffers, interleaved, give what each gives alone."""
-    ports = bench.slab.ports(bench.graph)
+    ports = bench.cache.bindings(bench.graph)
     given, chosen, logits = [bench.inputs(seed) for seed in (0, 1)], [], []
     for _ in given:
         chosen.append(np.zeros(ROWS, np.int64))
@@ -104,7 +104,7 @@ def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
 
 def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
     ports, inputs, choice, both = (
-        bench.slab.ports(bench.graph),
+        bench.cache.bindings(bench.graph),
         bench.inputs(3),
         np.zeros(ROWS, np.int64),
         np.zeros(ROWS, np.int64),
@@ -119,7 +119,7 @@ def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
 
 def test_an_input_without_a_buffer_is_refused(bench: Bench) -> None:
     with pytest.raises(GumihoError, match="input 'mask' has no buffer"):
-        bench.engine.bind({**bench.slab.ports(bench.graph), "tokens": np.zeros(ROWS, np.int64), "depth": np.arange(ROWS)})
+        bench.engine.bind({**bench.cache.bindings(bench.graph), "tokens": np.zeros(ROWS, np.int64), "depth": np.arange(ROWS)})
 
 
 def test_a_closed_engine_is_refused(running: tuple[str, str], bundle: Path) -> None:
@@ -175,7 +175,7 @@ def test_half_precision_differs_at_near_ties_only(running: tuple[str, str], bund
             cpu.decoder.clear()
             last = cpu.decoder.prefill([*prompt, *expected[:at]], speculate=False)
             assert last is not None
-            row = cpu.decoder.row(last)
+            row = cpu.decoder.passes.row(last)
             assert (row.max() - row[found[at]]) / np.abs(row).max() < HALF
 
 

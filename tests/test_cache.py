@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.bundle.manifest import Graph, Port
-from runtime.decoding.kv_cache import Slab
+from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Device, Host
 from tests.accelerator import Lazy
 
@@ -42,12 +42,12 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
     device, kept, stamp = make(), [], 0
     # Two graphs share the cache; each pass is made by either.
     graphs = [graph(name, layers, heads, capacity, dim, rows if appends else None) for name, rows in (("a", ROWS), ("b", 4))]
-    cache = Slab(device, *graphs)
+    cache = KVCache(device, *graphs)
     names = [port.name for port in graphs[0].caches]
     while len(kept) < capacity and data.draw(st.booleans()):
         which = data.draw(st.integers(0, 1))
         rows = data.draw(st.integers(1, min((ROWS, 4)[which], capacity - len(kept))))
-        start, ports = int(cache.length[0]), cache.ports(graphs[which])
+        start, ports = int(cache.length[0]), cache.bindings(graphs[which])
         shape = (len(names), heads, rows, dim)
         values = np.arange(stamp, stamp + np.prod(shape), dtype=np.float32).reshape(shape)
         stamp += values.size
@@ -58,19 +58,19 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
             whole[0, :, first : first + rows] = values[i]
             write(device, written, whole)
         path = sorted(data.draw(st.sets(st.integers(1, rows - 1))) if rows > 1 else set())
-        cache.keep(graphs[which], [0, *path])
+        cache.commit(graphs[which], [0, *path])
         kept += [values[:, :, row] for row in [0, *path]]
     assert int(cache.length[0]) == len(kept)
     for i, name in enumerate(names):
-        held = device.read(cache.ports(graphs[0])[name])
+        held = device.read(cache.bindings(graphs[0])[name])
         for position, row in enumerate(kept):
             np.testing.assert_array_equal(held[0, :, position], row[i])
 
 
 def test_ports_are_views_of_one_slab() -> None:
     one = graph("x", 2, 3, 8, 4)
-    cache = Slab(Host(), one)
-    ports = cache.ports(one)
+    cache = KVCache(Host(), one)
+    ports = cache.bindings(one)
     names = {f"{t}_{p}.{i}" for t in ("past", "present") for p in ("key", "value") for i in (0, 1)}
     assert set(ports) == names | {"past_length"}
     ports["past_value.1"][0, 2, 5] = 7

@@ -1,9 +1,9 @@
-"""The walk down a tree against following the choices token by token."""
+"""The accept_path down a tree against following the choices token by token."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.decoding.decoder import walk
+from runtime.decoding.acceptance import accept_path
 
 
 @given(st.data())
@@ -21,4 +21,4 @@ def test_walk_follows_the_choices(data: st.DataObject) -> None:
     expected = [0]
     while (expected[-1], choices[expected[-1]]) in children:
         expected.append(children[expected[-1], choices[expected[-1]]])
-    assert walk(tokens, parents, choices.__getitem__) == expected
+    assert accept_path(tokens, parents, choices.__getitem__) == expected

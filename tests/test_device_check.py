@@ -18,7 +18,7 @@ from runtime import selftest
 from runtime.backends import backend
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle.reader import Bundle
-from runtime.decoding import decoder
+from runtime.decoding import acceptance
 from runtime.decoding.prices import Costs
 from runtime.device_check import main as device_check
 from runtime.device_check import pieces as device_pieces
@@ -292,19 +292,19 @@ def test_a_walk_that_prefers_what_was_drafted(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong tokens are found by every comparison, with their places; what was printed is what a report of an issue needs."""
-    walk, calls = decoder.walk, Counter[str]()
+    walk, calls = acceptance.accept_path, Counter[str]()
 
     def wrong(tokens: Sequence[int], parents: Sequence[int], take: Callable[[int], int | None]) -> list[int]:
         calls["walk"] += 1
         if calls["walk"] % 3 or len(tokens) < 2:
             return walk(tokens, parents, take)
         owner = take.__self__  # type: ignore[attr-defined]
-        if owner.writer.add(tokens[1]) is None:
+        if owner.selector.add(tokens[1]) is None:
             return [0]
         take(1)
         return [0, 1]
 
-    monkeypatch.setattr(decoder, "walk", wrong)
+    monkeypatch.setattr(acceptance, "accept_path", wrong)
     status, pieces = ran(bundle)
     assert status == 1
     assert states(pieces, "failed") == ["greedy", "sampled", "selftest"]
@@ -325,7 +325,7 @@ def test_a_walk_that_prefers_what_was_drafted(
     assert "Failed: greedy, sampled, selftest." in text
     assert "DEFECT" in text
 
-    monkeypatch.setattr(decoder, "walk", walk)
+    monkeypatch.setattr(acceptance, "accept_path", walk)
     counts = counted(monkeypatch)
     assert ran(bundle)[0] == 0  # what failed is tried again
     assert dict(counts) == dict.fromkeys(["greedy", "sampled", "selftest", "cpu"], 1)

@@ -16,7 +16,7 @@ from runtime import GumihoError
 from runtime.backends import backend
 from runtime.backends.onnxruntime import Cpu, Engine
 from runtime.bundle.reader import Bundle
-from runtime.decoding.kv_cache import Slab
+from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Host
 from runtime.engines.golden_replay import Drafted, malformed, other_choice, other_tree, read, replay
 from runtime.engines.store import compile_engines, find_engines
@@ -230,9 +230,9 @@ def test_what_an_engine_may_get_wrong_is_noticed(
 def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], Host], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that attends to the position after the last one passes over zeroed caches by chance; not over these."""
     bundle, engines, device = opened
-    slabs = list[Slab]()
-    littered = Slab.litter
-    monkeypatch.setattr(Slab, "litter", lambda slab: (littered(slab), slabs.append(slab))[0])
+    slabs = list[KVCache]()
+    littered = KVCache.fill_garbage
+    monkeypatch.setattr(KVCache, "fill_garbage", lambda slab: (littered(slab), slabs.append(slab))[0])
     replay(bundle, bundle.manifest.form("cpu"), engines, device)
     assert len(slabs) == 2
     for slab in slabs:

@@ -46,11 +46,11 @@ def test_another_token_is_found(model: Model, settings: dict[str, object], at: i
     assert (found.index, found.position, found.token, found.choice) == (at, len(generation.prompt) + at, wrong, right)
     assert not found.near
     if not settings:
-        with model.idle() as decoder:
+        with model.exclusive() as decoder:
             decoder.clear()
             row = decoder.prefill([*generation.prompt, *before], speculate=False)
             assert row is not None
-            logits = decoder.row(row)
+            logits = decoder.passes.row(row)
         lacks = (logits[right] - logits[wrong]) / np.abs(logits).max()
         assert found.margin == pytest.approx(float(lacks), rel=1e-3, abs=1e-6)
 
@@ -60,19 +60,19 @@ def test_near_ties_are_told_apart(model: Model, monkeypatch: pytest.MonkeyPatch,
     generation = made(model)
     at, other = 5, 7
     right = generation.ids[at]
-    read = model.decoder.row
+    read = model.decoder.passes.row
 
     def spoiled(gap: float) -> list[tuple[bool, float]]:
         def row(index: int) -> np.ndarray:
             logits = read(index).copy()
             if (
                 len(model.decoder.cached) == len(generation.prompt) + at
-                or int(model.decoder.target.length[0]) == len(generation.prompt) + at
+                or int(model.decoder.passes.target_cache.length[0]) == len(generation.prompt) + at
             ):
                 logits[other] = logits[right] + gap * np.abs(logits).max()
             return logits
 
-        monkeypatch.setattr(model.decoder, "row", row)
+        monkeypatch.setattr(model.decoder.passes, "row", row)
         return [(found.near, found.margin) for found in differences(model, generation)]
 
     ((near, margin),) = spoiled(3e-6)
@@ -93,7 +93,7 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
         model_path = [0]
         for row in range(1, len(tokens)):
             if parents[row] == model_path[-1] and len(model_path) < 3:
-                taken.writer.add(tokens[row])
+                taken.selector.add(tokens[row])
                 model_path.append(row)
         take(model_path[-1])
         return model_path
@@ -102,10 +102,10 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
 
     original = module.Decoder._accept
 
-    def accept(self, tokens, parents):  # type: ignore[no-untyped-def]
+    def accept(self, proposal):  # type: ignore[no-untyped-def]
         global taken
         taken = self
-        return greedy_for_speed(tokens, parents, self.take)
+        return greedy_for_speed(*proposal.tree(), self.next_token)
 
     monkeypatch.setattr(module.Decoder, "_accept", accept)
     assert main(options) == 1

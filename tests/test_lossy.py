@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.decoder import walk
+from runtime.decoding.acceptance import accept_path
 from runtime.decoding.lossy import full_tree, typical
 
 Tree = tuple[list[int], list[int]]  # tokens, parents
@@ -52,7 +52,7 @@ class Target:
         self.emitted.append(token)
         return token if len(self.emitted) < self.room else None
 
-    def take(self, row: int) -> int | None:
+    def next_token(self, row: int) -> int | None:
         self.asked.append(row)
         return self.add(self.choices[row])
 
@@ -86,14 +86,14 @@ def test_full_tree_is_the_longest_of_the_padded_paths(data: st.DataObject) -> No
     best = [path for path in reached if len(path) == farthest]
 
     target = Target(choices, room)
-    path = full_tree(tokens, parents, target.take)
+    path = full_tree(tokens, parents, target.next_token)
     assert all(path == other[:room] for other in best)
     # Rows are asked for once each and in order, and every accepted row has brought a token: what the cycle counts on.
     assert target.asked == path
     assert target.emitted == [choices[row] for row in path]
     # What the caches count on to keep a path in place.
     assert all(row >= i for i, row in enumerate(path))
-    exact = walk(tokens, parents, Target(choices, room).take)
+    exact = accept_path(tokens, parents, Target(choices, room).next_token)
     assert path[: len(exact)] == exact
 
 
@@ -104,7 +104,7 @@ def test_full_tree_by_hand() -> None:
     parents = [0, 0, 1, 0, 2, 2, 1]
     choices = {0: 3, 3: 2, 2: 4, 4: 7}
     assert padded_paths(parents) == [[0, 3, 2, 4], [0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 6, 4]]
-    assert walk(tokens, parents, choices.__getitem__) == [0, 3]
+    assert accept_path(tokens, parents, choices.__getitem__) == [0, 3]
     assert full_tree(tokens, parents, choices.__getitem__) == [0, 3, 2, 4]
     # Node 2 is on two of three paths through row 1, and does not fill for row 6, which has a place in that column.
     assert full_tree(tokens, parents, {0: 1, 1: 6, 6: 4, 4: 0}.__getitem__) == [0, 1, 6, 4]
@@ -170,7 +170,7 @@ def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> No
         fetched.append(row)
         return logits[row]
 
-    path = typical(tokens, parents, target.take, target.add, fetch, temperature)
+    path = typical(tokens, parents, target.next_token, target.add, fetch, temperature)
     assert path in [other[:room] for other in best]
     # Accepted tokens join the text in turn, and behind the last of them the target's own, if there is room for it: so as many
     # tokens as rows of the path.
@@ -207,5 +207,5 @@ def test_typical_threshold_by_hand(probabilities: list[float], temperature: floa
     """The last token is drafted behind the root."""
     target = Target([50, 51], 9)
     drafted = len(probabilities) - 1
-    path = typical([0, drafted], [0, 0], target.take, target.add, row_of(probabilities), temperature)
+    path = typical([0, drafted], [0, 0], target.next_token, target.add, row_of(probabilities), temperature)
     assert (path, target.emitted) == (([0, 1], [drafted, 51]) if accepted else ([0], [50]))

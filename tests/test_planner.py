@@ -114,29 +114,29 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     text = [*model.encode(prompt), *ids(model, prompt, count)]
     decoder = model.decoder
     decoder.catch_up()
-    length = int(decoder.drafter.length[0])
-    found = decoder.drafter.rows(length)
-    assert length == decoder.drafted == len(text) - 2
+    length = int(decoder.passes.draft_cache.length[0])
+    found = decoder.passes.draft_cache.rows(length)
+    assert length == decoder.history.length == len(text) - 2
     decoder.planner = None
     session = model.session()
     session.generate(text, 1)
     list(session._turn.cycles())  # type: ignore[union-attr]
-    np.testing.assert_allclose(decoder.drafter.rows(length), found, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(decoder.passes.draft_cache.rows(length), found, rtol=1e-4, atol=1e-5)
 
     # The same text, most of it verified at once: more rows are accepted than a draft reads.
     emitted = text[len(model.encode(prompt)) :]
     decoder.planner = Any(lambda i: False, lambda i: 8, lambda i: emitted[i : i + 7])  # type: ignore[assignment]
     assert ids(model, prompt, count) == emitted
-    assert (decoder.planner.steps, int(decoder.count[0])) == (3, 1)  # type: ignore[union-attr]
+    assert (decoder.planner.steps, int(decoder.passes.accepted_count[0])) == (3, 1)  # type: ignore[union-attr]
     decoder.catch_up()
-    assert (decoder.drafted, decoder.unread) == (len(text) - 2, range(0))
-    np.testing.assert_allclose(decoder.drafter.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
+    assert (decoder.history.length, decoder.history.pending_range) == (len(text) - 2, range(0))
+    np.testing.assert_allclose(decoder.passes.draft_cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
     decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
     ids(model, prompt, 100)
     decoder.catch_up()
-    assert (decoder.drafted, int(decoder.drafter.length[0])) == (begun, begun + 32)
+    assert (decoder.history.length, int(decoder.passes.draft_cache.length[0])) == (begun, begun + 32)
     decoder.planner = None
 
 

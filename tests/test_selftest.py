@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.decoding import decoder
+from runtime.decoding import acceptance, decoder
 from runtime.selftest import chi_squared, main
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
@@ -55,7 +55,7 @@ def test_rows_of_a_quantized_target(
     def next_to_it(self: decoder.Decoder, tokens: Sequence[int]) -> None:
         feed(self, tokens)
         if len(tokens) == 1:
-            self.logits[0, 0] = np.nextafter(self.logits[0, 0], np.float32(np.inf))
+            self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
 
     monkeypatch.setattr(decoder.Decoder, "feed", next_to_it)
     assert main(argv) == 1
@@ -68,19 +68,19 @@ def test_a_walk_that_prefers_what_was_drafted(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Following the first child every third time is fast, and wrong: both halves say so."""
-    walk, calls = decoder.walk, Counter[str]()
+    walk, calls = acceptance.accept_path, Counter[str]()
 
     def wrong(tokens: Sequence[int], parents: Sequence[int], take: Callable[[int], int | None]) -> list[int]:
         calls["walk"] += 1
         if calls["walk"] % 3 or len(tokens) < 2:
             return walk(tokens, parents, take)
         owner = take.__self__  # type: ignore[attr-defined]
-        if owner.writer.add(tokens[1]) is None:
+        if owner.selector.add(tokens[1]) is None:
             return [0]
         take(1)
         return [0, 1]
 
-    monkeypatch.setattr(decoder, "walk", wrong)
+    monkeypatch.setattr(acceptance, "accept_path", wrong)
     assert main([str(bundle), "--prompts", "3", "--max-new-tokens", "20", "--draws", "1500"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAILED")

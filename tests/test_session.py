@@ -59,7 +59,7 @@ def forget(model: Model) -> None:
 def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Rows that target and drafter read before the first token."""
     rows, decoder = {"target": 0, "drafter": 0}, model.decoder
-    feed, keep, extend = decoder.feed, decoder.drafter.keep, decoder.graphs["extend"]
+    feed, keep, extend = decoder.feed, decoder.passes.draft_cache.commit, decoder.passes.graphs["extend"]
 
     def fed(tokens: Any) -> None:
         rows["target"] += len(tokens)
@@ -71,7 +71,7 @@ def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "feed", fed)
-        patch.setattr(decoder.drafter, "keep", kept)
+        patch.setattr(decoder.passes.draft_cache, "commit", kept)
         yield rows
 
 
@@ -104,7 +104,7 @@ def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytes
             # The last block is accepted, and not yet read by the drafter.
             drafter = target - len(found[-1][1] or [0])
             stopped, blocks = stopped + (generation.finish_reason == "stop"), blocks + (len(found[-1][1]) > 1)
-        assert int(model.decoder.drafter.length[0]) == drafter
+        assert int(model.decoder.passes.draft_cache.length[0]) == drafter
         if rewound := len(session.ids) > 90:
             session.rewind(40)
             target, drafter = 40, min(drafter, 39)
@@ -227,7 +227,7 @@ def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str,
     file = tmp_path / "session.npz"
     session.save(file)
     said = [*session.ids, *model.encode(TEXT)[1:9]]
-    drafted = int(model.decoder.drafter.length[0])
+    drafted = int(model.decoder.passes.draft_cache.length[0])
     for speculate in (True, False):
         cached = drafted if speculate else len(session.ids) - 1
         for asked in ({}, {"temperature": 0.9, "seed": 8}):
@@ -241,7 +241,7 @@ def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str,
                 assert again.stats.cached_tokens == cached
                 back = tmp_path / "back.npz"
                 restored.save(back)
-                behind = int(fresh.decoder.drafter.length[0])
+                behind = int(fresh.decoder.passes.draft_cache.length[0])
             forget(model)
             here = model.session(back)
             assert here.ids == said + expected.ids
@@ -269,7 +269,7 @@ def test_saved_at_odd_moments(model: Model, other: Model, tmp_path: Path) -> Non
     turn = session.generate(prompt, 60)
     cycles = turn.cycles()
     begun = [t for _ in range(4) for t in next(cycles).tokens]
-    drafted = int(model.decoder.drafter.length[0])
+    drafted = int(model.decoder.passes.draft_cache.length[0])
     session.save(file)
     # Saving is no interruption.
     assert begun + [t for cycle in cycles for t in cycle.tokens] == finished(other.generate(prompt, 60)).ids
@@ -299,7 +299,7 @@ def test_what_the_drafter_was_to_read_it_reads_later(model: Model, other: Model,
     forget(model)
     session = model.session()
     finished(session.generate(prompt, 1))
-    assert int(model.decoder.drafter.length[0]) == 0
+    assert int(model.decoder.passes.draft_cache.length[0]) == 0
     if saved:
         session.save(tmp_path / "session.npz")
         forget(model)

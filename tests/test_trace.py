@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from runtime.decoding.decoder import Cycle, Tree
+from runtime.decoding.cycle import Cycle, Tree
 from runtime.errors import GumihoError
 from runtime.trace_page import Trace
 

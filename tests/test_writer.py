@@ -12,7 +12,7 @@ import pytest
 
 from runtime import GumihoError, Model, load
 from runtime.decoding.settings import Settings
-from runtime.decoding.token_selector import Writer
+from runtime.decoding.token_selector import TokenSelector
 from runtime.model import Generation
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
@@ -308,11 +308,11 @@ def test_ids_that_are_none(model: Model) -> None:
         with pytest.raises(GumihoError, match=f"stop_token_ids names token id {token}, outside the vocabulary of 2048"):
             model.generate(PROMPT, stop_token_ids=[token])
     small: Any = SimpleNamespace(eos_token_ids=(5, 3000), vocabulary=10, capacity=8)
-    writer = Writer(Settings(min_new_tokens=2, stop=["<|end_of_text|>"]), [3], small, TOKENIZER)
+    selector = TokenSelector(Settings(min_new_tokens=2, stop=["<|end_of_text|>"]), [3], small, TOKENIZER)
     row = np.arange(10, dtype=np.float32)
     row[[1, 5]] = 50, 60
-    assert [writer.choose(row), writer.add(9), writer.add(9), writer.choose(row), writer.add(5)] == [9, 9, 9, 5, None]
-    assert (writer.ids, writer.finish_reason) == ([9, 9, 5], "stop")
+    assert [selector.choose(row), selector.add(9), selector.add(9), selector.choose(row), selector.add(5)] == [9, 9, 9, 5, None]
+    assert (selector.ids, selector.finish_reason) == ([9, 9, 5], "stop")
 
 
 @BOTH

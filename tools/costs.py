@@ -32,7 +32,7 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
         raise GumihoError(
             "the shapes of this backend are static, so a pass costs the same whatever its rows: give a bundle for cpu"
         )
-    chunk, capacity = len(decoder.choice), decoder.manifest.capacity
+    chunk, capacity = len(decoder.passes.choice), decoder.manifest.capacity
     most = max(*rows, decoder.manifest.rows)
     if max(rows) > chunk:
         raise GumihoError(f"a pass of this bundle takes {chunk} rows and not {max(rows)}: give smaller --rows")
@@ -40,13 +40,13 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
         raise GumihoError(
             f"{max(contexts)} positions and {most} rows exceed the capacity of {capacity}: give smaller --contexts"
         )
-    draft, _ = decoder.passes[0]
-    calls: list[Callable[[], None]] = [*(decoder.causal(n) for n in rows), draft]
+    draft, _ = decoder.passes.draft_and_verify(1)
+    calls: list[Callable[[], None]] = [*(decoder.passes.causal(n) for n in rows), draft]
     found = [[math.inf] * len(contexts) for _ in calls]
-    decoder.count[0] = 1
+    decoder.passes.accepted_count[0] = 1
     for _ in range(repeats + 1):  # the first time, memory is still being touched
         for at, context in enumerate(contexts):
-            decoder.target.length[0] = decoder.drafter.length[0] = context
+            decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
             for call, fastest in zip(calls, found, strict=True):
                 started = perf_counter_ns()
                 call()
@@ -120,7 +120,7 @@ def measured(args: argparse.Namespace) -> int:
     rows, contexts = sorted(set(args.rows)), sorted(set(args.contexts))
     bundles = {}
     for bundle in args.bundles:
-        with load(bundle, threads=args.threads) as model, model.idle() as decoder:
+        with load(bundle, threads=args.threads) as model, model.exclusive() as decoder:
             bundles[bundle.name] = {"tree rows": decoder.manifest.rows, **costs(decoder, rows, contexts, args.repeats)}
     found = {"rows": rows, "contexts": contexts, "repeats": args.repeats, "threads": args.threads, "bundles": bundles}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from ..devices import Array, Device
 from ..errors import GumihoError
 
 
-class Slab:
+class KVCache:
     """The key-value cache of one model: one contiguous array [layers, 2, kv heads, S, d].
 
     Graphs either write their rows into it, behind ``length``, or return them, to be appended from a slab of their own.
@@ -24,7 +24,7 @@ class Slab:
         self.length = np.zeros(1, np.int64)
         self.data, views = self._allocate(len(ports), self.capacity)
         past = {port.name: view for port, view in zip(ports, views, strict=True)}
-        self._ports: dict[str, dict[str, Array]] = {}
+        self._bindings: dict[str, dict[str, Array]] = {}
         self._fresh: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
         for graph in graphs:
             if graph.appends:
@@ -33,7 +33,7 @@ class Slab:
             else:
                 self._fresh[graph.file] = self.data
                 written = {name.replace("past", "present"): view for name, view in past.items()}
-            self._ports[graph.file] = past | written | {"past_length": self.length}
+            self._bindings[graph.file] = past | written | {"past_length": self.length}
 
     def _allocate(self, caches: int, positions: int) -> tuple[Array, list[Array]]:
         kv_heads = self._groups // caches
@@ -41,11 +41,11 @@ class Slab:
         whole = data.reshape(caches, 1, kv_heads, positions, self.head_dim)
         return data, [whole[i] for i in range(caches)]
 
-    def ports(self, graph: Graph) -> Mapping[str, Array]:
+    def bindings(self, graph: Graph) -> Mapping[str, Array]:
         """The buffers of a graph's cache inputs and outputs."""
-        return self._ports[graph.file]
+        return self._bindings[graph.file]
 
-    def keep(self, graph: Graph, path: Sequence[int]) -> None:
+    def commit(self, graph: Graph, path: Sequence[int]) -> None:
         """Of the rows that a graph has just made, keeps those of the path, in its order, and counts them.
 
         ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
@@ -57,11 +57,11 @@ class Slab:
                 self._device.move(self.data, start + at, fresh, first + row, count)
         self.length[0] = start + len(path)
 
-    def litter(self) -> None:
+    def fill_garbage(self) -> None:
         """Fills it with numbers that no model made, as a graph must not mind: it attends to positions below ``length`` only."""
         views = [
             view
-            for name, view in next(iter(self._ports.values())).items()
+            for name, view in next(iter(self._bindings.values())).items()
             if name.startswith("past_") and view is not self.length
         ]
         garbage = np.random.default_rng(0).uniform(-30, 30, views[0].shape).astype(self._dtype)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-Take = Callable[[int], int | None]  # the target's token behind a row; None where the text ends with it
+NextToken = Callable[[int], int | None]  # the target's token behind a row; None where the text ends with it
 
 _EPSILON, _DELTA = 0.09, 0.3  # Medusa's posterior_threshold and posterior_alpha (arXiv 2401.10774, section 2.3.1)
 
 
-def full_tree(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list[int]:
+def full_tree(tokens: Sequence[int], parents: Sequence[int], next_token: NextToken) -> list[int]:
     """Full Tree Attention as published (arXiv 2503.10135, section 3.3, and the official code): a path that ends early is filled
     up with each deeper column's commonest node, the one that most paths go through.
 
@@ -27,7 +27,7 @@ def full_tree(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list
     deepest = max(depths)
     columns = [[row for row in range(len(tokens)) if depths[row] == depth] for depth in range(deepest + 1)]
     commonest = [max(column, key=lambda row: (paths[row], -row)) for column in columns]
-    path, token, filled = [0], take(0), False
+    path, token, filled = [0], next_token(0), False
     for depth in range(1, deepest + 1):
         filled = filled or ends[path[-1]]
         options = [commonest[depth]] if filled else [row for row in columns[depth] if parents[row] == path[-1]]
@@ -35,12 +35,17 @@ def full_tree(tokens: Sequence[int], parents: Sequence[int], take: Take) -> list
         if not found:
             break
         path.append(found[0])
-        token = take(found[0])
+        token = next_token(found[0])
     return path
 
 
 def typical(
-    tokens: Sequence[int], parents: Sequence[int], take: Take, add: Take, row: Callable[[int], np.ndarray], temperature: float
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    next_token: NextToken,
+    add: NextToken,
+    row: Callable[[int], np.ndarray],
+    temperature: float,
 ) -> list[int]:
     """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1): a drafted token is accepted where the target gives it more
     than min(epsilon, delta * exp(-entropy)).
@@ -73,5 +78,5 @@ def typical(
     for i, drafted in enumerate(path[1:]):
         if add(tokens[drafted]) is None:
             return path[: i + 1]
-    take(path[-1])
+    next_token(path[-1])
     return path

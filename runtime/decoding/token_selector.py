@@ -16,7 +16,7 @@ from .sampling import Sampler
 from .settings import Settings
 
 
-class Writer:
+class TokenSelector:
     """ids: emitted so far. finish_reason: ``stop`` (an end of text, a stop string or token, the grammar's end, the callback),
     ``length`` (max_new_tokens), ``context`` (the cache is full), ``time``, ``cancelled``, or None while more follows. seed: None
     where nothing is drawn.
@@ -70,7 +70,7 @@ class Writer:
         return self.finish_reason is not None
 
     @property
-    def idle(self) -> bool:
+    def takes_choice(self) -> bool:
         """Whether the next token is the target's most likely one, so that its logits need not be looked at."""
         return self.sampler.idle
 

@@ -20,7 +20,7 @@ _GROWTH = 32 << 20, 0.05  # bytes, and share of the weights, that generating may
 def times(check: Check) -> Found:
     """Milliseconds of passes, fastest and median, by rows and by context; where shapes are static every pass has one size."""
     found = Found({"static": check.model.decoder.form.static, "contexts": []})
-    with check.model.idle() as decoder:
+    with check.model.exclusive() as decoder:
         for i, context in enumerate(_contexts(decoder)):
             if i and check.late:
                 found.notes.append(f"time allowed {i} contexts")
@@ -53,7 +53,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 def _at(decoder: Decoder, context: int) -> dict[str, Any]:
     """Times at a context, whatever the caches hold: dense passes do not depend on it."""
     rows, chunk = decoder.manifest.rows, decoder.form.chunk
-    draft, verify = decoder.passes[0]
+    draft, verify = decoder.passes.draft_and_verify(1)
 
     def cycle() -> None:
         draft()
@@ -69,14 +69,14 @@ def _at(decoder: Decoder, context: int) -> dict[str, Any]:
         return min(nanoseconds) / 1e6, median(nanoseconds) / 1e6
 
     decoder.clear()
-    decoder.target.length[0] = decoder.drafter.length[0] = context
-    decoder.count[0] = 1
-    at: dict[str, Any] = {"context": context, "cycle": measured(cycle), "plain": measured(decoder.causal(1))}
-    if verify is decoder.verification(rows):  # else both are one launch
+    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
+    decoder.passes.accepted_count[0] = 1
+    at: dict[str, Any] = {"context": context, "cycle": measured(cycle), "plain": measured(decoder.passes.causal(1))}
+    if verify is decoder.passes.verification(rows):  # else both are one launch
         at["draft"] = measured(draft)
     sizes = [rows] if decoder.form.static else sorted({n for n in _ROWS if n < rows} | {rows})
-    at["target"] = {str(n): measured(decoder.verification(n)) for n in sizes}
-    at["prefill"] = {"rows": chunk, "times": measured(decoder.causal(chunk))}
+    at["target"] = {str(n): measured(decoder.passes.verification(n)) for n in sizes}
+    at["prefill"] = {"rows": chunk, "times": measured(decoder.passes.causal(chunk))}
     return at
 
 

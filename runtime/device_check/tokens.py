@@ -86,7 +86,7 @@ def against_cpu(check: Check) -> Found:
 
 def _near_of(*models: Model) -> float:
     """The margin within which rounding may decide between two forms: that of the coarser one."""
-    precisions = [model.decoder.graphs["target"].precision for model in models]
+    precisions = [model.decoder.passes.graphs["target"].precision for model in models]
     return max(NEAR[precision] or golden.TOLERANCE[precision] for precision in precisions)
 
 

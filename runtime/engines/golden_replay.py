@@ -16,7 +16,7 @@ from ..bundle.files import read_arrays
 from ..bundle.manifest import Form, Manifest
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage
-from ..decoding.kv_cache import Slab
+from ..decoding.kv_cache import KVCache
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
 
@@ -40,9 +40,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     """
     run, manifest = read(bundle), bundle.manifest
     device.enter()
-    target, draft = Slab(device, form.graphs["target"]), Slab(device, form.graphs["draft"], form.graphs["extend"])
-    for slab in (target, draft):
-        slab.litter()
+    target, draft = KVCache(device, form.graphs["target"]), KVCache(device, form.graphs["draft"], form.graphs["extend"])
+    for cache in (target, draft):
+        cache.fill_garbage()
     errors = {"target": 0.0, "draft": 0.0}
 
     def target_pass(name: str) -> tuple[Call, Call]:
@@ -67,9 +67,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             _require("target", errors["target"], tolerance)
             if other := other_choice(choice[:rows], run[f"{name}.choice"], expected, tolerance):
                 raise _differs("target", other)
-            target.keep(form.graphs["target"], range(rows))
+            target.commit(form.graphs["target"], range(rows))
 
-        return engines["target"].bind({**inputs, **out, **target.ports(form.graphs["target"])}), check
+        return engines["target"].bind({**inputs, **out, **target.bindings(form.graphs["target"])}), check
 
     def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, name: str = "") -> tuple[Call, Call]:
         """name: of the recorded tree, if the pass grows one."""
@@ -91,9 +91,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
                 _require("draft", errors["draft"], tolerance)
                 if other := other_tree(found, recorded, tolerance, _SHARE[precision]):
                     raise _differs("draft", other)
-            draft.keep(form.graphs[graph], range(count))
+            draft.commit(form.graphs[graph], range(count))
 
-        return engines[graph].bind({**inputs, **tree, **draft.ports(form.graphs[graph])}), check
+        return engines[graph].bind({**inputs, **tree, **draft.bindings(form.graphs[graph])}), check
 
     def tree_pass(name: str, hidden: np.ndarray) -> tuple[Call, Call]:
         return draft_pass("draft", run[f"{name}.read"], run[f"{name}.path"], hidden, name)

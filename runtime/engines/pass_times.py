@@ -19,9 +19,11 @@ def measure(decoder: Decoder) -> Costs:
     """
     rows, static = decoder.manifest.rows, decoder.form.static
     decoder.clear()
-    decoder.target.length[0] = decoder.drafter.length[0] = min(_CONTEXT, decoder.manifest.capacity - rows)
-    decoder.count[0] = 1
-    draft, verify = decoder.passes[0]
+    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = min(
+        _CONTEXT, decoder.manifest.capacity - rows
+    )
+    decoder.passes.accepted_count[0] = 1
+    draft, verify = decoder.passes.draft_and_verify(1)
 
     def cycle() -> None:
         draft()
@@ -29,13 +31,16 @@ def measure(decoder: Decoder) -> Costs:
         decoder.device.synchronize()
 
     if static:
-        costs = Costs(rising({1: _fastest(decoder.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
+        costs = Costs(rising({1: _fastest(decoder.passes.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
     else:
         cycle()  # a tree to verify
-        by_rows, started = {1: _fastest(decoder.causal(1)), rows: _fastest(decoder.verification(rows))}, perf_counter_ns()
+        by_rows, started = (
+            {1: _fastest(decoder.passes.causal(1)), rows: _fastest(decoder.passes.verification(rows))},
+            perf_counter_ns(),
+        )
         for size in sizes(rows):
             if size not in by_rows and perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
-                by_rows[size] = _fastest(decoder.verification(size))
+                by_rows[size] = _fastest(decoder.passes.verification(size))
         costs = Costs(rising(by_rows), _fastest(draft), _HOST)
     decoder.clear()
     return costs

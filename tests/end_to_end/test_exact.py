@@ -28,22 +28,22 @@ def tree_pass(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Nu
     for row in range(1, n):
         mask[row] |= mask[parents[row]]
         depth[row] = depth[parents[row]] + 1
-    decoder._target(np.array(tokens), depth, mask)()
-    return decoder.logits[:n].copy(), decoder.hidden[:n].copy()
+    decoder.passes._bind_target(np.array(tokens), depth, mask)()
+    return decoder.passes.logits[:n].copy(), decoder.passes.hidden[:n].copy()
 
 
 def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Numbers:
     """Every row in a pass of its own, behind its ancestors."""
     decoder, n = model.decoder, len(tokens)
-    past, rows, found = int(decoder.target.length[0]), [0], {}
+    past, rows, found = int(decoder.passes.target_cache.length[0]), [0], {}
     while rows:
         row = rows.pop()
         depth = 0 if row == 0 else found[parents[row]][0] + 1
-        decoder.target.length[0] = past + depth  # its ancestors' rows are those in front: children come next
+        decoder.passes.target_cache.length[0] = past + depth  # its ancestors' rows are those in front: children come next
         decoder.feed([tokens[row]])
-        found[row] = depth, decoder.logits[0].copy(), decoder.hidden[0].copy()
+        found[row] = depth, decoder.passes.logits[0].copy(), decoder.passes.hidden[0].copy()
         rows += [child for child in range(row + 1, n) if parents[child] == row]
-    decoder.target.length[0] = past
+    decoder.passes.target_cache.length[0] = past
     return np.stack([found[row][1] for row in range(n)]), np.stack([found[row][2] for row in range(n)])
 
 
@@ -67,7 +67,7 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
         for n in chunks:
             decoder.feed(text[start : start + n])
             own = slice(start, start + n)
-            yield (decoder.logits[:n].copy(), decoder.hidden[:n].copy()), (alone[0][own], alone[1][own])
+            yield (decoder.passes.logits[:n].copy(), decoder.passes.hidden[:n].copy()), (alone[0][own], alone[1][own])
             start += n
 
 
@@ -91,7 +91,7 @@ def test_rows_are_the_same_to_the_last_bit(make_bundle: MakeBundle, pair: Path |
     bundle = make_bundle(pair, *options)
     for threads in (1, 2):
         with load(bundle, "cpu", threads=threads) as model:
-            assert model.decoder.graphs["target"].precision == "int8"
+            assert model.decoder.passes.graphs["target"].precision == "int8"
             assert unlike(model) == 0
 
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from runtime import Generation, Model, load
-from runtime.decoding.decoder import Cycle
+from runtime.decoding.cycle import Cycle
 from runtime.decoding.grammar import Grammar
 from runtime.decoding.sampling import noise
 from runtime.devices import DeviceArray
@@ -283,7 +283,7 @@ ON_FORMS = {
 @contextmanager
 def rows_read(model: Model) -> Iterator[list[int]]:
     """Which rows of logits are fetched from the device's memory, each by itself."""
-    device, logits, rows = model.decoder.device, model.decoder.logits, list[int]()
+    device, logits, rows = model.decoder.device, model.decoder.passes.logits, list[int]()
     read, size = device.read, logits.nbytes // len(logits)
 
     def spied(array: DeviceArray) -> np.ndarray:
@@ -440,10 +440,10 @@ def generous(share: float) -> Callable[..., list[int]]:
         decoder, path = take.__self__, [0]
         while True:
             drafted = {tokens[row]: row for row in range(1, len(tokens)) if parents[row] == path[-1]}
-            values = np.exp(decoder.row(path[-1]).astype(np.float64) / decoder.writer.settings.temperature)
+            values = np.exp(decoder.passes.row(path[-1]).astype(np.float64) / decoder.selector.settings.temperature)
             best = max(drafted, key=values.__getitem__, default=-1)
             if best >= 0 and values[best] > 0.1 * values.sum() and draw.random() < share:
-                token = None if decoder.writer.add(best) is None else best
+                token = None if decoder.selector.add(best) is None else best
             else:
                 token = take(path[-1])
             if token not in drafted:
@@ -459,7 +459,7 @@ def test_a_wrong_acceptance_is_found(
 ) -> None:
     """The test above has the power to find one that prefers one in four of the likely drafted tokens, with fewer texts."""
     bundle = make_bundle(*BUNDLES[-1])
-    monkeypatch.setattr("runtime.decoding.decoder.walk", generous(share))
+    monkeypatch.setattr("runtime.decoding.acceptance.accept_path", generous(share))
     with load(bundle, threads=1) as model:
         p, _ = likelihood(model, bundle.parent / "pair/target", 1500, temperature=4.0)
         assert p < 1e-6 if found else p > 1e-4

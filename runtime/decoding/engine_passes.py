@@ -1,0 +1,144 @@
+"""The engines of one bundle, bound once to preallocated buffers and KV caches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
+
+import numpy as np
+
+from ..backends import Engine, close
+from ..bundle.manifest import Form, Manifest
+from ..devices import Array, Call, Device
+from .cycle import Tree
+from .kv_cache import KVCache
+
+_DRAFT, _TARGET = 0, 1
+
+
+class EnginePasses:
+    """Passes of target and drafter, by their number of rows.
+
+    If the form is static, every pass is padded to its size: rows after those that count are computed and ignored.
+
+    tokens, depth: int64 [widest], the target's inputs. choice: int64 [widest]; logits: [widest, V]; hidden: [widest, H]: what the
+    target's last pass returned by row. tree: the draft graph's ``tree_*`` outputs. accepted_rows, accepted_tokens: int64 [widest], rows
+    of ``hidden`` that the next draft reads and the token after each; accepted_count: int64 [1], how many of them count.
+    history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds in the engines of drafter and target.
+    """
+
+    def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+        self.manifest, self.form, self.graphs = manifest, form, form.graphs
+        self.engines, self.device = engines, device
+        device.enter()
+        self.target_cache = KVCache(device, self.graphs["target"])
+        self.draft_cache = KVCache(device, self.graphs["draft"], self.graphs["extend"])
+        most, widest = manifest.depth + 1, max(manifest.rows, form.chunk)
+        self.choice = np.zeros(widest, np.int64)
+        self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
+        self.hidden = device.zeros((widest, manifest.hidden), manifest.dtype)
+        self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
+        self.tree = self.graphs["draft"].tree_buffers(device)
+        self.accepted_rows, self.accepted_tokens = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
+        self.accepted_count = np.zeros(1, np.int64)
+        self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
+        self.engine_ns = [0, 0]
+        self._bound: dict[tuple[str, int], Call] = {}
+        for rows in (form.chunk, 1):
+            self.causal(rows)
+        verify = self.verification(manifest.rows)
+        self.extend(form.chunk)
+        accepted = [most] if form.static else range(1, most + 1)
+        self._cycles = [device.fuse(self._bind_draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
+
+    def causal(self, rows: int) -> Call:
+        """The target's pass over so many rows, at most a chunk, each of which attends to those before it."""
+        size = self.form.chunk if self.form.static else rows
+        return self._once("causal", size, lambda: self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_)))
+
+    def verification(self, rows: int) -> Call:
+        """The target's pass over the tree's first rows, which are the best tree of that size."""
+        return self._once("verify", self.manifest.rows if self.form.static else rows, lambda: self._bind_verification(rows))
+
+    def extend(self, rows: int) -> Call:
+        """The drafter's pass over ``history_chunk``, which only fills its cache."""
+        size = self.form.chunk if self.form.static else rows
+        hidden = self.history_chunk.reshape(self.form.chunk, self.manifest.hidden)
+        return self._once("extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
+
+    def draft_and_verify(self, accepted: int) -> tuple[Call, Call]:
+        """Drafting a tree behind so many accepted rows, and verifying all of it. On some devices they are one launch, and the second
+        call waits for it."""
+        return self._cycles[min(accepted, len(self._cycles)) - 1]
+
+    def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
+        """Not ``functools.cache``, which would keep the engines alive until garbage is collected."""
+        if (kind, rows) not in self._bound:
+            self._bound[kind, rows] = bind()
+        return self._bound[kind, rows]
+
+    def _bind_target(self, tokens: Array, depth: Array, mask: Array) -> Call:
+        n = len(mask)
+        outputs = {"choice": self.choice[:n], "logits": self.logits[:n], "hidden": self.hidden[:n]}
+        inputs = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask}
+        return self.engines["target"].bind({**inputs, **outputs, **self.target_cache.bindings(self.graphs["target"])})
+
+    def _bind_verification(self, rows: int) -> Call:
+        whole = self.tree["tree_mask"]
+        if self.form.static or rows == self.manifest.rows:
+            return self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], whole)
+        mask = np.zeros((rows, rows), np.bool_)
+        call = self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], mask)
+
+        def verify() -> None:
+            mask[...] = whole[:rows, :rows]
+            call()
+
+        return verify
+
+    def _bind_draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array) -> Call:
+        tokens, rows = self.accepted_tokens[:accepted], self.accepted_rows[:accepted]
+        inputs = {"tokens": tokens, "path": rows, "count": self.accepted_count, "hidden": hidden}
+        return self.engines[graph].bind({**inputs, **tree, **self.draft_cache.bindings(self.graphs[graph])})
+
+    def run_target(self, call: Call) -> None:
+        self._run(_TARGET, call)
+
+    def run_draft(self, call: Call) -> None:
+        self._run(_DRAFT, call)
+
+    def _run(self, engine: int, call: Call) -> None:
+        started = perf_counter_ns()
+        call()
+        self.engine_ns[engine] += perf_counter_ns() - started
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """One causal pass of the target over at most a chunk of tokens after its cache; commit the rows to keep."""
+        self.tokens[: len(tokens)] = tokens
+        self.run_target(self.causal(len(tokens)))
+
+    def row(self, row: int) -> np.ndarray:
+        """The target's logits [V] after a row of its last pass; only these are fetched from the device."""
+        return self.device.read(self.logits[row])
+
+    def scored(self) -> tuple[list[float], list[int]]:
+        """Scores and depths of the drafted tree's rows."""
+        return self.device.read(self.tree["tree_score"]).tolist(), self.device.read(self.tree["tree_depth"]).tolist()
+
+    def drafted(self, rows: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the drafted tree's first rows."""
+        tokens, parents = (self.device.read(self.tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
+        return tokens, parents
+
+    def drafted_tree(self, rows: int) -> Tree:
+        """The drafted tree's first rows, for a trace."""
+        names = ("tree_tokens", "tree_parent", "tree_depth", "tree_score")
+        return Tree(*(tuple(self.device.read(self.tree[name])[:rows].tolist()) for name in names))
+
+    def close(self) -> None:
+        """Frees bindings, engines and buffers, in this order: bound calls hold the engine, and both use the device's stream."""
+        engines, device = self.engines, self.device
+        device.enter()
+        try:
+            device.synchronize()
+        finally:
+            self.__dict__.clear()
+            close(engines, device)
