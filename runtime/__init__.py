@@ -6,13 +6,14 @@ for piece in model.generate("def main():", max_new_tokens=256):
     print(piece, end="")
 """
 
-# the first: it sees to interruptions while the others load
+from . import command as _command  # noqa: F401  # the first: it sees to interruptions while the others load
 from .decoding.cycle import Cycle
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
 from .decoding.stats import Stats
 from .errors import GumihoError
-from .model import Generation, Model, load
+from .generation import Generation
+from .model import Model, load
 from .session import Session
 
 __all__ = ["Cycle", "Generation", "Grammar", "GumihoError", "Model", "Session", "Settings", "Stats", "load"]

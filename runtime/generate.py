@@ -4,25 +4,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .backends import DEVICES, NAMES
 from .bundle.files import read_regular
 from .command import run as run_command
+from .comparison import NEAR_TIE, Comparison, replay, total
 from .decoding.decoder import check
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
 from .decoding.stats import Stats
 from .errors import GumihoError
-from .lossless import Difference, differences
-from .model import Generation, Model, load
+from .generation import Generation
+from .model import Model, load
 from .terminal_chat import converse, opening
 from .trace_page import Trace
 
 _MOST = 256 << 20  # bytes of a file with prompts
-NEAR_TIE = 3  # exit status where rounding alone made a difference
 
 
 def parser() -> argparse.ArgumentParser:
@@ -206,79 +206,6 @@ def describe(stats: Stats) -> str:
     if s["acceptance_by_depth"]:
         lines.append("accepted by depth: " + "  ".join(f"{d + 1}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"])))
     return "\n".join(lines)
-
-
-@dataclass
-class Comparison:
-    """Outputs of two ways to decode the same prompts: how many, how many differ, the first difference of all, and both ways' stats."""
-
-    outputs: int
-    differ: int
-    first: int | None
-    ours: Stats
-    other: Stats
-
-    @staticmethod
-    def of(ours: Sequence[Generation], other: Sequence[Generation]) -> "Comparison":
-        firsts = []
-        for a, b in ((a.ids, b.ids) for a, b in zip(ours, other, strict=True)):
-            if a != b:
-                firsts.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
-        return Comparison(len(ours), len(firsts), min(firsts, default=None), total(ours), total(other))
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "identical": not self.differ,
-            "outputs": self.outputs,
-            "outputs_that_differ": self.differ,
-            "first_difference": self.first,
-            "speed_ratio": round(self.ours.tokens_per_second / (self.other.tokens_per_second or 1.0), 3),
-            "tau": round(self.ours.tau, 3),
-            "other_tau": round(self.other.tau, 3),
-        }
-
-    def describe(self, lossy: bool) -> str:
-        s = self.summary()
-        same = "identical tokens"
-        if self.differ:
-            same = f"tokens differ in {self.differ} of {self.outputs} outputs, from token {self.first} on at the earliest"
-        if lossy:
-            return f"{same}; tau {s['tau']} instead of {s['other_tau']} of exact speculation, at {s['speed_ratio']} times its speed"
-        return f"{same}; speculative decoding runs at {s['speed_ratio']} times the speed of plain"
-
-
-def total(generations: Sequence[Generation]) -> Stats:
-    """The stats of several generations, which have seeds and finish reasons of their own."""
-    if len(generations) == 1:
-        return generations[0].stats
-    stats = Stats(texts=0)
-    for generation in generations:
-        stats.add(generation.stats)
-    return stats
-
-
-def explain(model: Model, difference: Difference) -> str:
-    def shown(token: int) -> str:
-        text = model.bundle.tokenizer.decode([token], skip_special_tokens=False) if model.bundle.has_tokenizer else ""
-        return f"{token} {text!r}"
-
-    verdict = "a near-tie, which rounding decides" if difference.near else "more than rounding does"
-    return (
-        f"token {difference.index} at position {difference.position}: emitted {shown(difference.token)}, plain decoding chooses "
-        f"{shown(difference.choice)}, logit margin {difference.margin:.1e} of the largest: {verdict}"
-    )
-
-
-def replay(model: Model, generations: Sequence[Generation]) -> int:
-    """Checks generations by plain decoding, says what differs, and returns the exit status."""
-    found = [difference for generation in generations for difference in differences(model, generation)]
-    for difference in found:
-        print(explain(model, difference), file=sys.stderr)
-    if not found:
-        count = sum(len(generation.ids) for generation in generations)
-        print(f"lossless: plain decoding chooses each of the {count} tokens", file=sys.stderr)
-        return 0
-    return NEAR_TIE if all(difference.near for difference in found) else 1
 
 
 def notices(model: Model, args: argparse.Namespace, asked: Settings) -> None:

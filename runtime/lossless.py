@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .model import Generation, Model
+from .generation import Generation
+from .model import Model
 
 # Of the largest logit, by the precision of the target's products. Rows of one pass and of another differ by up to 1.5e-6 in fp32
 # and 2.3e-3 in fp16 where that was measured (docs/backends.md); deeper models add up more of it. bf16 has three bits fewer than fp16. Where products round rows to int8,

@@ -23,8 +23,9 @@ from .command import run as run_command
 from .decoding.cycle import Tree
 from .engines.store import find_engines
 from .errors import GumihoError
+from .generation import Generation
 from .lossless import Difference, differences
-from .model import Generation, Model, load
+from .model import Model, load
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {},

@@ -2,25 +2,34 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from .bundle.files import HEADERS, read_regular, replaced, unpacked
 from .bundle.hashes import file_hash
 from .bundle.manifest import Manifest
+from .bundle.reader import Bundle
 from .bundle.records import Damage
 from .decoding.decoder import Decoder
 from .decoding.settings import Settings
 from .errors import GumihoError
-
-if TYPE_CHECKING:
-    from .model import Generation, Model
+from .generation import Generation
 
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 _PARTS = ("bundle", "ids", "target", "drafter")
+
+
+class _Model(Protocol):
+    """What a session needs of its model."""
+
+    bundle: Bundle
+
+    def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation: ...
+    def exclusive(self) -> AbstractContextManager[Decoder]: ...
 
 
 class Session:
@@ -30,7 +39,7 @@ class Session:
     caches: when something else was generated in between, the next turn reads its whole prompt, and the result is the same.
     """
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: _Model) -> None:
         self._model = model
         self._ids: list[int] = []
         self._turn: Generation | None = None
@@ -42,11 +51,11 @@ class Session:
 
     def generate(
         self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **settings: Any
-    ) -> "Generation":
+    ) -> Generation:
         """The next turn; see ``Model.generate``. prompt: the whole text, which usually begins with ``ids``."""
         return self.start(prompt, Settings(max_new_tokens, speculate, **settings))
 
-    def start(self, prompt: str | Sequence[int], settings: Settings) -> "Generation":
+    def start(self, prompt: str | Sequence[int], settings: Settings) -> Generation:
         """``generate`` by settings that are made already."""
         turn = self._model.start(prompt, settings, resume=True)
         self._ids, self._turn = turn.prompt, turn

@@ -21,7 +21,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from exporter.checkpoints import checkpoint
-from exporter.checkpoints.checkpoint import Checkpoint, llama_config, llama_shape, locate, rotary_tables, target_of
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.hub import locate, target_of
+from exporter.checkpoints.llama import llama_config, llama_shape, rotary_tables
 from runtime.errors import GumihoError
 from tests import peak
 from tests.pairs import RandomPair, drafter_config
@@ -190,7 +192,7 @@ def test_a_safetensors_file_is_preferred_to_a_bin(tmp_path: Path, drafter_state:
 # --- laziness ----------------------------------------------------------------------------------------------------------
 
 _CHILD = """
-from exporter.checkpoint import Checkpoint
+from exporter.checkpoints.checkpoint import Checkpoint
 import torch
 torch.zeros(8) + 1
 before = peak()

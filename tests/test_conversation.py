@@ -100,7 +100,7 @@ def test_a_template_that_refuses(
 def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.model import Generation
+    from runtime.generation import Generation
 
     pieces, first = Generation.pieces, []
 

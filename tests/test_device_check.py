@@ -29,7 +29,8 @@ from runtime.device_check.main import JSON, MARKDOWN, PIECES, main
 from runtime.device_check.prompts import TEXTS, prompts
 from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import GumihoError
-from runtime.model import Generation, load
+from runtime.generation import Generation
+from runtime.model import load
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 
@@ -250,7 +251,7 @@ def test_an_interrupted_run_goes_on(bundle: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_piece_that_ends_the_process(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried twice, then left out and reported; the pieces after it are run."""
     code = (
-        "import os, sys\nfrom dataclasses import replace\nfrom runtime import device_check as d\n"
+        "import os, sys\nfrom dataclasses import replace\nfrom runtime.device_check import main as d\n"
         "die = lambda check: os._exit(9)\nkept = [p for p in d.PIECES if p.name in ('doctor', 'golden', 'times')]\n"
         "d.PIECES = tuple(replace(p, run=die) if p.name == 'golden' else p for p in kept)\nsys.exit(d.main(sys.argv[1:]))"
     )

@@ -32,10 +32,12 @@ import exporter.staging
 import exporter.validate
 import exporter.weights.packer
 import runtime.backends.onnxruntime
+import runtime.bundle.hashes
 import runtime.engines.golden_replay
 import runtime.engines.store
 from exporter.backends import specs as forms
-from exporter.cli import main, open_pair, parser, plan, tree_config
+from exporter.cli import main
+from exporter.options import open_pair, parser, plan, tree_config
 from exporter.staging import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
@@ -403,7 +405,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "recording": (exporter.bundle.golden, "record", 1),
     "saving the golden run": (np, "savez", -1),
     "copying the tokenizer's files": (shutil, "copyfile", 1),
-    "hashing": (runtime.bundle.manifest, "file_hash", 2),
+    "hashing": (runtime.bundle.hashes, "file_hash", 2),
     "syncing": (os, "fsync", 3),
     "compiling": (runtime.engines.store, "compile_engines", 1),
     "compiling, at the end": (runtime.engines.store, "compile_engines", -1),

@@ -13,7 +13,8 @@ import exporter.bundle
 from exporter.checkpoints import vllm
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
-from exporter.cli import main, parser, plan
+from exporter.cli import main
+from exporter.options import parser, plan
 from exporter.weights.packer import Packer
 from exporter.weights.source import is_finite
 from runtime.errors import GumihoError

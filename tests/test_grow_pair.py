@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import runtime
-from exporter.checkpoints.checkpoint import Checkpoint, llama_config
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.pair import Pair
 from graphs.layer import LlamaShape
 from tests.conftest import DEMO, MakeBundle

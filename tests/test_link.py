@@ -18,8 +18,9 @@ from transformers import LlamaForCausalLM
 
 import exporter.bundle
 import exporter.validate
-import runtime.bundle.manifest
-from exporter.cli import main, parser, plan
+import runtime.bundle.hashes
+from exporter.cli import main
+from exporter.options import parser, plan
 from exporter.plan import Plan
 from exporter.weights.packer import Packer
 from exporter.weights.source import Location
@@ -110,7 +111,7 @@ def test_no_weights_are_read_again_for_their_hashes(pair: Path, tmp_path: Path, 
         hashed.append(path)
         return real(path)
 
-    monkeypatch.setattr(runtime.bundle.manifest, "file_hash", told)
+    monkeypatch.setattr(runtime.bundle.hashes, "file_hash", told)
     assert main(options(pair, tmp_path / "out", "--link-weights", "--backend", "migraphx", "--dtype", "fp32")) == 0
     assert {path.name for path in hashed} >= {"target.onnx", "golden.npz"}
     assert not [path for path in hashed if "weights" in path.parts]
@@ -459,7 +460,7 @@ def test_what_does_not_fit_into_memory_is_not_compiled_here(
         return Bundle(linked).manifest
 
     monkeypatch.setattr(exporter.bundle, "write", write)
-    monkeypatch.setattr("runtime.backends.memory.host_free", lambda: 100_000)
+    monkeypatch.setattr("runtime.engines.memory_check.host_free", lambda: 100_000)
     assert main(options(pair, tmp_path / "out", "--link-weights")) == 0
     out = capsys.readouterr().out
     assert "cpu: not compiled here, since compiling for cpu needs about" in out

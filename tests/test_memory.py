@@ -9,8 +9,9 @@ import pytest
 
 from runtime import GumihoError, load
 from runtime.backends import backend, memory
-from runtime.backends.memory import Free, Needs, Space, require
+from runtime.backends.memory import Free, Needs, Space
 from runtime.bundle.reader import Bundle
+from runtime.engines.memory_check import require
 from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.seal import edit

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from exporter.backends.operators import PARSERS, Rule, check, refusals
+from exporter.backends.operators import PARSERS, check, refusals
+from exporter.backends.rules import Rule
 from exporter.trace import trace
 from exporter.weights.source import Location
 from graphs.dialects.basic import Basic

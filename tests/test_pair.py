@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from exporter.checkpoints.checkpoint import Checkpoint, rotary_tables
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.llama import rotary_tables
 from exporter.checkpoints.pair import Pair
 from exporter.weights.source import Source
 from runtime.errors import GumihoError

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from exporter.checkpoints.checkpoint import Checkpoint, llama_shape
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.llama import llama_shape
 from exporter.checkpoints.pair import Pair
 from exporter.plan import _is_matrix
 from exporter.trace import _quiet, caches, trace

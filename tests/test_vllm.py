@@ -24,7 +24,8 @@ from transformers import LlamaConfig
 
 from exporter import cli
 from exporter.checkpoints import vllm
-from exporter.checkpoints.checkpoint import Checkpoint, rotary_tables
+from exporter.checkpoints.checkpoint import Checkpoint
+from exporter.checkpoints.llama import rotary_tables
 from exporter.checkpoints.pair import Pair
 from exporter.staging import staged
 from runtime.errors import GumihoError

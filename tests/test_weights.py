@@ -219,7 +219,8 @@ def test_equal_tensors_are_found_in_little_memory(tmp_path: Path) -> None:
     code = """
 import torch
 from pathlib import Path
-from exporter.weights import Packer, Source
+from exporter.weights.packer import Packer
+from exporter.weights.source import Source
 slices = lambda: (torch.full((1 << 20,), float(i)) for i in range(1, 65))
 packer = Packer(Path(sys.argv[1]), torch.float32, lambda written: None)
 packer.pack("weights/first.bin", {"a": Source((64 << 20,), slices)})
@@ -237,9 +238,11 @@ def test_products_of_codes_take_little_memory(tmp_path: Path, bits: int) -> None
     code = """
 import torch
 from pathlib import Path
-from exporter import golden
-from exporter.weights import Packer, Source, quantized
-from graphs.ops import Scheme, dequantize
+from exporter import golden_recorder as golden
+from exporter.weights.packer import Packer
+from exporter.weights.quantize import quantized
+from exporter.weights.source import Source
+from graphs.dialects.quantization import Scheme, dequantize
 folder, bits = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(2)
 scheme = Scheme(32, torch.uint8) if bits == 4 else Scheme(0, torch.int8, 8)

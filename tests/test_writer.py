@@ -13,7 +13,7 @@ import pytest
 from runtime import GumihoError, Model, load
 from runtime.decoding.settings import Settings
 from runtime.decoding.token_selector import TokenSelector
-from runtime.model import Generation
+from runtime.generation import Generation
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.test_text import BYTE_LEVEL as TOKENIZER

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from exporter.cli import open_pair
+from exporter.options import open_pair
 from exporter.trace import signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic

@@ -14,78 +14,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from graphs.layer import LlamaShape
 from runtime.errors import GumihoError
 
 from ..weights.source import Stored, is_finite
-from .json_config import document, llama_fields, reason, shown
-
-# The released drafters and the targets they were trained for (reference: the official repository's model table).
-TARGETS = {
-    "Gumiho-vicuna-7b": "lmsys/vicuna-7b-v1.3",
-    "Gumiho-vicuna-13b": "lmsys/vicuna-13b-v1.3",
-    "Gumiho-llama2-7b": "meta-llama/Llama-2-7b-chat-hf",
-    "Gumiho-llama2-13b": "meta-llama/Llama-2-13b-chat-hf",
-    "Gumiho-llama2-70b": "meta-llama/Llama-2-70b-chat-hf",
-    "Gumiho-llama3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "Gumiho-llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
-}
-
-_WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
+from .hub import _WEIGHT_FILES, locate
+from .json_config import document, reason, shown
 
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by the names of safetensors
 _DTYPES = {*_STORED, *map(str, _STORED.values())}
 _SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
-
-
-def target_of(drafter: str) -> str:
-    """The target a released drafter belongs to, by the last part of its id or folder name."""
-    try:
-        return TARGETS[drafter.rstrip("/").rsplit("/", 1)[-1]]
-    except KeyError:
-        raise GumihoError(f"'{drafter}' is not one of the released drafters, so name its target with --target") from None
-
-
-def locate(source: str) -> Path:
-    """A local folder as it is; anything else is taken for a hub id and fetched into the hub's own cache."""
-    try:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder
-        exists = folder.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user's home
-        raise GumihoError(
-            f"'{source[:60]}' cannot be the name of a folder ({reason(error)}): check --ckpt and --target"
-        ) from None
-    if exists or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    small = ["*.json", "tokenizer*", "*.jinja"]
-    try:
-        folder = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin"]))
-        return folder
-    except HFValidationError:
-        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name") from None
-    except GatedRepoError:
-        raise GumihoError(f"the hub asks to accept the licence of '{source}' first, then log in with `hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise GumihoError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
-    except LocalEntryNotFoundError:
-        raise GumihoError(
-            f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
-        ) from None
-    except Exception as error:  # the hub's transport errors (httpx) share no base class with its own
-        raise GumihoError(
-            f"fetching '{source}' from the hub failed ({reason(error)}): try again, or name a local folder"
-        ) from None
 
 
 def _target_name(name: str) -> str | None:
@@ -281,49 +220,3 @@ class Checkpoint:
                 f"{self.kind} '{self.source}' holds the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no Llama "
                 f"{self.kind} of its configuration has: it is another architecture, or its config.json does not belong to it"
             )
-
-
-def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The configuration in transformers' own reading, which knows the old and the new spellings of the rotary embedding."""
-    raw = checkpoint.config
-    raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
-    where = f"{checkpoint.kind} '{checkpoint.source}'"
-    if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
-        raise GumihoError(f"{where} has model_type {shown(raw['model_type'])}, and Gumiho drafts for model_type 'llama' only")
-    quantized = raw.get("quantization_config")
-    if checkpoint.kind == "target" and quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        raise GumihoError(
-            f"{where} is quantized already ({method if isinstance(method, str) else 'its config.json has a quantization_config'}), and packed codes cannot be read: "
-            "give the checkpoint it was made from, and --weights int4 or int8"
-        )
-    fields = llama_fields(raw, where)
-    try:
-        known = LlamaConfig(**fields)
-        LlamaRotaryEmbedding(known)
-    except Exception as error:  # transformers' validators raise what comes up
-        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason(error)})") from None
-    return known
-
-
-def llama_shape(config: LlamaConfig) -> LlamaShape:
-    return LlamaShape(
-        vocabulary=config.vocab_size,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
-        attention_bias=bool(config.attention_bias),
-        mlp_bias=bool(config.mlp_bias),
-    )
-
-
-def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [positions, head dim / 2], from transformers' own inverse frequencies."""
-    rotary = LlamaRotaryEmbedding(config)
-    inverse: Tensor = rotary.inv_freq.float()
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse[None, :]
-    return angle.cos() * rotary.attention_scaling, angle.sin() * rotary.attention_scaling

@@ -20,9 +20,10 @@ from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
 
 from ..weights.source import Source
-from .checkpoint import Checkpoint, llama_config, llama_shape, rotary_tables
+from .checkpoint import Checkpoint
 from .draft_vocabulary import DraftVocabulary, token_map
 from .json_config import reason, shown
+from .llama import llama_config, llama_shape, rotary_tables
 
 _SLICE_ELEMENTS = 16 << 20
 _NUMBERS: Mapping[str, Scheme] = {}

@@ -21,8 +21,9 @@ from ..bundle.manifest import Form, Graph
 from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging
 from ..devices.hip import Hip, advice
+from ..engines.memory_check import IGNORE
 from ..errors import GumihoError
-from .memory import IGNORE, Free, Needs, Space, buffers, size
+from .memory import Free, Needs, Space, buffers, size
 from .migraphx_compile import Job, compile_apart
 
 try:

@@ -1,18 +1,14 @@
 """What the ports of a bundle's graphs must be: all of it follows from a few sizes, so a manifest that says otherwise is refused
 before anything is allocated."""
 
-from typing import TYPE_CHECKING
-
+from .manifest import Form, Graph, Manifest
 from .records import Damage
-
-if TYPE_CHECKING:
-    from .manifest import Form, Graph, Manifest
 
 Shape = tuple[int | str, ...]
 Ports = list[tuple[str, str, Shape]]
 
 
-def check(manifest: "Manifest", form: "Form", graphs: "dict[str, Graph]", at: str) -> None:
+def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> None:
     """Raises Damage naming the first port that is not what the sizes make it. at: where the graphs stand."""
     drafters = [_caches(graphs[name], manifest) for name in ("draft", "extend")]
     if drafters[0] != drafters[1]:
@@ -31,7 +27,7 @@ def _compare(found: Ports, expected: Ports, at: str) -> None:
             raise Damage(f"{at} is {one[0]} {one[1]} {list(one[2])}, expected {other[0]} {other[1]} {list(other[2])}")
 
 
-def _caches(graph: "Graph", manifest: "Manifest") -> tuple[int, tuple[int, int, int]]:
+def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache."""
     shapes = [port.shape for port in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or not all(isinstance(n, int) for n in shapes[0]):
@@ -43,7 +39,7 @@ def _caches(graph: "Graph", manifest: "Manifest") -> tuple[int, tuple[int, int, 
 
 
 def _expected(
-    manifest: "Manifest", form: "Form", name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
+    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
 ) -> tuple[Ports, Ports]:
     """Inputs and outputs of a graph, in order."""
     layers, (kv_heads, positions, head_dim) = caches

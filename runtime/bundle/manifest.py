@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 from ..devices import Array, Device
 from ..errors import GumihoError
-from . import contract
 from .hashes import Count, File
-from .records import Bounds, Damage, OneOf, Pattern, checked, parse, sealed, shown, unsealed
+from .records import Bounds, OneOf, Pattern, sealed
 
 FORMAT = 3
 MANIFEST = "gumiho.json"
@@ -143,60 +141,3 @@ class Manifest:
 
     def to_json(self) -> str:
         return sealed(asdict(self))
-
-    @staticmethod
-    def from_json(text: str, where: Path) -> "Manifest":
-        """Raises GumihoError for another format, and for the first thing that is damaged."""
-        try:
-            raw = parse(text)
-            if not isinstance(raw, dict):
-                raise Damage("it holds no JSON object")
-            _require_format(raw.get("format"), where)
-            manifest = checked(Manifest, unsealed(raw))
-            if unknown := sorted(set(manifest.requires) - set(FEATURES)):
-                raise GumihoError(f"{where} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
-            manifest._check()
-            return manifest
-        except Damage as error:
-            raise GumihoError(f"{where} is damaged ({error}): copy the bundle again") from None
-
-    def _check(self) -> None:
-        """What no field can say alone. Raises Damage."""
-        if not self.forms:
-            raise Damage("forms is empty")
-        if self.depth >= self.rows:
-            raise Damage(f"depth is {self.depth}, expected less than the {self.rows} rows")
-        if odd := [token for token in self.eos_token_ids if token >= self.vocabulary]:
-            raise Damage(f"eos_token_ids holds {odd[0]}, expected ids below {self.vocabulary}")
-        for name in self.files:
-            _require_inside(name)
-        for backend, form in self.forms.items():
-            if form.static and form.chunk < self.rows:
-                raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {self.rows} or more")
-            for dialect, graphs in form.variants().items():
-                at = f"forms.{backend} ({dialect})"
-                if missing := set(GRAPHS) - graphs.keys():
-                    raise Damage(f"{at} has no graph '{min(missing)}'")
-                for graph in graphs.values():
-                    if graph.file not in self.files:
-                        raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
-                contract.check(self, form, dict(graphs), at)
-
-
-def _require_format(found: object, where: Path) -> None:
-    if type(found) is not int:
-        raise Damage("it names no format")
-    if found != FORMAT:
-        raise GumihoError(
-            f"{where} has bundle format {shown(str(found)[:20]) if abs(found) < 1 << 64 else 'unknown'} and this version reads {FORMAT}: "
-            "export it again, or install the version that wrote it"
-        )
-
-
-def _require_inside(name: str) -> None:
-    """Raises Damage for a path that leaves the bundle, or is spelled in another way than an export spells it."""
-    path = PurePosixPath(name)
-    parts = path.parts
-    plain = str(path) == name and name.isprintable() and len(name) < 1024 and "\\" not in name
-    if not plain or not parts or path.is_absolute() or ".." in parts or name in (".", MANIFEST) or parts[0] == "engines":
-        raise Damage(f"files names {shown(name)!r}, which is no path inside the bundle")

@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import GumihoError
 from .files import read_regular
 from .hashes import first_damaged
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST
+from .manifest_reader import parse_manifest
 from .records import shown
 
 _MOST = 64 << 20  # bytes of a manifest
@@ -28,7 +29,7 @@ class Bundle:
             raise GumihoError(f"'{shown(str(path))}' is no bundle (it has no {MANIFEST}): make one with gumiho-export")
         try:
             self._text = read_regular(manifest, _MOST)
-            self.manifest = Manifest.from_json(self._text.decode("utf-8"), manifest)
+            self.manifest = parse_manifest(self._text.decode("utf-8"), manifest)
         except (OSError, UnicodeDecodeError) as error:
             raise GumihoError(f"{manifest} cannot be read ({error}): copy the bundle again") from None
         for name, expected in self.manifest.files.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..backends import Backend, close
-from ..backends.memory import require, size
+from ..backends.memory import size
 from ..bundle.files import read_regular
 from ..bundle.hashes import File, first_damaged
 from ..bundle.locks import locked
@@ -20,6 +20,7 @@ from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
 from ..errors import GumihoError
 from . import golden_replay as golden
+from .memory_check import require
 from .pass_times import measure
 
 RECORD = "engine.json"

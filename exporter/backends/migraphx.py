@@ -1,0 +1,148 @@
+"""The operators that MIGraphX's parser takes."""
+
+import onnx_ir as ir
+
+from .rules import (
+    _BOOL,
+    _CONSTANTS,
+    _FLOATS,
+    _INTS,
+    _NUMBERS,
+    _REDUCED,
+    _REDUCTIONS,
+    _UNARY,
+    Rule,
+    Use,
+    _dtypes,
+    _float_mod,
+    _no_axes,
+    _one_of,
+)
+
+
+def _odd_nibbles(use: Use) -> bool:
+    """4-bit rows that do not fill their last byte."""
+    return use.type(0) in _dtypes("nN") and bool(use.shape(0)) and use.shape(0)[-1] % 2 == 1
+
+
+def _scalar_axes(use: Use) -> str:
+    """op/unsqueeze.hpp knows no rank 0: a scalar is a vector of one entry, and stays one however many axes it is given."""
+    several = not use.shape(0) and len(use.outputs[0].shape or ()) > 1
+    return "gives a scalar several axes, of which one is made" if several else ""
+
+
+def _lone_scalar(use: Use) -> str:
+    """A vector of one entry and stride 0 passes for a scalar: Gather drops its dimension, Unsqueeze adds none."""
+    return "makes one entry of a scalar, which stays a scalar" if not use.shape(0) and use.outputs[0].shape == (1,) else ""
+
+
+def _mig_cast(use: Use) -> str:
+    """Fractions become false: on their way to a truth value they are cut off to whole numbers."""
+    fractions = use.type(0) in _dtypes(_FLOATS) and use.outputs[0].dtype == ir.DataType.BOOL
+    return "makes truth values of floats" if fractions else ""
+
+
+def _mig_dequantize(use: Use) -> str:
+    """op/builder/quantize_dequantize_linear.hpp: one scale, one per entry of the axis, or one per block along it."""
+    x, scale, axis = use.shape(0), use.shape(1), use.axis(1)
+    if _odd_nibbles(use):
+        return "has 4-bit rows of odd length"
+    if use.has(2) and use.shape(2) != scale:
+        return "has a zero point of another shape than its scale"
+    if len(scale) > 1 and (
+        len(scale) != len(x) or any(a != b for i, (a, b) in enumerate(zip(x, scale, strict=True)) if i != axis)
+    ):
+        return "has a scale that is not its input's shape cut into blocks along the axis"
+    return "has blocks as long as the axis" if len(scale) > 1 and scale[axis] == 1 else ""
+
+
+def _mig_matmul_bits(use: Use) -> str:
+    """parse_matmulnbits.cpp; what it multiplies must agree in type, and inputs behind the zero points are not read."""
+    block = use.whole("block_size", 0)
+    if use.whole("bits", 4) != 4:
+        return f"has {use.whole('bits', 4)} bits instead of 4"
+    if block < 16 or block & (block - 1):
+        return f"has blocks of {block}, no power of two from 16 on"
+    if use.type(0) != use.type(2):
+        return "has scales of another type than its input"
+    return "has zero points of more than one dimension" if len(use.shape(3)) > 1 else ""
+
+
+def _mig_simplified_norm(use: Use) -> str:
+    """parse_simplified_layer_normalization.cpp averages over the one axis, where ONNX Runtime goes on to the last."""
+    rank = len(use.shape(0))
+    return "" if rank > 1 and use.axis(-1) == rank - 1 else "is not over the last of at least two axes"
+
+
+# MIGraphX 2.16: src/onnx/parse_*.cpp (what is taken), src/op and src/targets/gpu (what comes of it), and
+# docs/dev/onnx_operators.rst, which promises opsets up to 19. Operators are told apart by name alone, unknown attributes and
+# surplus inputs are ignored. It computes constants while parsing, so that only what hangs on an input is not known.
+_MIG_NUMBERS = _NUMBERS + "Bc"
+_MIG_ANY = _MIG_NUMBERS + _BOOL
+_MIG_BITS = "K N bits block_size accuracy_level"
+_MIG_SCATTER = _one_of("reduction", "none", "none", "add", "mul", "min", "max")
+_MIGRAPHX: dict[str, Rule | str] = {
+    # parse_generic_op.cpp
+    **dict.fromkeys(_UNARY, Rule(_FLOATS)),
+    **dict.fromkeys(("Abs", "Neg"), Rule(_NUMBERS)),
+    "Not": Rule(_BOOL),
+    "Identity": Rule(_MIG_ANY),
+    "Concat": Rule(_MIG_ANY, "axis"),
+    "Flatten": Rule(_MIG_ANY, "axis"),
+    "Gather": Rule(f"{_MIG_ANY} {_INTS}", "axis"),
+    "GatherND": Rule(f"{_MIG_ANY} {_INTS}", "batch_dims"),
+    # parse_binary_op.cpp, parse_variadic_op.cpp, parse_compare_op.cpp, parse_lessorequal.cpp, parse_greaterorequal.cpp
+    **dict.fromkeys(("Add", "Sub", "Mul"), Rule(_MIG_NUMBERS, most=(2, 1))),
+    **dict.fromkeys(("And", "Or", "Xor"), Rule(_BOOL, most=(2, 1))),
+    **dict.fromkeys(("Max", "Min", "Sum"), Rule(_MIG_NUMBERS)),
+    **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(_MIG_NUMBERS)),
+    "Equal": Rule(_MIG_ANY),
+    "Where": Rule(f"{_BOOL} {_MIG_ANY}"),
+    "Clip": Rule(_MIG_NUMBERS),
+    # A GPU computes these in fp32 when they are int64, and up to ROCm 7.2.4 leaves out the rounding; Mod of int32 is wrong there
+    # (its issue 2268). parse_pow.cpp has no bfloat16.
+    "Div": Rule(_FLOATS, most=(2, 1)),
+    "Mod": Rule(_FLOATS, "fmod", refuse=_float_mod),
+    "Pow": Rule("fh"),
+    "Cast": Rule(_MIG_ANY, "to saturate", refuse=_mig_cast),
+    "CastLike": Rule(_MIG_ANY, "saturate", refuse=_mig_cast),
+    # Whole numbers from 2^24 on are lost. For operators that take integers, ``exporter.backends.ranges`` follows how large they get.
+    "MatMul": Rule(_FLOATS, most=(2, 1)),
+    "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
+    "Einsum": Rule(_FLOATS, "equation"),
+    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(_FLOATS + "i", "axis keepdims select_last_index")),
+    "CumSum": Rule(f"{_FLOATS}i {_INTS}", "exclusive reverse", constant="1"),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(_FLOATS, "axis")),
+    "ReduceMean": Rule(f"{_FLOATS} l", _REDUCED, constant="1"),
+    **dict.fromkeys(_REDUCTIONS[1:], Rule(f"{_NUMBERS} l", _REDUCED, constant="1")),
+    "TopK": Rule(f"{_MIG_NUMBERS} l", "axis largest sorted", constant="1"),  # sorted always; lower index first, on a GPU too
+    "Split": Rule(f"{_MIG_ANY} l", "axis num_outputs", constant="1"),
+    "Slice": Rule(f"{_MIG_ANY} {_INTS}", constant="1234", refuse=_no_axes),
+    # Adds up index and stride: unlike Gather, a negative index reads another entry.
+    "GatherElements": Rule(f"{_MIG_ANY} {_INTS}", "axis"),
+    "ScatterElements": Rule(f"{_MIG_ANY} {_INTS} {_MIG_ANY}", "axis reduction", refuse=_MIG_SCATTER),
+    "ScatterND": Rule(f"{_MIG_ANY} {_INTS} {_MIG_ANY}", "reduction", refuse=_MIG_SCATTER),
+    "Reshape": Rule(f"{_MIG_ANY} l", "allowzero", constant="1"),  # without empty tensors allowzero says nothing
+    "Transpose": Rule(_MIG_ANY, "perm"),
+    "Squeeze": Rule(f"{_MIG_ANY} l", constant="1"),
+    "Unsqueeze": Rule(f"{_MIG_ANY} l", constant="1", refuse=_scalar_axes),
+    "Expand": Rule(f"{_MIG_ANY} l", constant="1", refuse=_lone_scalar),
+    "Tile": Rule(f"{_MIG_ANY} l", constant="1"),
+    "Pad": Rule(f"{_MIG_ANY} l {_MIG_ANY}", "mode", constant="123", refuse=_one_of("mode", "constant", "constant")),
+    "Range": Rule(_NUMBERS, constant="012"),
+    "Trilu": Rule(f"{_MIG_ANY} l", "upper", constant="1"),  # multiplies by 0 and 1: infinities outside become NaN
+    "EyeLike": Rule(_MIG_ANY, "dtype k"),
+    "Constant": Rule("", _CONSTANTS),
+    "ConstantOfShape": Rule("l", "value", constant="0"),
+    "Shape": Rule(_MIG_ANY, "start end"),
+    "Size": Rule(_MIG_ANY),
+    "DequantizeLinear": Rule(f"BcNn {_FLOATS} BcNn", "axis block_size", refuse=_mig_dequantize),
+    "MatMulNBits": Rule(f"{_FLOATS} B {_FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits),
+    # Rounds the mean of squares to the input's type: fp16 overflows from a root mean square of 256 on.
+    "SimplifiedLayerNormalization": Rule("fg", "axis epsilon stash_type", most=(2, 1), refuse=_mig_simplified_norm),
+    "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
+    # Known by name, and something else.
+    "Attention": "is taken for com.microsoft's operator of that name",
+    "RotaryEmbedding": "is taken for com.microsoft's operator of that name, whose inputs come in another order",
+    "GroupQueryAttention": "loses its positions and its bias, and misplaces rows behind a past",
+}

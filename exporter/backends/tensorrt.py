@@ -1,0 +1,158 @@
+"""The operators that TensorRT's parser takes, by release."""
+
+import onnx_ir as ir
+
+from .migraphx import _odd_nibbles
+from .rules import (
+    _ANY,
+    _BOOL,
+    _CONSTANTS,
+    _FLOATS,
+    _INTS,
+    _NUMBERS,
+    _REDUCED,
+    _REDUCTIONS,
+    _UNARY,
+    Rule,
+    Use,
+    _dtypes,
+    _float_mod,
+    _no_axes,
+    _one_of,
+)
+
+
+def _trt_attention(use: Use) -> str:
+    """AttentionHelpers.cpp; IAttention takes a mask or causality, not both."""
+    if any(len(use.shape(i)) != 4 for i in range(4) if use.has(i)):
+        return "has queries, keys, values or a mask of other than 4 dimensions"
+    if use.has(3) and use.type(3) not in (ir.DataType.BOOL, use.type(0)):
+        return "has a mask of another type than its queries"
+    return "is causal and has a mask" if use.has(3) and use.whole("is_causal", 0) else ""
+
+
+def _trt_rotary(use: Use) -> str:
+    if len(use.shape(0)) != 4:
+        return "has an input of other than 4 dimensions"
+    return "has tables of other than 2 dimensions" if use.has(3) and len(use.shape(1)) != 2 else ""
+
+
+def _trt_scatter(use: Use) -> str:
+    """IKVCacheUpdateLayer: the cache is bound from outside, in and out."""
+    if len(use.shape(0)) != 4 or use.axis(-2) != 2:
+        return "does not write along the second to last of 4 dimensions"
+    if not (use.node.inputs[0].is_graph_input() and use.node.outputs[0].is_graph_output()):
+        return "has a cache that is not an input of the graph and, written, an output of it"
+    return _one_of("mode", "linear", "linear")(use)
+
+
+def _trt_top_k(use: Use) -> str:
+    """ITopKLayer: one of the last four axes, and at most 3840 entries; the document says fewer."""
+    rank, axis = len(use.shape(0)), use.axis(-1)
+    if not use.whole("sorted", 1):
+        return "is not sorted"
+    if rank - axis > 4:
+        return "is over an axis before the last four"
+    k = (use.outputs[0].shape or (0,))[axis]
+    return "" if k < 3840 else f"asks for {k} entries, and fewer than 3840 can be had"
+
+
+def _trt_trilu(use: Use) -> str:
+    """Its importer takes a missing ``upper`` for 0, where ONNX says 1."""
+    return "" if "upper" in use.node.attributes else "does not say whether it is upper"
+
+
+def _trt_dequantize(use: Use) -> str:
+    """QuantDequantLinearHelper: one scale, one per entry of the axis, or one per block along one axis. The sizes of int4 blocks
+    are those of the documentation of quantized types."""
+    x, scale = use.shape(0), use.shape(1)
+    if len(scale) > 1 and (len(scale) != len(x) or sum(a != b for a, b in zip(x, scale, strict=True)) != 1):
+        return "has a scale that is not its input's shape cut into blocks along one axis"
+    if _odd_nibbles(use):
+        return "has 4-bit rows of odd length"
+    block = use.whole("block_size", 0)
+    if use.type(0) in _dtypes("e") and (block or (len(scale) == 1 and use.axis(1) != 0)):
+        return "has fp8 scales that are not one a row"
+    return (
+        f"has 4-bit blocks of {block}, documented are 64 and 128"
+        if use.type(0) in _dtypes("n") and block not in (64, 128)
+        else ""
+    )
+
+
+# TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, narrowed by what its onnxOpImporters.cpp and
+# importerUtils.cpp and the operator pages of the TensorRT documentation take less of. Networks are strongly typed; the parser computes no constants of its
+# own, so an input that it wants as weights must be an initializer or a Constant. uint8 exists at the network's ends only.
+_TENSORRT: dict[str, Rule | str] = {
+    **dict.fromkeys(_UNARY, Rule(_FLOATS)),
+    **dict.fromkeys(("Abs", "Neg"), Rule(_NUMBERS)),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum"), Rule(_NUMBERS)),
+    **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(_NUMBERS)),
+    **dict.fromkeys(("And", "Or", "Xor", "Not"), Rule(_BOOL)),
+    "Where": Rule(f"{_BOOL} {_ANY}"),
+    "Clip": Rule(_FLOATS),
+    "Mod": Rule(_NUMBERS, "fmod", refuse=_float_mod),
+    "Cast": Rule(_ANY + "B", "to saturate"),
+    "CastLike": Rule(_ANY + "B", "saturate"),
+    "MatMul": Rule(_FLOATS),
+    "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
+    "Einsum": Rule(_FLOATS, "equation"),
+    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(_NUMBERS, "axis keepdims select_last_index")),
+    "CumSum": Rule(f"{_FLOATS} {_INTS}", "exclusive reverse", constant="1"),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(_FLOATS, "axis")),
+    **dict.fromkeys(_REDUCTIONS, Rule(f"{_NUMBERS} l", _REDUCED, stored="1")),
+    "TopK": Rule(f"{_NUMBERS} l", "axis largest sorted", constant="1", refuse=_trt_top_k),
+    "Identity": Rule(_ANY),
+    "Concat": Rule(_ANY, "axis"),
+    "Split": Rule(f"{_ANY} l", "axis num_outputs", constant="1"),
+    "Slice": Rule(f"{_ANY} {_INTS}", constant="1234", refuse=_no_axes),
+    "Gather": Rule(f"{_ANY} {_INTS}", "axis"),
+    "GatherElements": Rule(f"{_ANY} {_INTS}", "axis"),
+    "GatherND": Rule(f"{_ANY} {_INTS}", "batch_dims"),
+    # With a reduction it is a plugin of another library.
+    "ScatterElements": Rule(f"{_NUMBERS} {_INTS} {_NUMBERS}", "axis reduction", refuse=_one_of("reduction", "none", "none")),
+    "ScatterND": Rule(f"{_NUMBERS} {_INTS} {_NUMBERS}", "reduction", refuse=_one_of("reduction", "none", "none")),
+    "Reshape": Rule(f"{_ANY} l", "allowzero", constant="1"),
+    "Flatten": Rule(_ANY, "axis"),
+    "Transpose": Rule(_ANY, "perm"),
+    "Squeeze": Rule(f"{_ANY} l", constant="1"),
+    "Unsqueeze": Rule(f"{_ANY} l", constant="1"),
+    "Expand": Rule(f"{_ANY} l", constant="1"),
+    "Tile": Rule(f"{_ANY} l", constant="1"),
+    "Pad": Rule(
+        f"{_NUMBERS} l {_NUMBERS} {_INTS}",
+        "mode",
+        constant="13",
+        refuse=_one_of("mode", "constant", "constant", "edge", "reflect", "wrap"),
+    ),
+    "Range": Rule("fil", constant="012"),
+    "Trilu": Rule(f"{_ANY} l", "upper", refuse=_trt_trilu),
+    "EyeLike": Rule(_ANY, "dtype k"),
+    "Constant": Rule("", _CONSTANTS),
+    "ConstantOfShape": Rule("l", "value", constant="0"),
+    "Shape": Rule(_ANY, "start end"),
+    "Size": Rule(_ANY),
+    "DequantizeLinear": Rule(f"cne {_FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
+    "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
+    "RMSNormalization": Rule(_FLOATS, "axis epsilon stash_type"),
+    "RotaryEmbedding": Rule(
+        f"{_FLOATS} {_FLOATS} {_FLOATS} l", "interleaved num_heads rotary_embedding_dim", refuse=_trt_rotary
+    ),
+    "TensorScatter": Rule(f"{_FLOATS} {_FLOATS} l", "axis mode", refuse=_trt_scatter),
+    "Attention": Rule(
+        f"{_FLOATS} {_FLOATS} {_FLOATS} {_FLOATS}b",
+        "is_causal scale q_num_heads kv_num_heads TRT_decomposable",
+        most=(4, 1),
+        refuse=_trt_attention,
+    ),
+    "Swish": "is known from TensorRT 11.0 on",
+}
+# TensorRT 10.3, JetPack 6's: docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest before
+# it whose sources were at hand; what 10.1 takes, 10.3 takes.
+_TENSORRT_10_3: dict[str, Rule | str] = {
+    **_TENSORRT,
+    **dict.fromkeys(("Attention", "TensorScatter", "RotaryEmbedding", "RMSNormalization"), "came after TensorRT 10.3"),
+    "Pow": Rule(_FLOATS),
+    "CumSum": Rule(f"{_FLOATS} {_INTS}", "exclusive reverse", stored="1"),
+    "Squeeze": Rule(f"{_ANY} l", stored="1"),
+}

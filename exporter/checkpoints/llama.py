@@ -1,0 +1,58 @@
+"""Llama's configuration, shape and rotary tables, in transformers' own reading."""
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from graphs.layer import LlamaShape
+from runtime.errors import GumihoError
+
+from .checkpoint import Checkpoint
+from .json_config import llama_fields, reason, shown
+
+
+def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The configuration in transformers' own reading, which knows the old and the new spellings of the rotary embedding."""
+    raw = checkpoint.config
+    raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
+    where = f"{checkpoint.kind} '{checkpoint.source}'"
+    if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
+        raise GumihoError(f"{where} has model_type {shown(raw['model_type'])}, and Gumiho drafts for model_type 'llama' only")
+    quantized = raw.get("quantization_config")
+    if checkpoint.kind == "target" and quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise GumihoError(
+            f"{where} is quantized already ({method if isinstance(method, str) else 'its config.json has a quantization_config'}), and packed codes cannot be read: "
+            "give the checkpoint it was made from, and --weights int4 or int8"
+        )
+    fields = llama_fields(raw, where)
+    try:
+        known = LlamaConfig(**fields)
+        LlamaRotaryEmbedding(known)
+    except Exception as error:  # transformers' validators raise what comes up
+        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason(error)})") from None
+    return known
+
+
+def llama_shape(config: LlamaConfig) -> LlamaShape:
+    return LlamaShape(
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        attention_bias=bool(config.attention_bias),
+        mlp_bias=bool(config.mlp_bias),
+    )
+
+
+def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [positions, head dim / 2], from transformers' own inverse frequencies."""
+    rotary = LlamaRotaryEmbedding(config)
+    inverse: Tensor = rotary.inv_freq.float()
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse[None, :]
+    return angle.cos() * rotary.attention_scaling, angle.sin() * rotary.attention_scaling

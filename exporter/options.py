@@ -1,0 +1,225 @@
+"""The command line of ``gumiho-export``, and what its options mean together."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.backends import DEVICES, NAMES
+from runtime.errors import GumihoError
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphs.tree import TreeConfig
+
+    from .checkpoints.pair import Pair
+    from .plan import Plan
+
+_DEFAULT_CAPACITY = 2048
+_DRAFTER = ("int8", "int4", "fp8")  # what weights may be quantized to, on one backend or another
+_TARGET = (*_DRAFTER, "w8a8")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gumiho-export", description=__doc__)
+    parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
+    parser.add_argument("--target", help="its target: a folder or a hub id (known for the released drafters)")
+    parser.add_argument("--out", type=Path, help="folder to write (the drafter's name and the backend)")
+    parser.add_argument(
+        "--backend", nargs="+", choices=(*NAMES, "vllm"), default=["cpu"], metavar="NAME",
+        help=f"what to export for, several if wanted ({', '.join(NAMES)}; or vllm, the drafter alone as vLLM reads it; cpu)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "fp16", "bf16"),
+        help="of weights; of caches too, but for bf16, beside which they are fp16 (fp32 on the CPU, fp16 elsewhere)",
+    )
+    parser.add_argument(
+        "--weights", choices=_TARGET,
+        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone; w8a8, for the CPU alone: "
+        "int8 with a scale a row, and products of whole numbers, whose rows cost little (--dtype)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-weights", choices=(*_DRAFTER, "none"),
+        help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-weights", action="store_true",
+        help="hard-link the checkpoints' .safetensors files and read weights from there, where dtype and layout allow (copy them)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
+    )
+    parser.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="let the drafter draft the N most frequent tokens alone, which makes its lm_head smaller "
+        "(the checkpoint's token_map; else all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-text", nargs="+", type=Path, default=[], metavar="FILE",
+        help="what --draft-vocab counts: texts, or .jsonl with 'prompt', 'text' or 'turns' (none: the oldest tokens)",
+    )  # fmt: skip
+    tree = parser.add_argument_group("draft tree")
+    tree.add_argument(
+        "--policy", choices=("dynamic", "chain"), default="dynamic", help="a tree, or one chain as vLLM drafts it"
+    )
+    tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
+    tree.add_argument(
+        "--rows", type=int, metavar="R",
+        help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere, 16 there with --weights int4)",
+    )  # fmt: skip
+    tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
+    tree.add_argument(
+        "--heads", type=int, metavar="N", help="levels drafted by the heads (by R; all of the checkpoint's at 64)"
+    )
+    tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
+    tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35, for cuda 32)")
+    tree.add_argument(
+        "--beam", type=int, metavar="N", help="serial nodes carried on; the draft's cost grows with it (by R; 14 at 64)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument(
+        "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
+    )
+    return parser
+
+
+def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
+    """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
+    from graphs.tree import TreeConfig, default_beam, default_depth
+
+    from .backends.specs import CUDA_TOP_K
+
+    rows = _rows(args) if args.rows is None else args.rows
+    serial = 2 if args.serial_steps is None else args.serial_steps
+    reference, chain = args.compat == "reference", args.policy == "chain"
+    if args.heads is not None:
+        heads = args.heads
+    elif serial < 2:
+        heads = 0
+    else:
+        heads = pair.heads if reference or chain else min(pair.heads, max(0, default_depth(rows) - serial))
+    for option, value, least in (
+        ("--rows", rows, 2), ("--serial-steps", serial, 1), ("--heads", heads, 0),
+        ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise GumihoError(f"{option} is {value}: give {least} or more")
+    if heads > pair.heads:
+        raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
+    if heads and serial < 2:
+        raise GumihoError(
+            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
+        )
+    if chain and (args.top_k or args.head_top_k or args.beam):
+        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
+    top_k = 1 if chain else args.top_k or 14
+    beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows))
+    usual = CUDA_TOP_K if "cuda" in args.backend and not reference else 35
+    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or usual, beam, reference).fitted(
+        pair.drafted
+    )
+
+
+def _rows(args: argparse.Namespace) -> int:
+    """R unless ``--rows`` says otherwise: what costs little on every backend."""
+    from .backends.specs import BACKENDS, INT4_ROWS
+
+    needs = [BACKENDS[name] for name in args.backend]
+    unpacked = args.weights == "int4" and any(own.static for own in needs)
+    return min([own.rows for own in needs] + [INT4_ROWS] * unpacked)
+
+
+def open_pair(args: argparse.Namespace) -> "Pair":
+    from .checkpoints.checkpoint import Checkpoint
+    from .checkpoints.hub import target_of
+    from .checkpoints.pair import Pair
+
+    return Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+
+
+def trim(args: argparse.Namespace, pair: "Pair") -> None:
+    """Gives a pair the draft vocabulary that the options ask for. Raises GumihoError for what cannot be."""
+    from .checkpoints.draft_vocabulary import frequent
+    from .plan import eos_token_ids
+
+    size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
+    if size is None:
+        if args.draft_text:
+            raise GumihoError("--draft-text is what --draft-vocab counts: say with it how many tokens to draft")
+        return
+    if not len(ends) < size <= vocabulary:
+        raise GumihoError(
+            f"--draft-vocab is {size}: give {len(ends) + 1} to {vocabulary}, the target's vocabulary, "
+            f"of which those that end a text ({len(ends)}) are always drafted"
+        )
+    if args.draft_text and pair.tokenizer is None:
+        raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")
+    whole = size == vocabulary
+    pair.draft_vocabulary = None if whole else frequent(size, vocabulary, pair.tokenizer, args.draft_text, ends)
+
+
+def plan(args: argparse.Namespace) -> "Plan":
+    from .plan import Plan
+
+    pair = open_pair(args)
+    _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
+    trim(args, pair)
+    limit = pair.target_config.max_position_embeddings
+    capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
+    if not 4 <= capacity <= limit:
+        raise GumihoError(
+            f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
+        )
+    backends = tuple(dict.fromkeys(args.backend))
+    made = Plan(pair, tree_config(args, pair), capacity, dtype(args), backends, quantized(args), linking(args))
+    made.require_links()
+    return made
+
+
+def dtype(args: argparse.Namespace) -> "torch.dtype":
+    """What weights are kept in. Raises GumihoError where the backends have none in common."""
+    import torch
+
+    from .backends.specs import BACKENDS
+
+    known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
+    wanted = known[args.dtype] if args.dtype else common[0]
+    refusing = [name for name in args.backend if wanted not in BACKENDS[name].dtypes]
+    if refusing:
+        taken = " and ".join(name for name, dtype in known.items() if dtype in BACKENDS[refusing[0]].dtypes)
+        raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in {taken}: leave one of the two out")
+    return wanted
+
+
+def quantized(args: argparse.Namespace) -> dict[str, str]:
+    """What the weights of ``target`` and ``draft`` are quantized to. Raises GumihoError where a backend does not take it."""
+    from .backends.specs import BACKENDS
+
+    defaults = {BACKENDS[name].drafter for name in args.backend}
+    draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
+    asked = {"target": ("--weights", args.weights or "none", _TARGET), "draft": ("--draft-weights", draft, _DRAFTER)}
+    for option, wanted, choices in asked.values():
+        refusing = [name for name in args.backend if wanted != "none" and wanted not in BACKENDS[name].quantized]
+        if refusing:
+            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
+            raise GumihoError(
+                f"{option} {wanted} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
+            )
+    return {model: wanted for model, (_, wanted, _) in asked.items() if wanted != "none"}
+
+
+def linking(args: argparse.Namespace) -> bool:
+    """Whether weights are linked. Raises GumihoError where a backend cannot read them from a checkpoint's files."""
+    from .backends.specs import BACKENDS
+
+    aligned = [name for name in args.backend if BACKENDS[name].aligned]
+    if args.link_weights and aligned:
+        raise GumihoError(
+            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, where checkpoints' files do "
+            "not keep them: leave one of the two out"
+        )
+    return bool(args.link_weights)

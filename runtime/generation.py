@@ -1,0 +1,103 @@
+"""One running generation: pieces of text, or cycles."""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any, Protocol
+
+from .bundle.reader import Bundle
+from .decoding.cycle import Cycle
+from .decoding.settings import Settings
+from .decoding.stats import Stats
+from .decoding.token_selector import TokenSelector
+from .errors import GumihoError
+from .text.stream import TextStream
+
+_BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
+
+
+class _Model(Protocol):
+    """What a generation needs of the model that runs it."""
+
+    bundle: Bundle
+
+    def _start(self, generation: "Generation", selector: TokenSelector, resume: bool) -> Iterator[Cycle]: ...
+    def _advance(self, generation: "Generation", cycles: Iterator[Cycle]) -> Cycle | None: ...
+
+
+class Generation:
+    """One running generation: an iterator over pieces of text, or over cycles through ``cycles()``.
+
+    stats: counts and times so far. ids: token ids emitted so far.
+    """
+
+    def __init__(self, model: _Model, selector: TokenSelector, resume: bool) -> None:
+        self.stats = Stats()
+        self.ids: list[int] = []
+        self.broken = False  # an error came out of it, and it cannot go on
+        self._pieces_lock = threading.RLock()
+        self._model, self._selector = model, selector
+        self._cycles = model._start(self, selector, resume)
+
+    @property
+    def settings(self) -> Settings:
+        return self._selector.settings
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return self._selector.prompt
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``stop`` (an end of text, a stop string or token, the grammar's end, the callback), ``length`` (max_new_tokens),
+        ``context`` (the cache is full), ``time``, ``cancelled``; None while it runs."""
+        return self.stats.finish_reason
+
+    def cancel(self) -> None:
+        """Ends the generation behind the cycle that runs; from any thread."""
+        self._selector.cancel()
+
+    def cycles(self) -> Iterator[Cycle]:
+        """The steps of the generation, each with the token ids it emitted. Threads may share it; each step goes to one of them."""
+        return iter(lambda: self._model._advance(self, self._cycles), None)
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text; never part of a character or of a stop string, and special tokens left out. Threads may share it."""
+        return self.pieces()
+
+    def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
+        """``iter``, with every cycle shown to ``watch`` as well."""
+        return _Pieces(self._pieces(watch), self._pieces_lock)
+
+    def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
+        known = self._selector.stream
+        stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
+        if not known and self.ids:  # cycles were taken before
+            for token in self.ids:
+                stream.push(token)
+            stream.take()
+        for cycle in self.cycles():
+            if watch:
+                watch(cycle)
+            for token in () if known else cycle.tokens:
+                stream.push(token)
+            if piece := stream.take():
+                yield piece
+        if piece := stream.rest():
+            yield piece
+
+
+class _Pieces(Iterator[str]):
+    """A generator that several threads may draw from."""
+
+    def __init__(self, source: Generator[str, None, None], lock: AbstractContextManager[Any]) -> None:
+        """lock: held while a piece is made; reentrant."""
+        self._source, self._lock = source, lock
+
+    def __next__(self) -> str:
+        with self._lock:
+            if getgeneratorstate(self._source) == GEN_RUNNING:  # by this thread, which has the lock
+                raise GumihoError(_BUSY)
+            return next(self._source)
