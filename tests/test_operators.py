@@ -301,7 +301,7 @@ def test_the_error_names_graph_node_and_operator_and_counts_all() -> None:
         check(model, "tensorrt")
     assert str(error.value) == (
         "graph 'g' is not one that TensorRT 10.15 takes: node 'a' (Swish) is known from TensorRT 11.0 on (3 refused in all: "
-        "Swish 2, BiasGelu 1); spell these operations in graphs/ops.py as exporter/operators.py accepts them"
+        "Swish 2, BiasGelu 1); spell these operations in graphs/dialects as exporter/backends accepts them"
     )
 
 

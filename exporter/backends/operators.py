@@ -193,5 +193,5 @@ def check(model: ir.Model, backend: str) -> None:
     counts = ", ".join(f"{part} {n}" for part, n in Counter(part for part, _ in found).most_common())
     raise GumihoError(
         f"graph '{model.graph.name}' is not one that {PARSERS[backend].label} takes: {found[0][1]} ({len(found)} refused in all: "
-        f"{counts}); spell these operations in graphs/ops.py as exporter/operators.py accepts them"
+        f"{counts}); spell these operations in graphs/dialects as exporter/backends accepts them"
     )
