@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime import command
 from runtime.backends import DEVICES, NAMES
 from runtime.errors import GumihoError
 
@@ -21,7 +22,11 @@ _TARGET = (*_DRAFTER, "w8a8")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gumiho-export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="gumiho export" if command.prefix == "gumiho " else "gumiho-export",
+        description="A Gumiho checkpoint and its target -> a bundle.",
+    )
+    parser.add_argument("--version", action="version", version=f"gumiho-export {command.package_version()}")
     parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
     parser.add_argument("--target", help="its target: a folder or a hub id (known for the released drafters)")
     parser.add_argument("--out", type=Path, help="folder to write (the drafter's name and the backend)")

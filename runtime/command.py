@@ -1,16 +1,36 @@
-"""What the commands have in common: how they end."""
+"""What the commands have in common: how they begin and how they end."""
 
+import argparse
 import errno
 import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 from .errors import GumihoError
 
 INTERRUPTED = 130
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+prefix = "python -m runtime."  # of the commands' names in help and messages; ``gumiho`` sets its own
+
+
+def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for one of the package's commands, with what all of them take."""
+    parser = argparse.ArgumentParser(prog=f"{prefix}{command}", description=description)
+    parser.add_argument("--version", action="version", version=f"gumiho-export {package_version()}")
+    return parser
+
+
+def package_version() -> str:
+    """The installed package's version, "unknown" if the code runs from a folder that is not installed."""
+    try:
+        return version("gumiho-export")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _leave(*_: object) -> None:

@@ -1,17 +1,16 @@
 """``python -m runtime.compile BUNDLE``: compiles a bundle's engines on the machine that is to run them."""
 
-import argparse
 import signal
 import sys
 
 from .backends import DEVICES, NAMES, backend, require
 from .bundle.reader import Bundle
-from .command import run
+from .command import argument_parser, run
 from .engines.store import compile_engines
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.compile", description=__doc__)
+    parser = argument_parser("compile", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     parser.add_argument("--backend", default="", help=f"what to compile for: {', '.join(NAMES)} (the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)

@@ -3,7 +3,6 @@
 Every byte of the bundle and of its engines is compared with its hash; ``--quick`` reads samples of large files.
 """
 
-import argparse
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .backends import DEVICES, NAMES, Backend, backend
 from .backends.memory import size
 from .bundle.reader import Bundle
-from .command import run
+from .command import argument_parser, run
 from .decoding.prices import Costs
 from .engines.store import find_engines
 from .errors import GumihoError
@@ -77,7 +76,7 @@ def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.doctor", description=__doc__)
+    parser = argument_parser("doctor", __doc__)
     parser.add_argument("bundle", nargs="?", help="folder made by gumiho-export")
     parser.add_argument("--backend", choices=NAMES, help="look at this one alone")
     parser.add_argument("--device", default="", help=f"with --backend: {DEVICES}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from .backends import DEVICES, NAMES
 from .bundle.files import read_regular
+from .command import argument_parser
 from .command import run as run_command
 from .comparison import NEAR_TIE, Comparison, replay, total
 from .decoding.decoder import check
@@ -26,10 +27,10 @@ _MOST = 256 << 20  # bytes of a file with prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m runtime.generate", description=__doc__)
+    parser = argument_parser("generate", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; standard input if no prompt is given")
+    source.add_argument("-p", "--prompt", help="text to continue; standard input if no prompt is given")
     source.add_argument("--prompt-file", type=Path, help="file with the text to continue")
     source.add_argument("--prompts", type=Path, metavar="JSONL", help="several: a line each, with a 'prompt' or a list of 'turns', of which the first counts")  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="prompts are messages, written as the target's chat template wants; without one, a conversation over standard input")  # fmt: skip
@@ -39,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, metavar="N", help="verify so many rows of every tree (as many as pay, by what passes cost and what is accepted)")  # fmt: skip
 
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (256)")
+    limits.add_argument(
+        "--max-new-tokens", "--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (256)"
+    )
     limits.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="tokens before which no text ends")
     limits.add_argument("--max-seconds", type=float, default=float("inf"), metavar="S", help="of wall clock")
     limits.add_argument(

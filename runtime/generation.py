@@ -40,6 +40,19 @@ class Generation:
         self._model, self._selector = model, selector
         self._cycles = model._start(self, selector, resume)
 
+    def __repr__(self) -> str:
+        return f"<Generation, {len(self.ids)} tokens, {self.finish_reason or 'running'}>"
+
+    @property
+    def text(self) -> str:
+        """The text so far, stop strings and special tokens left out, however it was taken: pieces or cycles."""
+        if self._selector.stream:  # it knows where a stop string has cut the text off
+            return self._selector.stream.text
+        stream = TextStream(self._model.bundle.tokenizer, self.prompt)
+        for token in self.ids:
+            stream.push(token)
+        return stream.take() + (stream.rest() if self.finish_reason else "")
+
     @property
     def settings(self) -> Settings:
         return self._selector.settings

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, Engine, backend, close, require
 from .bundle.manifest import Form
@@ -17,7 +17,7 @@ from .decoding.cycle import Cycle
 from .decoding.decoder import Decoder, check
 from .decoding.grammar import Guides
 from .decoding.prices import Costs
-from .decoding.settings import Settings
+from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
 from .devices import Device
 from .engines.memory_check import require as require_memory
@@ -26,6 +26,9 @@ from .errors import GumihoError
 from .generation import _BUSY, Generation
 from .session import Session
 from .text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MOST_THREADS = 4  # for each processor; more of them wait for one another, and some thousands never end
 
@@ -58,6 +61,24 @@ class Model:
         self._current: Callable[[], Generation | None] = lambda: None
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{state}>"
+
+    @property
+    def capacity(self) -> int:
+        """Positions that prompt and text may take together."""
+        return self.bundle.manifest.capacity
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.bundle.manifest.vocabulary
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The token ids that end a text."""
+        return self.bundle.manifest.eos_token_ids
+
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """How the target wants a conversation written down; None for a target that has no template."""
@@ -86,6 +107,12 @@ class Model:
             )
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out. Raises GumihoError for ids outside the vocabulary."""
+        if outside := next((token for token in ids if not 0 <= token < self.vocabulary_size), None):
+            raise GumihoError(f"there is no token {outside}: ids go from 0 to {self.vocabulary_size - 1}")
+        return str(self.bundle.tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.
 
@@ -96,14 +123,14 @@ class Model:
         return self.encode(self.chat_template.render(messages), special=False)
 
     def generate(
-        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **settings: Any
+        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
     ) -> Generation:
         """Continues a prompt: text, or token ids. The output is the same with and without speculation.
 
-        settings: see ``Settings``. Raises GumihoError for a prompt that is empty or longer than the bundle's capacity, and for
+        options: see ``Settings``. Raises GumihoError for a prompt that is empty or longer than the bundle's capacity, and for
         settings that mean nothing.
         """
-        return self.start(prompt, Settings(max_new_tokens, speculate, **settings))
+        return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
         """``generate`` by settings that are made already. resume: go on from what the caches share with the prompt."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from .backends import DEVICES, NAMES
 from .backends import backend as made
+from .command import argument_parser
 from .command import run as run_command
 from .decoding.cycle import Tree
 from .engines.store import find_engines
@@ -171,7 +172,7 @@ def chi_squared(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.selftest", description=__doc__)
+    parser = argument_parser("selftest", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     parser.add_argument("--prompts", type=int, default=6, metavar="N", help="random prompts per setting (6)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to compare of each (64)")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,12 @@ from .bundle.manifest import Manifest
 from .bundle.reader import Bundle
 from .bundle.records import Damage
 from .decoding.decoder import Decoder
-from .decoding.settings import Settings
+from .decoding.settings import Options, Settings
 from .errors import GumihoError
 from .generation import Generation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 _PARTS = ("bundle", "ids", "target", "drafter")
@@ -44,16 +47,19 @@ class Session:
         self._ids: list[int] = []
         self._turn: Generation | None = None
 
+    def __repr__(self) -> str:
+        return f"<Session, {len(self.ids)} tokens>"
+
     @property
     def ids(self) -> list[int]:
         """The token ids of the text so far, last prompt and what it was continued by."""
         return [*self._ids, *(self._turn.ids if self._turn else ())]
 
     def generate(
-        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **settings: Any
+        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
     ) -> Generation:
         """The next turn; see ``Model.generate``. prompt: the whole text, which usually begins with ``ids``."""
-        return self.start(prompt, Settings(max_new_tokens, speculate, **settings))
+        return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
     def start(self, prompt: str | Sequence[int], settings: Settings) -> Generation:
         """``generate`` by settings that are made already."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from math import inf, isfinite
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -19,8 +20,9 @@ _STEPS = ("min_new_tokens", "logit_bias", "repetition_penalty", "presence_penalt
 Callback: TypeAlias = Callable[[int, str], object]
 
 
-def _strings(given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+def _strings(given: str | Sequence[str]) -> tuple[str, ...]:
+    given = (given,) if isinstance(given, str) else given
+    if not all(isinstance(one, str) and one for one in given):
         raise TypeError
     return tuple(given)
 
@@ -35,7 +37,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     *((name, lambda given: None if given is None else index(given), "a whole number") for name in ("seed", "rows")),
     *((name, float, "a number") for name in ("max_seconds", "repetition_penalty", "presence_penalty", "frequency_penalty",
                                              "temperature", "top_p", "min_p")),
-    ("stop", _strings, "a list of strings, none of them empty"),
+    ("stop", _strings, "a string or several, none of them empty"),
     *((name, _ids, "a list of token ids") for name in ("stop_token_ids", "banned")),
     ("logit_bias", lambda given: {index(i): float(bias) for i, bias in given.items()}, "numbers by token id"),
     ("forced", lambda given: {index(at): index(i) for at, i in given.items()}, "token ids by index"),
@@ -43,12 +45,41 @@ _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
 )  # fmt: skip
 
 
+class Options(TypedDict, total=False):
+    """The fields of ``Settings`` that are given by keyword, for type checkers."""
+
+    min_new_tokens: int
+    max_seconds: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    callback: Callback | None
+    logit_bias: Mapping[int, float]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram: int
+    banned: Sequence[int]
+    processors: Sequence[Processor]
+    grammar: Grammar | None
+    forced: Mapping[int, int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    lookup: bool
+    rows: int | None
+    tree: str
+    accept: str
+    trace: bool
+
+
 @dataclass(frozen=True)
 class Settings:
     """How a text is continued; the defaults are greedy decoding. Raises GumihoError for values that mean nothing.
 
     Limits. max_new_tokens: exact. min_new_tokens: so many come before the text may end. max_seconds: of wall clock, looked at
-    between cycles. stop: strings that end the text and are not part of it; one that is a special token counts as its id.
+    between cycles. stop: a string that ends the text and is not part of it, or several; one that is a special token counts as its id.
     stop_token_ids: that end the text as its own end-of-text ids do. callback: is given every token as it is chosen.
 
     Choice, in the order of the steps (``sampling``): logit_bias: by token id. repetition_penalty: divides positive and
@@ -68,7 +99,7 @@ class Settings:
     speculate: bool = True
     min_new_tokens: int = 0
     max_seconds: float = inf
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     callback: Callback | None = None
 
@@ -92,6 +123,16 @@ class Settings:
     tree: str = "exact"
     accept: str = "exact"
     trace: bool = False
+
+    @staticmethod
+    def of(max_new_tokens: int, speculate: bool, options: Options) -> "Settings":
+        """Settings from keyword arguments. Raises GumihoError for a name that is no setting, with the closest one."""
+        names = [field.name for field in fields(Settings)]
+        if unknown := next((name for name in options if name not in names), None):
+            closest = get_close_matches(unknown, names, n=1)
+            hint = f"did you mean '{closest[0]}'?" if closest else f"choose from {', '.join(names)}"
+            raise GumihoError(f"there is no setting '{unknown}': {hint}")
+        return Settings(max_new_tokens, speculate, **options)
 
     def __post_init__(self) -> None:
         for name, convert, kind in _KINDS:

@@ -4,7 +4,6 @@ Writes device_check.json and device_check.md after every piece, whole or not at 
 and runs what failed, or what depends on something that has changed, again.
 """
 
-import argparse
 import hashlib
 import json
 import platform
@@ -24,6 +23,7 @@ from ..backends import DEVICES, NAMES
 from ..bundle.files import read_regular, replaced
 from ..bundle.locks import locked
 from ..bundle.records import Damage, parse, sealed, unsealed
+from ..command import argument_parser
 from ..command import run as run_command
 from ..engines.store import RECORD, find_engines
 from ..errors import GumihoError
@@ -239,7 +239,7 @@ def _terminable() -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.device_check", description=__doc__)
+    parser = argument_parser("device_check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     parser.add_argument("--backend", default="", help=f"what to check: {', '.join(NAMES)} (the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)

@@ -22,6 +22,11 @@ class TextStream:
         self._shown = 0
         self._ended = False
 
+    @property
+    def text(self) -> str:
+        """The text so far, taken or not; without what a stop string has cut off."""
+        return self._text
+
     def push(self, token: int) -> str:
         """Adds a token and returns the text that it completes, "" where that is not a whole character yet."""
         self._ids.append(token)

@@ -1,0 +1,58 @@
+"""``gumiho COMMAND``: every command of the package under one name.
+
+``python -m runtime.generate`` and the others stay; this one cannot be shadowed by a folder named ``runtime``.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+from . import command
+from .errors import GumihoError
+
+# Name -> module, what is put in front of the arguments, and a line of help.
+COMMANDS = {
+    "generate": ("runtime.generate", (), "continue prompts"),
+    "chat": ("runtime.generate", ("--chat",), "talk to the target in its chat format"),
+    "compile": ("runtime.compile", (), "compile a bundle's engines on this machine"),
+    "doctor": ("runtime.doctor", (), "say what runs here, and whether a bundle is whole"),
+    "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
+    "device-check": ("runtime.device_check.main", (), "check and measure everything on a device, as a report"),
+    "export": ("exporter.cli", (), "make a bundle from a drafter and its target"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that the first argument names. Returns its exit status: 2 if there is no such command."""
+    given = sys.argv[1:] if argv is None else argv
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"gumiho-export {command.package_version()}")
+        return 0
+    name, *arguments = given
+    if name not in COMMANDS:
+        print(f"error: there is no command '{GumihoError(name)}': choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, first, _ = COMMANDS[name]
+    command.prefix = "gumiho "
+    if name == "export" and find_spec("torch") is None:
+        print(
+            "error: exporting needs torch and other packages that a device does without: pip install 'gumiho-export[export]'",
+            file=sys.stderr,
+        )
+        return 1
+    status: int = import_module(module).main([*first, *arguments])
+    return status
+
+
+def _usage() -> str:
+    lines = [f"  {name:<14}{help}" for name, (_, _, help) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: gumiho COMMAND ...", "", "commands:", *lines, "", "gumiho COMMAND --help describes a command's options"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
