@@ -21,4 +21,5 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile

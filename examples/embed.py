@@ -1,0 +1,10 @@
+"""Load a bundle and print a continuation: python examples/embed.py BUNDLE [PROMPT]"""
+
+import sys
+
+from runtime import load
+
+with load(sys.argv[1]) as model:
+    for piece in model.generate(sys.argv[2] if len(sys.argv) > 2 else "def main():", max_new_tokens=32):
+        print(piece, end="", flush=True)
+print()

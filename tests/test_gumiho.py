@@ -1,0 +1,134 @@
+"""``gumiho``, and the manners of the package: names, types, versions, examples."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import runtime
+from runtime import GumihoError, Settings, load
+from runtime.decoding.settings import Options
+from runtime.gumiho import COMMANDS, main
+from tests.conftest import MakeBundle
+from tests.pairs import RandomPair
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "def main(argv=None):\n"
+
+
+def gumiho(*argv: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from runtime.gumiho import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-I", "-c", code, *map(str, argv)], capture_output=True, text=True, cwd=cwd)
+
+
+def test_commands_are_the_modules(demo_bundle: Path) -> None:
+    argv = [demo_bundle, "-p", PROMPT, "--max-tokens", "20"]
+    module = subprocess.run(
+        [sys.executable, "-m", "runtime.generate", *map(str, argv)], capture_output=True, text=True, cwd=ROOT
+    )
+    done = gumiho("generate", *argv)
+    assert (done.returncode, done.stdout, done.stderr) == (0, module.stdout, "")
+
+
+def test_a_folder_named_runtime_breaks_nothing(demo_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    done = gumiho("doctor", demo_bundle, "--quick", cwd=tmp_path)
+    assert (done.returncode, "the wrong one" in done.stdout + done.stderr) == (0, False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_helps_and_has_a_version(name: str) -> None:
+    helped, versioned = gumiho(name, "--help"), gumiho(name, "--version")
+    assert helped.returncode == versioned.returncode == 0
+    assert f"usage: gumiho {name.replace('-', '_') if name != 'chat' else 'generate'}" in helped.stdout
+    assert versioned.stdout == f"gumiho-export {runtime.__version__}\n"
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert main(["genrate"]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"error: there is no command 'genrate': choose one of {', '.join(COMMANDS)}\n"
+
+
+def test_an_export_without_torch_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("runtime.gumiho.find_spec", lambda name: None)
+    assert main(["export", "--ckpt", "x"]) == 1
+    assert capsys.readouterr().err.endswith("pip install 'gumiho-export[export]'\n")
+
+
+def test_options_are_the_settings() -> None:
+    """What type checkers are told is what there is."""
+    named = {field.name: field.type for field in fields(Settings)}
+    del named["max_new_tokens"], named["speculate"]
+    assert {name: str(kind) for name, kind in Options.__annotations__.items()} == {n: str(kind) for n, kind in named.items()}
+
+
+def test_an_unknown_setting_is_told_with_the_closest(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        with pytest.raises(GumihoError, match="^there is no setting 'temprature': did you mean 'temperature'\\?$"):
+            model.generate(PROMPT, temprature=1.0)  # type: ignore[call-arg]
+        with pytest.raises(GumihoError, match="^there is no setting 'qqq': choose from max_new_tokens, "):
+            model.session().generate(PROMPT, qqq=1)  # type: ignore[call-arg]
+
+
+def test_one_stop_string(demo_bundle: Path) -> None:
+    with load(demo_bundle) as model:
+        plain = "".join(model.generate(PROMPT, 40))
+        end = plain[8:11]
+        assert (
+            "".join(model.generate(PROMPT, 40, stop=end))
+            == "".join(model.generate(PROMPT, 40, stop=[end]))
+            == plain.split(end)[0]
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": "return"}, {"temperature": 1.0, "seed": 3}])
+def test_the_text_of_a_generation(demo_bundle: Path, options: dict[str, object]) -> None:
+    """However it is taken."""
+    with load(demo_bundle) as model:
+        taken = model.generate(PROMPT, 40, **options)  # type: ignore[arg-type]
+        pieces = ""
+        for piece in taken:
+            pieces += piece
+            assert taken.text.startswith(pieces)
+        by_cycles = model.generate(PROMPT, 40, **options)  # type: ignore[arg-type]
+        list(by_cycles.cycles())
+        assert taken.text == by_cycles.text == pieces
+        if not options:
+            assert model.decode(taken.ids) == pieces
+        assert repr(taken) == f"<Generation, {len(taken.ids)} tokens, {taken.finish_reason}>"
+
+
+def test_what_a_model_knows_of_itself(make_bundle: MakeBundle) -> None:
+    bundle = make_bundle(RandomPair(), "--rows", "8", "--capacity", "100")
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    with load(bundle) as model:
+        assert (model.capacity, model.vocabulary_size) == (100, manifest["vocabulary"])
+        assert model.eos_token_ids == tuple(manifest["eos_token_ids"])
+        assert repr(model) == f"<Model of {bundle}, 100 positions, {manifest['vocabulary']} tokens>"
+        assert repr(model.session()) == "<Session, 0 tokens>"
+        with pytest.raises(GumihoError, match=f"there is no token {manifest['vocabulary']}: ids go from 0 to"):
+            model.decode([0, manifest["vocabulary"]])
+    assert repr(model).endswith("tokens, closed>")
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples(example: Path, demo_bundle: Path, tmp_path: Path) -> None:
+    """Each runs from another folder, and is accepted by mypy in strict mode."""
+    code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = {str(example)!r}; runpy.run_path({str(example)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(demo_bundle), str(demo_bundle)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
