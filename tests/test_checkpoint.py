@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from exporter.checkpoints import checkpoint
+from exporter.checkpoints import hub
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.hub import locate, target_of
 from exporter.checkpoints.llama import llama_config, llama_shape, rotary_tables
@@ -393,7 +393,7 @@ def test_released_drafters_know_their_target(drafter: str, target: str) -> None:
 
 
 def test_another_drafter_has_to_be_told() -> None:
-    assert len(checkpoint.TARGETS) == len(RELEASED)
+    assert len(hub.TARGETS) == len(RELEASED)
     with pytest.raises(GumihoError, match=r"'someone/else' is not one of the released drafters.*--target"):
         target_of("someone/else")
 

@@ -460,7 +460,7 @@ def test_what_does_not_fit_into_memory_is_not_compiled_here(
         return Bundle(linked).manifest
 
     monkeypatch.setattr(exporter.bundle, "write", write)
-    monkeypatch.setattr("runtime.engines.memory_check.host_free", lambda: 100_000)
+    monkeypatch.setattr("runtime.backends.memory.host_free", lambda: 100_000)
     assert main(options(pair, tmp_path / "out", "--link-weights")) == 0
     out = capsys.readouterr().out
     assert "cpu: not compiled here, since compiling for cpu needs about" in out

@@ -3,7 +3,8 @@
 import os
 from typing import TYPE_CHECKING
 
-from ..backends.memory import Free, Space, host_free, size
+from ..backends import memory
+from ..backends.memory import Free, Space, size
 from ..errors import GumihoError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def require(bundle: "Bundle", backend: "Backend", compiling: bool = False) -> Sp
     need = needs.running
     if compiling:
         need = Space(max(need.host, needs.compiling.host), max(need.device, needs.compiling.device))
-    reason = _lack(need, host_free(), backend.free())
+    reason = _lack(need, memory.host_free(), backend.free())
     if reason and not os.environ.get(IGNORE):
         raise GumihoError(
             f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {reason}: free some, add swap, or export "
