@@ -17,7 +17,8 @@ from runtime import load
 from tests import fake_peer
 from tests.conftest import DEMO
 from tools import bench, costs, parity, report
-from tools.bench import Bench, Prompt
+from tools.bench import Bench
+from tools.bench_setup import Prompt
 
 
 @pytest.mark.parametrize(

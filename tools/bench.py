@@ -13,46 +13,28 @@ AMX kernels crash (its issue 20824), as CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-til
 """
 
 import argparse
-import hashlib
 import importlib
-import importlib.util
 import json
-import math
 import os
-import platform
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from safetensors import safe_open
-from tokenizers import Tokenizer
-
 from runtime import GumihoError
-from runtime.bundle.hashes import file_hash
 from runtime.bundle.reader import Bundle
 from runtime.command import run as run_command
-from tools import measure, report
-from tools.parity import read
+from tools import report
+from tools.bench_setup import ROOT, Prompt, about, digest, environment, tokenized
 from tools.peers import ours
 from tools.peers.protocol import PeerError, Way, Worker
 
-ROOT = Path(__file__).parent.parent
 PEERS = "transformers", "optimum", "genai", "llama_cpp"
 TUNING, TRIED, WARM_UP = 2, 48, 16  # prompts to choose settings by, and tokens of each; tokens before anything is timed
-
-
-@dataclass(frozen=True)
-class Prompt:
-    set: str
-    number: int
-    ids: list[int]
 
 
 @dataclass
@@ -235,85 +217,6 @@ class Bench:
             if program.worker:
                 program.worker.close()
                 program.worker = None
-
-
-def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) -> Path:
-    """The Python of a virtual environment with a peer's packages, installed unless they were before. Raises PeerError."""
-    if not requirements:
-        return Path(sys.executable)
-    home = folder.resolve() / peer
-    done, python = home / "requirements.json", home / "bin/python"
-    if done.is_file() and json.loads(done.read_text()) == [list(packages) for packages in requirements]:
-        return python
-    print(f"{peer}: installing {', '.join(name for packages in requirements for name in packages)}", file=sys.stderr)
-    pip = [str(python), "-m", "pip", "install", "--quiet"]
-    for command in ([sys.executable, "-m", "venv", str(home)], *([*pip, *packages] for packages in requirements)):
-        finished = subprocess.run(command, capture_output=True, text=True)
-        if finished.returncode:
-            errors = [line for line in finished.stderr.splitlines() if "error" in line.lower()] or ["no reason given"]
-            raise PeerError(f"installing {peer} failed: {errors[-1].strip()[:200]}")
-    done.write_text(json.dumps(requirements))
-    return python
-
-
-@cache
-def digest(checkpoint: Path) -> str:
-    """Names what is converted from a checkpoint: another for other weights."""
-    files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
-    whole = hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
-    return f"{checkpoint.resolve().parent.name}-{checkpoint.name}-{whole[:8]}"
-
-
-def described(checkpoint: Path) -> str:
-    count = 0
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "numpy") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  it is no dict
-    return f"{digest(checkpoint)}, {count / 1e6:.1f} M parameters"
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-
-
-def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
-    """The prompts, those to choose settings by, and how many were cut to fit."""
-    file = args.pair / "target/tokenizer.json"
-    if not file.is_file():
-        raise GumihoError(f"{args.pair} has no target/tokenizer.json: give --pair a folder with target/ and drafter/")
-    tokenizer = Tokenizer.from_file(str(file))
-    context = json.loads((args.pair / "target/config.json").read_text("utf-8"))["max_position_embeddings"]
-    room = min(context, *(Bundle(path).manifest.capacity for path in args.bundles), context) - args.new_tokens
-    if room < 1:
-        raise GumihoError(f"--new-tokens {args.new_tokens} leave no room for a prompt: give less than {room + args.new_tokens}")
-    wanted = args.count + TUNING
-    sets = {file.stem: read(file)[:wanted] for file in args.prompts} or {"held-out": measure.prompts(wanted)}
-    prompts, spare, cut = list[Prompt](), list[Prompt](), 0
-    for name, texts in sets.items():
-        if not texts:
-            raise GumihoError(f"{name} holds no prompts")
-        found = [Prompt(name, i, tokenizer.encode(text).ids[:room]) for i, text in enumerate(texts)]
-        cut += sum(len(prompt.ids) == room for prompt in found)
-        prompts += found[: args.count]
-        spare += found[-TUNING:]
-    return prompts, spare[:TUNING], cut
-
-
-def about(args: argparse.Namespace, cut: int) -> dict[str, Any]:
-    """What is measured, on what. cut: prompts that were too long."""
-    found = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
-             "target": described(args.pair / "target")}  # fmt: skip
-    if args.draft_model:
-        found["draft model"] = described(args.draft_model)
-    for bundle in args.bundles:
-        manifest = Bundle(bundle).manifest
-        quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
-        found[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
-    if cut:
-        found["prompts cut to fit"] = cut
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,6 @@ graphs point into. On the CPU row counts stay symbolic, so one session serves pl
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +17,7 @@ from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
 from .memory import Free, Needs, Space, buffers
+from .onnxruntime_install import INSTALL_CUDA, NO_PACKAGE, require_one
 
 try:
     import onnxruntime as ort
@@ -26,22 +25,9 @@ except ImportError as error:
     raise GumihoError(
         f"the package onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime"
     ) from None
-
-# Distributions of one and the same Python package: installed into one folder they overwrite each other's files.
-_DISTRIBUTIONS = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-migraphx",
-    "onnxruntime-rocm",
-    "onnxruntime-openvino",
-    "onnxruntime-qnn",
-)
-_INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-
 _LIBRARIES = 1 << 30  # bytes of host memory that CUDA with its libraries takes, about
 _FUSED_INT4 = "ORT_FPA_INTB_GEMM"  # the same setting, by the environment
-_NO_PACKAGE = "the registry has none for aarch64, so export for tensorrt"
 
 
 class Cpu:
@@ -52,7 +38,7 @@ class Cpu:
     def __init__(self, device: str, threads: int) -> None:
         if device:
             raise GumihoError(f"there is no device '{device}' of backend cpu: leave it out")
-        _require_one()
+        require_one()
         self.threads = threads
 
     def versions(self) -> dict[str, str]:
@@ -105,11 +91,11 @@ class Cuda:
         """threads: means nothing here."""
         if device and not device.isdigit():
             raise GumihoError(f"there is no device '{device}' of backend cuda: give the index of a GPU")
-        _require_one()
+        require_one()
         if _CUDA not in ort.get_available_providers():
             raise GumihoError(
                 f"backend cuda needs the package onnxruntime-gpu, and here is onnxruntime {ort.__version__} without it: "
-                + (_NO_PACKAGE if platform.machine() == "aarch64" else f"pip uninstall -y onnxruntime, then {_INSTALL_CUDA}")
+                + (NO_PACKAGE if platform.machine() == "aarch64" else f"pip uninstall -y onnxruntime, then {INSTALL_CUDA}")
             )
         from ..devices.cuda import Cuda as Gpu
 
@@ -174,21 +160,6 @@ class Cuda:
         """stream: on which runs are recorded as CUDA graphs, which also refuses nodes that would be copied to the host."""
         settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
-
-
-def _require_one() -> None:
-    """Raises GumihoError where two distributions of ONNX Runtime lie in one folder: which files are whose depends on their order."""
-    found: dict[str, list[str]] = {}
-    for name in _DISTRIBUTIONS:
-        with suppress(PackageNotFoundError):
-            found.setdefault(str(distribution(name).locate_file("")), []).append(name)
-    for folder, names in found.items():
-        if len(names) > 1:
-            both = " ".join(names)
-            raise GumihoError(
-                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip uninstall -y {both}, "
-                f"then, for an NVIDIA GPU, {_INSTALL_CUDA}, or else pip install onnxruntime"
-            )
 
 
 def _require_bytes(bundle: Bundle) -> None:
