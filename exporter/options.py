@@ -42,13 +42,15 @@ def parser() -> argparse.ArgumentParser:
     precision.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="precision of weights and KV caches; with bf16 weights the caches are fp16 (default: fp32 on the CPU, fp16 elsewhere)",
+        help="precision of weights and KV caches; with bf16 weights the caches are fp16 "
+        "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
     precision.add_argument(
         "--weights", choices=_TARGET,
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
-        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 with one scale per "
-        "row, multiplied in integers, so that verifying more rows costs little (default: not quantized)",
+        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
+        "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs little "
+        "(default: not quantized)",
     )  # fmt: skip
     precision.add_argument(
         "--draft-weights", choices=(*_DRAFTER, "none"),
