@@ -24,68 +24,91 @@ _TARGET = (*_DRAFTER, "w8a8")
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gumiho export" if command.prefix == "gumiho " else "gumiho-export",
-        description="A Gumiho checkpoint and its target -> a bundle.",
+        description="Exports a Gumiho drafter and its target model to a bundle.",
     )
     parser.add_argument("--version", action="version", version=f"gumiho-export {command.package_version()}")
-    parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
-    parser.add_argument("--target", help="its target: a folder or a hub id (known for the released drafters)")
-    parser.add_argument("--out", type=Path, help="folder to write (the drafter's name and the backend)")
-    parser.add_argument(
+    files = parser.add_argument_group("sources and output")
+    files.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
+    files.add_argument("--target", help="target model: a folder or a hub id (default: known for the released drafters)")
+    files.add_argument("--out", type=Path, help="folder to write (default: NAME-BACKEND, from --ckpt and the first --backend)")
+    files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    precision = parser.add_argument_group("backends and precision")
+    precision.add_argument(
         "--backend", nargs="+", choices=(*NAMES, "vllm"), default=["cpu"], metavar="NAME",
-        help=f"what to export for, several if wanted ({', '.join(NAMES)}; or vllm, the drafter alone as vLLM reads it; cpu)",
+        help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in vLLM's format "
+        "(default: cpu)",
     )  # fmt: skip
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
+    precision.add_argument("--device", default="", help=DEVICES)
+    precision.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="of weights; of caches too, but for bf16, beside which they are fp16 (fp32 on the CPU, fp16 elsewhere)",
+        help="precision of weights and KV caches; with bf16 weights the caches are fp16 "
+        "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
-    parser.add_argument(
+    precision.add_argument(
         "--weights", choices=_TARGET,
-        help="quantize the target's matrices, embedding excepted; int8 not for tensorrt, fp8 for it alone; w8a8, for the CPU alone: "
-        "int8 with a scale a row, and products of whole numbers, whose rows cost little (--dtype)",
+        help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
+        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
+        "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs little "
+        "(default: not quantized)",
     )  # fmt: skip
-    parser.add_argument(
+    precision.add_argument(
         "--draft-weights", choices=(*_DRAFTER, "none"),
-        help="quantize the drafter's, its lm_head included; changes no token (what was measured as best: int4 on the CPU, none elsewhere)",
+        help="quantize the drafter's matrices, its lm_head included; never changes the output "
+        "(default: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
-    parser.add_argument(
-        "--link-weights", action="store_true",
-        help="hard-link the checkpoints' .safetensors files and read weights from there, where dtype and layout allow (copy them)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--capacity", type=int, metavar="S", help=f"positions the caches hold (the target's, at most {_DEFAULT_CAPACITY})"
-    )
-    parser.add_argument(
-        "--draft-vocab", type=int, metavar="N",
-        help="let the drafter draft the N most frequent tokens alone, which makes its lm_head smaller "
-        "(the checkpoint's token_map; else all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--draft-text", nargs="+", type=Path, default=[], metavar="FILE",
-        help="what --draft-vocab counts: texts, or .jsonl with 'prompt', 'text' or 'turns' (none: the oldest tokens)",
-    )  # fmt: skip
-    tree = parser.add_argument_group("draft tree")
+    tree = parser.add_argument_group("the tree")
     tree.add_argument(
-        "--policy", choices=("dynamic", "chain"), default="dynamic", help="a tree, or one chain as vLLM drafts it"
-    )
-    tree.add_argument("--compat", choices=("reference",), help="grow the official code's very tree, its two quirks included")
+        "--policy", choices=("dynamic", "chain"), default="dynamic",
+        help="draft a tree, or one chain as vLLM does (default: dynamic)",
+    )  # fmt: skip
+    tree.add_argument(
+        "--compat", choices=("reference",),
+        help="build exactly the same trees as the official code, its two quirks included (default: off)",
+    )  # fmt: skip
     tree.add_argument(
         "--rows", type=int, metavar="R",
-        help="rows the target verifies at once, root included (8 on the CPU, 64 elsewhere, 16 there with --weights int4)",
+        help="rows that the target verifies in one pass, root included "
+        "(default: 8 on the CPU, 64 elsewhere, or 16 there with --weights int4)",
     )  # fmt: skip
-    tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (2)")
+    tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (default: 2)")
     tree.add_argument(
-        "--heads", type=int, metavar="N", help="levels drafted by the heads (by R; all of the checkpoint's at 64)"
-    )
-    tree.add_argument("--top-k", type=int, metavar="N", help="tokens tried per serial node (14)")
-    tree.add_argument("--head-top-k", type=int, metavar="N", help="tokens tried per path and head (35, for cuda 32)")
+        "--heads", type=int, metavar="N",
+        help="levels drafted by the heads (default: depends on --rows; all heads of the checkpoint at 64)",
+    )  # fmt: skip
+    tree.add_argument("--top-k", type=int, metavar="N", help="candidate tokens per serial node (default: 14)")
     tree.add_argument(
-        "--beam", type=int, metavar="N", help="serial nodes carried on; the draft's cost grows with it (by R; 14 at 64)"
+        "--head-top-k", type=int, metavar="N", help="candidate tokens per path and head (default: 35, for cuda 32)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
-    parser.add_argument(
+    tree.add_argument(
+        "--beam", type=int, metavar="N",
+        help="serial nodes that are expanded; drafting cost grows with it (default: depends on --rows; 14 at 64)",
+    )  # fmt: skip
+    sizes = parser.add_argument_group("size and memory")
+    sizes.add_argument(
+        "--capacity", type=int, metavar="S",
+        help=f"positions of the KV caches (default: the target's maximum, but at most {_DEFAULT_CAPACITY})",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="draft only the N most frequent tokens, which makes the drafter's lm_head smaller "
+        "(default: the checkpoint's token_map, or all tokens)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--draft-text", nargs="+", type=Path, default=[], metavar="FILE",
+        help="text in which --draft-vocab counts tokens: text files, or .jsonl with 'prompt', 'text' or 'turns' "
+        "(default: none; --draft-vocab then takes the tokens that the tokenizer learned first)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--link-weights", action="store_true",
+        help="hard-link the checkpoint's .safetensors files instead of copying the tensors that the backends can read directly "
+        "(default: copy)",
+    )  # fmt: skip
+    checks = parser.add_argument_group("checks")
+    checks.add_argument(
+        "--dry-run", action="store_true", help="print what would be written and the memory and disk it needs; write nothing"
+    )
+    checks.add_argument(
         "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
     )
     return parser

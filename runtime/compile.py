@@ -1,4 +1,4 @@
-"""``python -m runtime.compile BUNDLE``: compiles a bundle's engines on the machine that is to run them."""
+"""Compiles a bundle's engines for this machine and checks them against the golden run."""
 
 import signal
 import sys
@@ -12,9 +12,11 @@ from .engines.store import compile_engines
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("compile", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--backend", default="", help=f"what to compile for: {', '.join(NAMES)} (the bundle's first)")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to compile for: {', '.join(NAMES)} (default: the bundle's first)"
+    )
     parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--tune", action="store_true", help="look longer for faster kernels (migraphx, tensorrt)")
+    parser.add_argument("--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)")
     args = parser.parse_args(argv)
 
     def work() -> int:

@@ -1,6 +1,6 @@
-"""``python -m runtime.doctor [BUNDLE]``: what can run on this machine, what is missing for the rest, and how a bundle stands.
+"""Shows which backends can run on this machine, what the others lack, and whether a bundle is intact and its engines are current.
 
-Every byte of the bundle and of its engines is compared with its hash; ``--quick`` reads samples of large files.
+It compares every byte of the bundle and its engines with the recorded hashes.
 """
 
 import platform
@@ -77,10 +77,10 @@ def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("doctor", __doc__)
-    parser.add_argument("bundle", nargs="?", help="folder made by gumiho-export")
-    parser.add_argument("--backend", choices=NAMES, help="look at this one alone")
+    parser.add_argument("bundle", nargs="?", help="folder made by gumiho-export (default: check only the backends)")
+    parser.add_argument("--backend", choices=NAMES, help="check only this backend (default: all)")
     parser.add_argument("--device", default="", help=f"with --backend: {DEVICES}")
-    parser.add_argument("--quick", action="store_true", help="read samples of large files instead of every byte")
+    parser.add_argument("--quick", action="store_true", help="check only samples of large files instead of every byte")
     args = parser.parse_args(argv)
 
     def work() -> int:

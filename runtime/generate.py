@@ -1,4 +1,4 @@
-"""``python -m runtime.generate BUNDLE --prompt "..."``: text from a bundle, streamed to standard output."""
+"""Generates text from a bundle and streams it to standard output."""
 
 import argparse
 import json
@@ -30,61 +30,77 @@ def parser() -> argparse.ArgumentParser:
     parser = argument_parser("generate", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("-p", "--prompt", help="text to continue; standard input if no prompt is given")
+    source.add_argument("-p", "--prompt", help="text to continue (default: read standard input)")
     source.add_argument("--prompt-file", type=Path, help="file with the text to continue")
-    source.add_argument("--prompts", type=Path, metavar="JSONL", help="several: a line each, with a 'prompt' or a list of 'turns', of which the first counts")  # fmt: skip
-    parser.add_argument("--chat", action="store_true", help="prompts are messages, written as the target's chat template wants; without one, a conversation over standard input")  # fmt: skip
-    parser.add_argument("--system", metavar="TEXT", help="what a chat begins with")
+    source.add_argument("--prompts", type=Path, metavar="JSONL", help="file with several prompts: one JSON object per line, with 'prompt', or with 'turns', a list whose first element is used")  # fmt: skip
+    parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompts; without a prompt, hold a conversation over standard input")  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
-    parser.add_argument("--no-lookup", action="store_true", help="verify what the drafter drafts alone, and nothing that followed the same tokens before")  # fmt: skip
-    parser.add_argument("--rows", type=int, metavar="N", help="verify so many rows of every tree (as many as pay, by what passes cost and what is accepted)")  # fmt: skip
+    parser.add_argument("--no-lookup", action="store_true", help="verify only the drafter's proposals, without prompt lookup")
+    parser.add_argument("--rows", type=int, metavar="N", help="verify N rows of every draft tree, without prompt lookup (default: chosen per cycle from the measured cost of passes and the acceptance so far)")  # fmt: skip
 
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-new-tokens", "--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most (256)"
+        "--max-new-tokens", "--max-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"
     )
-    limits.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="tokens before which no text ends")
-    limits.add_argument("--max-seconds", type=float, default=float("inf"), metavar="S", help="of wall clock")
+    limits.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="ignore ends of text and stop strings before N tokens (default: 0)")  # fmt: skip
+    limits.add_argument("--max-seconds", type=float, default=float("inf"), metavar="S", help="stop after S seconds of wall clock (default: no limit)")  # fmt: skip
+    limits.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this string; repeatable")
     limits.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends the text in front of it; may come again"
+        "--stop-token", action="append", type=int, default=[], metavar="ID", help="stop at this token id; repeatable"
     )
-    limits.add_argument("--stop-token", action="append", type=int, default=[], metavar="ID", help="ends the text, too")
 
     choice = parser.add_argument_group("choice of tokens")
-    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
-    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (all)")
-    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that hold this share (1)")
-    choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least this share as likely as the likeliest (0)")  # fmt: skip
+    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 takes the most likely token (default: 0)")  # fmt: skip
+    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: 0, all tokens)")  # fmt: skip
+    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: smallest set with probability P (default: 1)")  # fmt: skip
+    choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="sample from tokens at least P times as likely as the most likely one (default: 0)")  # fmt: skip
+    choice.add_argument("--seed", type=int, metavar="N", help="seed; the same seed gives the same text (default: a new one, reported by --stats)")  # fmt: skip
     choice.add_argument(
-        "--seed", type=int, metavar="N", help="the same seed gives the same text (a fresh one, told by --stats)"
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="penalty as in transformers (default: 1)"
     )
-    choice.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="as transformers has it (1)")
-    choice.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="as OpenAI has it (0)")
-    choice.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="as OpenAI has it (0)")
-    choice.add_argument("--no-repeat-ngram", type=int, default=0, metavar="N", help="no run of N tokens comes twice (any may)")
-    choice.add_argument("--logit-bias", action="append", default=[], metavar="ID=X", help="added to a token's logit")
-    choice.add_argument("--ban", action="append", type=int, default=[], metavar="ID", help="a token that may not come")
+    choice.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="X", help="penalty as in OpenAI's API (default: 0)"
+    )
+    choice.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="X", help="penalty as in OpenAI's API (default: 0)"
+    )
+    choice.add_argument("--no-repeat-ngram", type=int, default=0, metavar="N", help="do not repeat any sequence of N tokens (default: 0, repeats allowed)")  # fmt: skip
+    choice.add_argument("--logit-bias", action="append", default=[], metavar="ID=X", help="add X to the logit of this token id; repeatable")  # fmt: skip
+    choice.add_argument(
+        "--ban", action="append", type=int, default=[], metavar="ID", help="never emit this token id; repeatable"
+    )
     guided = choice.add_mutually_exclusive_group()
-    guided.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema ({} for any)")
-    guided.add_argument("--regex", metavar="PATTERN", help="the text matches this expression")
-    guided.add_argument("--grammar", metavar="FILE", help="the text is of this grammar, in llguidance's Lark")
+    guided.add_argument("--json-schema", metavar="FILE", help="emit JSON that matches this schema: a file, or the schema itself ({} for any JSON)")  # fmt: skip
+    guided.add_argument("--regex", metavar="PATTERN", help="emit text that matches this regular expression")
+    guided.add_argument("--grammar", metavar="FILE", help="emit text that matches this grammar, in llguidance's Lark syntax")
 
-    proof = parser.add_argument_group("proof and insight")
-    proof.add_argument("--compare", action="store_true", help="decode both ways; exit status 1 if the tokens differ")
-    proof.add_argument("--check-lossless", action="store_true", help=f"replay the tokens by plain decoding; exit status 1 if one differs, {NEAR_TIE} where rounding decided")  # fmt: skip
-    proof.add_argument("--trace", type=Path, metavar="FILE", help="write down where every token came from, as .html or .jsonl")
-    proof.add_argument(
+    checks = parser.add_argument_group("checks and statistics")
+    checks.add_argument("--compare", action="store_true", help="decode with and without speculation; exit status 1 if the tokens differ")  # fmt: skip
+    checks.add_argument("--check-lossless", action="store_true", help=f"replay the tokens by plain decoding; exit status 1 if any differ, {NEAR_TIE} if only near-ties differ")  # fmt: skip
+    checks.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write where every token came from, to a .html or .jsonl file"
+    )
+    checks.add_argument(
         "--stats", nargs="?", const="text", choices=("text", "json"),
-        help="report on standard error; `json` prints only one JSON object, with the text in it, on standard output",
+        help="print statistics on standard error; json: print only one JSON object, with the text in it, on standard output "
+        "(default: no statistics; text if no format is given)",
     )  # fmt: skip
 
-    lossy = parser.add_argument_group("faster, with an output that may differ from the target's")
-    lossy.add_argument("--tree", choices=("exact", "fta"), default="exact", help="fta: Gumiho's Full Tree Attention (exact)")
-    lossy.add_argument("--accept", choices=("exact", "typical"), default="exact", help="typical: Medusa's acceptance (exact)")
+    lossy = parser.add_argument_group("lossy: faster, but the output may differ from the target's")
+    lossy.add_argument(
+        "--tree", choices=("exact", "fta"), default="exact", help="fta: Gumiho's Full Tree Attention (default: exact)"
+    )
+    lossy.add_argument(
+        "--accept", choices=("exact", "typical"), default="exact", help="typical: Medusa's typical acceptance (default: exact)"
+    )
 
-    parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
+    engine = parser.add_argument_group("backend")
+    engine.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    engine.add_argument("--device", default="", help=DEVICES)
+    engine.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+    )
     return parser
 
 

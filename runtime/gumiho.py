@@ -10,15 +10,15 @@ from importlib.util import find_spec
 from . import command
 from .errors import GumihoError
 
-# Name -> module, what is put in front of the arguments, and a line of help.
+# Name -> module, arguments that come first, and a line of help.
 COMMANDS = {
-    "generate": ("runtime.generate", (), "continue prompts"),
-    "chat": ("runtime.generate", ("--chat",), "talk to the target in its chat format"),
+    "generate": ("runtime.generate", (), "generate text from prompts"),
+    "chat": ("runtime.generate", ("--chat",), "chat with the target, using its chat template"),
     "compile": ("runtime.compile", (), "compile a bundle's engines on this machine"),
-    "doctor": ("runtime.doctor", (), "say what runs here, and whether a bundle is whole"),
+    "doctor": ("runtime.doctor", (), "show which backends run here, and whether a bundle is intact"),
     "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
-    "device-check": ("runtime.device_check.main", (), "check and measure everything on a device, as a report"),
-    "export": ("exporter.cli", (), "make a bundle from a drafter and its target"),
+    "device-check": ("runtime.device_check.main", (), "check and measure a bundle on a device, and write a report"),
+    "export": ("exporter.cli", (), "export a drafter and its target to a bundle"),
 }
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 def _usage() -> str:
     lines = [f"  {name:<14}{help}" for name, (_, _, help) in COMMANDS.items()]
     return "\n".join(
-        ["usage: gumiho COMMAND ...", "", "commands:", *lines, "", "gumiho COMMAND --help describes a command's options"]
+        ["usage: gumiho COMMAND ...", "", "commands:", *lines, "", "gumiho COMMAND --help lists the options of a command"]
     )
 
 

@@ -1,9 +1,8 @@
-"""``python -m runtime.selftest BUNDLE``: proves on the machine at hand that speculation changes nothing about the output.
+"""Checks on this machine that speculation does not change the output: tokens are the same with and without it at several settings,
+and sampled texts have the target's own distribution (chi-squared test).
 
-Two properties: the same tokens with and without speculation, at several settings; and of many drawn texts, whose tokens were
-verified in trees, the frequencies that the target's own distribution gives (a chi-squared test). A third one where the target's
-products round rows to int8, as a quantized one's do on the CPU: the rows of a tree are to the last bit what they are alone. The
-first depends on it, and it depends on kernels that processors do not share.
+If a quantized target rounds activations to int8, as on the CPU, it also checks that every row of a tree has the same logits, bit for
+bit, as in a pass of its own.
 """
 
 import argparse
@@ -95,7 +94,8 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
 
 
 def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
-    """Reads the trees of a text again, every row in a pass of its own.
+    """Reads the trees of a text again, every row in a pass of its own. Identical tokens depend on identical rows, and these depend on
+    kernels that differ between processors.
 
     Returns how many rows there are, and of how many the logits are not the same to the last bit.
     """
@@ -174,15 +174,19 @@ def chi_squared(
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("selftest", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="random prompts per setting (6)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to compare of each (64)")
-    parser.add_argument("--draws", type=int, default=4000, metavar="N", help="texts to draw for the chi-squared test (4000)")
-    parser.add_argument("--backend", default="", help=f"whose engines to run: {', '.join(NAMES)} (the bundle's first)")
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
+    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="random prompts per setting (default: 6)")
     parser.add_argument(
-        "--quick", action="store_true", help="read samples of large files instead of comparing every byte with its hash"
+        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens to compare per prompt (default: 64)"
     )
+    parser.add_argument(
+        "--draws", type=int, default=4000, metavar="N", help="texts to sample for the chi-squared test (default: 4000)"
+    )
+    parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+    )
+    parser.add_argument("--quick", action="store_true", help="check only samples of large files instead of every byte")
     args = parser.parse_args(argv)
 
     def work() -> int:

@@ -222,25 +222,41 @@ class Bench:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
-    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (demo)")
-    parser.add_argument("--draft-model", type=Path, help="a small Llama of the same vocabulary, for peers that draft with one")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="besides ours (all)")
+    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
+    parser.add_argument("--draft-model", type=Path, help="small Llama with the same vocabulary, for peers that draft with one")
     parser.add_argument(
-        "--prompts", type=Path, nargs="+", default=[], help="JSONL with 'turns', 'prompt' or 'text', or .txt (held-out code)"
+        "--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (default: all)"
     )
-    parser.add_argument("--count", type=int, default=8, help="prompts of each file (8)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of each text (128)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every way (all cores)")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="parts of the prompts, where memory does not hold all at once (2)"
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="JSONL with 'turns', 'prompt' or 'text', or .txt (default: held-out code)",
     )
-    parser.add_argument("--envs", type=Path, default=ROOT / "build/bench-envs", help="where peers are installed, once")
-    parser.add_argument("--models", type=Path, default=ROOT / "build/bench-models", help="where models are converted, once")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="where results go")
+    parser.add_argument("--count", type=int, default=8, help="prompts per file (default: 8)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="rounds that the prompts are divided into; each runs every way (default: 2)"
+    )
+    parser.add_argument(
+        "--envs",
+        type=Path,
+        default=ROOT / "build/bench-envs",
+        help="folder where peers are installed, once (default: build/bench-envs)",
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=ROOT / "build/bench-models",
+        help="folder for converted models, made once (default: build/bench-models)",
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="make table and plots of OUT/bench.json, which a run writes behind every prompt, and run nothing",
+        help="only make the table and plots again from OUT/bench.json, which a run saves after every prompt",
     )
     args = parser.parse_args(argv)
     for name in ("count", "new_tokens", "threads", "rounds"):

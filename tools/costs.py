@@ -99,13 +99,19 @@ def plot(found: Mapping[str, Any], out: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="+", help="bundles compiled for the CPU")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[0, 64, 128, 256, 512, 768], help="positions before the pass"
+        "--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="rows per pass (default: 1 2 4 8 16 32 64)"
     )
-    parser.add_argument("--repeats", type=int, default=7, help="of which the fastest counts (7)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the engines (all cores)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/costs", help="where results go")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[0, 64, 128, 256, 512, 768],
+        help="cached positions before the pass (default: 0 64 128 256 512 768)",
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="runs per measurement, of which the fastest counts (default: 7)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the engines (default: all cores)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/costs", help="folder for the results (default: build/costs)")
     args = parser.parse_args(argv)
     if min(*args.rows, args.repeats, args.threads) < 1 or min(args.contexts) < 0:
         parser.error("--rows, --repeats and --threads are 1 or more, --contexts 0 or more")

@@ -56,12 +56,16 @@ def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabul
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", required=True)
-    parser.add_argument("--target")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp16")
-    parser.add_argument("--compiler", default="migraphx", help="backend of torch.compile (migraphx)")
-    parser.add_argument("--torch-device", default="cuda", help="PyTorch's name of the device; ROCm's is cuda, too (cuda)")
+    parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder or a hub id")
+    parser.add_argument("--target", help="target model: a folder or a hub id (default: known for the released drafters)")
+    parser.add_argument("--rows", type=int, default=8, help="rows of the draft tree, root included (default: 8)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "fp16"), default="fp16", help="precision of weights and inputs (default: fp16)"
+    )
+    parser.add_argument("--compiler", default="migraphx", help="backend of torch.compile (default: migraphx)")
+    parser.add_argument(
+        "--torch-device", default="cuda", help="PyTorch's device name; ROCm devices are called cuda too (default: cuda)"
+    )
     args = parser.parse_args(argv)
     return run(lambda: check(args))
 

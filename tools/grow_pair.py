@@ -282,10 +282,10 @@ def grow(source: Path, out: Path, wanted: dict[str, int | None], dtype: torch.dt
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", type=Path, help="folder with target/ and drafter/")
-    parser.add_argument("out", type=Path, help="folder to write, which must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (%(default)s)")
+    parser.add_argument("out", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: %(default)s)")
     for name, key in SIZES.items():
-        parser.add_argument(_flag(name), type=int, help=f"{key}, as it is if not given")
+        parser.add_argument(_flag(name), type=int, help=f"new {key} (default: unchanged)")
     args = parser.parse_args(argv)
 
     def work() -> int:

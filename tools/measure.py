@@ -78,11 +78,18 @@ print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": cach
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/")
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--variants", nargs="+", default=["", "--policy chain", "--compat reference"])
+    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="--rows of the exports (default: 2 4 8 16 32 64)"
+    )
+    parser.add_argument("--prompts", type=int, default=40, help="prompts to decode (default: 40)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["", "--policy chain", "--compat reference"],
+        help="further options of the exports, one string per variant (default: none, '--policy chain' and '--compat reference')",
+    )
     args = parser.parse_args()
     texts = prompts(args.prompts)
 

@@ -119,11 +119,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("reference", type=Path, help="bundle with fp32 graphs for the CPU")
     parser.add_argument("bundles", type=Path, nargs="*", help="more bundles of the same pair")
     parser.add_argument(
-        "--prompts", type=Path, help="texts: JSONL with a field 'turns' or 'prompt' (a module of Python's library)"
+        "--prompts",
+        type=Path,
+        help="texts: .txt, or JSONL with 'turns', 'text' or 'prompt' (default: a module of Python's standard library)",
     )
-    parser.add_argument("--contexts", type=int, default=2, help="full contexts to compare logits over (2)")
-    parser.add_argument("--texts", type=int, default=8, help="continuations to compare (8)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each (48)")
+    parser.add_argument("--contexts", type=int, default=2, help="full contexts over which logits are compared (default: 2)")
+    parser.add_argument("--texts", type=int, default=8, help="continuations to compare (default: 8)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per continuation (default: 48)")
     args = parser.parse_args(argv)
     return run(lambda: compare(args))
 

@@ -250,10 +250,10 @@ def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of the target, or of the assistant")
-    parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter")
-    parser.add_argument("--assistant", action="store_true", help="train the assistant of the target in OUT, and nothing else")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the target or the assistant (default: 1000)")
+    parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter (default: 2400)")
+    parser.add_argument("--assistant", action="store_true", help="train only an assistant for the target in OUT")
     args = parser.parse_args()
     folder = args.out / "target"
     trained = (folder / "model.safetensors").is_file()

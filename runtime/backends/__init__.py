@@ -70,7 +70,7 @@ _MODULES = {
     "tensorrt": "tensorrt:TensorRT",
 }
 NAMES = tuple(_MODULES)
-DEVICES = "which of the backend's devices: cuda and tensorrt 0, 1, …; migraphx gpu, gpu:1, … or ref, its reference on the processor (the first)"
+DEVICES = "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for migraphx (default: the first)"
 
 
 def close(engines: Mapping[str, Engine], device: Device) -> None:

@@ -1,7 +1,7 @@
-"""``python -m runtime.device_check BUNDLE``: everything that can be checked and measured of a bundle on the device at hand.
+"""Checks and measures everything about a bundle on this device, and writes device_check.json and device_check.md after every step.
 
-Writes device_check.json and device_check.md after every piece, whole or not at all. The same command goes on where it was stopped,
-and runs what failed, or what depends on something that has changed, again.
+Run the same command again to continue after an interruption; it repeats steps that failed or that depend on something that has
+changed.
 """
 
 import hashlib
@@ -241,12 +241,21 @@ def _terminable() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("device_check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--backend", default="", help=f"what to check: {', '.join(NAMES)} (the bundle's first)")
+    parser.add_argument("--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the engines (one per physical core)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes (device_check-BUNDLE-BACKEND here)")
-    parser.add_argument("--minutes", type=float, default=25, metavar="M", help="time to plan for, without compiling (25)")
-    parser.add_argument("--again", action="store_true", help="start over instead of going on")
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the report (default: device_check-BUNDLE-BACKEND in the current folder)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25, metavar="M", help="time budget in minutes, compiling not included (default: 25)"
+    )
+    parser.add_argument("--again", action="store_true", help="start over instead of continuing an earlier check")
     args = parser.parse_args(argv)
 
     def work() -> int:
