@@ -223,6 +223,7 @@ def _simplify(model: ir.Model) -> None:
         simplify(model)
 
 
+_MOST_CAPTURED = 24  # graphs, more than one export has
 _captured: dict[bytes, ir.Model] = {}
 
 
@@ -233,6 +234,8 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
     """
     key = pickle.dumps((module, dtype, sorted((sizes or {}).items())))
     if key not in _captured:
+        while len(_captured) >= _MOST_CAPTURED:
+            del _captured[next(iter(_captured))]
         _captured[key] = _traced(module, dtype, sizes)
     return _captured[key].clone()
 

@@ -17,7 +17,7 @@ from .draft_history import DraftHistory
 from .engine_passes import EnginePasses
 from .planner import Planner
 from .prices import Costs
-from .proposers import Continuation, DraftTree, Proposal
+from .proposers import Continuation, DraftTree, Proposal, Proposer
 from .stats import Stats
 from .token_selector import TokenSelector
 
@@ -99,7 +99,7 @@ class Decoder:
 
     def _choose(
         self, draft_tree: DraftTree, continuation: Continuation, planner: Planner | None, emitted: Sequence[int]
-    ) -> DraftTree | Continuation:
+    ) -> Proposer:
         """The proposer that promises most. emitted: tokens of the last cycle."""
         assert self.selector
         settings, continuation.found = self.selector.settings, ()
