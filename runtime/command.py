@@ -20,7 +20,8 @@ prefix = "python -m runtime."  # of the commands' names in help and messages; ``
 
 def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """A parser for one of the package's commands, with what all of them take."""
-    parser = argparse.ArgumentParser(prog=f"{prefix}{command}", description=description)
+    name = command.replace("_", "-") if prefix == "gumiho " else command
+    parser = argparse.ArgumentParser(prog=f"{prefix}{name}", description=description)
     parser.add_argument("--version", action="version", version=f"gumiho-export {package_version()}")
     return parser
 

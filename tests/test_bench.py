@@ -110,7 +110,7 @@ def test_peers_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.Monk
         return subprocess.CompletedProcess(command, "pip" in command, "", "looking\nERROR: no such package\na notice")
 
     monkeypatch.setattr(fake_peer, "REQUIREMENTS", (("no-such-package",),))
-    monkeypatch.setattr("tools.bench.subprocess.run", refuse)
+    monkeypatch.setattr("tools.bench_setup.subprocess.run", refuse)
     reasons = {way["failed"] for way in run(tmp_path).values()}
     assert reasons == {"no --draft-model was given", "installing fake failed: ERROR: no such package"}
     assert [command[-1] for command in commands] == [str(tmp_path / "fake"), "no-such-package"]  # once for all its ways

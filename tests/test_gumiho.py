@@ -44,7 +44,7 @@ def test_a_folder_named_runtime_breaks_nothing(demo_bundle: Path, tmp_path: Path
 def test_every_command_helps_and_has_a_version(name: str) -> None:
     helped, versioned = gumiho(name, "--help"), gumiho(name, "--version")
     assert helped.returncode == versioned.returncode == 0
-    assert f"usage: gumiho {name.replace('-', '_') if name != 'chat' else 'generate'}" in helped.stdout
+    assert f"usage: gumiho {name if name != 'chat' else 'generate'}" in helped.stdout
     assert versioned.stdout == f"gumiho-export {runtime.__version__}\n"
 
 
