@@ -20,7 +20,7 @@ from .decoding.stats import Stats
 from .errors import GumihoError
 from .generation import Generation
 from .model import Model, load
-from .terminal_chat import converse, opening
+from .terminal_chat import TerminalChat, opening
 from .trace_page import Trace
 
 _MOST = 256 << 20  # bytes of a file with prompts
@@ -260,7 +260,7 @@ def report(generations: Sequence[Generation], texts: Sequence[str], compared: Co
 def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
     notices(model, args, asked)
     if args.chat and not prompted(args):
-        return converse(model, asked, args.system, describe if args.stats else None)
+        return TerminalChat(model, asked, args.system, describe, bool(args.stats)).run()
     prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
     for i, prompt in enumerate(prompts if args.prompts else ()):
         try:

@@ -1,27 +1,33 @@
-"""``python -m runtime.generate BUNDLE --chat``: a conversation over standard input, its history kept in the caches."""
+"""The chat in the terminal: messages from standard input, the conversation kept in the KV caches."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from .decoding.settings import Settings
 from .decoding.stats import Stats
 from .errors import GumihoError
 from .model import Model
 
-_HELP = "/new forgets the conversation, /exit ends it, as the end of input does; Ctrl-C ends an answer"
-
 
 def _lines() -> Iterator[str]:
-    """What is typed, or piped in, a message a line."""
+    """Messages as they are typed or piped in, one a line."""
     if sys.stdin is None:
         raise GumihoError("there is no standard input to read messages from: give --prompt")
-    asking = sys.stdin.isatty()
+    terminal = sys.stdin.isatty()
+    edited = terminal and sys.stdout is not None and sys.stdout.isatty()
+    if edited:
+        with suppress(ImportError):  # not on every system; ``input`` uses it for editing and history
+            import readline  # noqa: F401
     while True:
         try:
-            if asking:
+            if terminal and not edited:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = f"{input('> ')}\n" if edited else sys.stdin.readline()
+        except EOFError:
+            return
         except UnicodeDecodeError as error:
             raise GumihoError(f"the message cannot be read ({error}): give UTF-8 text") from None
         if not line:
@@ -35,35 +41,109 @@ def opening(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def converse(model: Model, asked: Settings, system: str | None, describe: Callable[[Stats], str] | None) -> int:
-    """Answers every message with all before it in mind. Returns the exit status."""
-    begun = opening(system)
-    messages, session, status = list(begun), model.session(), 0
-    model.chat(
-        [*begun, {"role": "user", "content": ""}]
-    )  # says at once where there is no template, or none for a system's words
-    if sys.stdin and sys.stdin.isatty():
-        print(_HELP, file=sys.stderr)
-    for line in _lines():
-        if line == "/exit":
-            break
-        if line == "/new":
-            messages = list(begun)
-            continue
-        messages.append({"role": "user", "content": line})
+class TerminalChat:
+    """A conversation. Every answer has all messages before it in mind.
+
+    messages: so far, the system's first if there is one. status: 1 once a message could not be answered.
+    """
+
+    def __init__(
+        self, model: Model, settings: Settings, system: str | None, describe: Callable[[Stats], str], stats: bool
+    ) -> None:
+        """describe: stats for a reader. stats: whether each answer is followed by them.
+
+        Raises GumihoError if the target has no chat template, or one that refuses a system message.
+        """
+        self._model, self._settings, self._describe, self._always = model, settings, describe, stats
+        self._session, self._last = model.session(), Stats()
+        self.messages, self.status = opening(system), 0
+        model.chat([*self.messages, {"role": "user", "content": ""}])
+
+    def run(self) -> int:
+        """Reads messages and commands until the end of input or /exit. Returns the exit status."""
+        if sys.stdin and sys.stdin.isatty():
+            print("/help lists the commands; Ctrl-C stops an answer", file=sys.stderr)
+        for line in _lines():
+            if line == "/exit":
+                break
+            if line.startswith("/") and not line.startswith("//"):
+                self._command(*line.split(maxsplit=1))
+            else:
+                self._answer([*self.messages, {"role": "user", "content": line.removeprefix("/")}])
+        return self.status
+
+    def _answer(self, messages: list[dict[str, str]]) -> None:
+        """Prints the answer to the last message and takes both into the conversation; neither if it cannot be answered."""
+        text = ""
         try:
-            turn, text = session.start(model.chat(messages), asked), ""
-            with suppress(KeyboardInterrupt):  # ends the answer
+            turn = self._session.start(self._model.chat(messages), self._settings)
+            with suppress(KeyboardInterrupt):  # stops the answer, which is kept
                 for piece in turn:
                     text += piece
                     print(piece, end="", flush=True)
         except GumihoError as error:
-            messages.pop()
-            status = 1
-            print(f"error: {error} (/new begins again)", file=sys.stderr)
-            continue
+            self.status = 1
+            print(f"error: {error} (/new starts a new conversation)", file=sys.stderr)
+            return
         print(flush=True)
-        messages.append({"role": "assistant", "content": text})
-        if describe:
-            print(describe(turn.stats), file=sys.stderr)
-    return status
+        self.messages, self._last = [*messages, {"role": "assistant", "content": text}], turn.stats
+        if self._always:
+            self.stats()
+
+    def _command(self, name: str, argument: str = "") -> None:
+        command = _COMMANDS.get(name)
+        if command is None:
+            self._refuse(f"there is no command '{name}': /help lists them, and // begins a message that starts with /")
+        elif bool(argument) != bool(command[1]):
+            self._refuse(f"{name} {'needs ' + command[1] if command[1] else 'takes nothing after it'}")
+        else:
+            command[0](self, *([argument] if argument else []))
+
+    def _refuse(self, reason: str) -> None:
+        print(f"error: {GumihoError(reason)}", file=sys.stderr)
+
+    def help(self) -> None:
+        for name, (_, argument, text) in _COMMANDS.items():
+            print(f"{f'{name} {argument}'.strip():<16} {text}", file=sys.stderr)
+
+    def new(self) -> None:
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def system(self, text: str) -> None:
+        messages = [*opening(text), *(message for message in self.messages if message["role"] != "system")]
+        try:
+            self._model.chat([*messages, {"role": "user", "content": ""}])
+        except GumihoError as error:
+            self._refuse(str(error))
+        else:
+            self.messages = messages
+
+    def regenerate(self) -> None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self._refuse("there is no answer to replace yet")
+        else:
+            self._answer(self.messages[:-1])
+
+    def save(self, file: str) -> None:
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                json.dump(self.messages, out, ensure_ascii=False, indent=1)
+        except FileExistsError:
+            self._refuse(f"'{file}' exists already: name another file")
+        except (OSError, ValueError, RuntimeError) as error:
+            self._refuse(f"'{file}' cannot be written ({error}): name another file")
+
+    def stats(self) -> None:
+        print(self._describe(self._last), file=sys.stderr)
+
+
+# Name -> what it does, what it needs after its name, and a line of help.
+_COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
+    "/help": (TerminalChat.help, "", "list these commands"),
+    "/new": (TerminalChat.new, "", "forget the conversation, but not the system message"),
+    "/system": (TerminalChat.system, "TEXT", "replace the system message"),
+    "/regenerate": (TerminalChat.regenerate, "", "replace the last answer with another one"),
+    "/save": (TerminalChat.save, "FILE", "write the conversation as JSON"),
+    "/stats": (TerminalChat.stats, "", "say how fast the last answer came"),
+    "/exit": (TerminalChat.help, "", "leave, as the end of input does"),
+}

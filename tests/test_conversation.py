@@ -1,8 +1,12 @@
 """``--chat``: a conversation over standard input, as a user has it."""
 
 import io
+import json
 import os
+import select
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +119,73 @@ def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on(
     assert talk(monkeypatch, "def f(x):\nimport os\n", bundle) == 0
     assert first
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_commands_do_not_reach_the_model(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    typed = [
+        "/regenerate", "def f(x):", "/regenerate", "/nwe", "/save", "/new now", f"/save {file}", f"/save {file}",
+        f"/save {tmp_path / 'none' / 'x'}", "/system Be brief.", "//etc", "/stats", "/help",
+    ]  # fmt: skip
+    assert talk(monkeypatch, "\n".join(typed), bundle) == 0
+    out, err = capsys.readouterr()
+    with load(bundle) as model:
+        messages = [{"role": "user", "content": "def f(x):"}]
+        first = "".join(model.generate(model.chat(messages), 12))
+        messages.append({"role": "assistant", "content": first})
+        assert json.loads(file.read_text("utf-8")) == messages
+        system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "/etc"}
+        last = "".join(model.generate(model.chat([system, *messages, question]), 12))
+    assert out == f"{first}\n{first}\n{last}\n"
+    said = err.splitlines()
+    assert said[:5] == [
+        "error: there is no answer to replace yet",
+        "error: there is no command '/nwe': /help lists them, and // begins a message that starts with /",
+        "error: /save needs FILE",
+        "error: /new takes nothing after it",
+        f"error: '{file}' exists already: name another file",
+    ]
+    nowhere = tmp_path / "none" / "x"
+    assert said[5] == (
+        f"error: '{nowhere}' cannot be written ([Errno 2] No such file or directory: '{nowhere}'): name another file"
+    )
+    assert "tokens after" in said[6]
+    assert [line.split()[0] for line in said[-7:]] == ["/help", "/new", "/system", "/regenerate", "/save", "/stats", "/exit"]
+
+
+def test_a_template_without_a_system_keeps_the_conversation(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert talk(monkeypatch, "def f(x):\n/system Be brief.\nimport os\n", folder) == 0
+    out, err = capsys.readouterr()
+    assert err == "error: the target's chat template refuses this conversation: no system\n"
+    assert len(out.splitlines()) >= 2
+
+
+def test_a_terminal_shows_a_prompt(bundle: Path) -> None:
+    """Over a pseudo terminal, as a user has it: what is typed can be edited, and Ctrl-D leaves."""
+    pty = pytest.importorskip("pty")
+    root = Path(__file__).parent.parent
+    main_end, process_end = pty.openpty()
+    argv = [sys.executable, "-m", "runtime.generate", str(bundle), "--chat", "--max-new-tokens", "4"]
+    process = subprocess.Popen(argv, stdin=process_end, stdout=process_end, stderr=process_end, cwd=root)
+    os.close(process_end)
+    os.write(main_end, b"def f(y\x7fx):\n/exit\n")
+    said = b""
+    while process.poll() is None or select.select([main_end], [], [], 0.2)[0]:
+        if select.select([main_end], [], [], 0.2)[0]:
+            try:
+                said += os.read(main_end, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+    assert process.wait(60) == 0
+    assert b"/help lists the commands" in said
+    assert b"> " in said
+    os.close(main_end)
