@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 import types
@@ -92,3 +93,12 @@ def test_what_libraries_write_past_python_is_captured() -> None:
         os.write(2, b"library\n")
         print("error", file=sys.stderr)
     assert read() == ("python\n", "library\nerror\n")
+
+
+@pytest.mark.parametrize(("kind", "seed", "case"), [("checkpoint", 7, 1546)])
+def test_what_was_once_found(kind: str, seed: int, case: int) -> None:
+    """A vocabulary of one token: transformers warned of its ids in lines of its own. In a process of its own, since it keeps the
+    standard error that it found when it was imported."""
+    argv = [sys.executable, "-m", "tests.mutations", "--kind", kind, "--seed", str(seed), "--case", str(case)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stdout

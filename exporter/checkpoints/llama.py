@@ -1,15 +1,30 @@
 """Llama's configuration, shape and rotary tables, in transformers' own reading."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import logging
 
 from graphs.layer import LlamaShape
 from runtime.errors import GumihoError
 
 from .checkpoint import Checkpoint
 from .json_config import llama_fields, reason, shown
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of ids outside the vocabulary, in lines of its own beside our one."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -28,8 +43,9 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
         )
     fields = llama_fields(raw, where)
     try:
-        known = LlamaConfig(**fields)
-        LlamaRotaryEmbedding(known)
+        with _quiet():
+            known = LlamaConfig(**fields)
+            LlamaRotaryEmbedding(known)
     except Exception as error:  # transformers' validators raise what comes up
         raise GumihoError(f"{where}: config.json is no Llama configuration ({reason(error)})") from None
     return known
