@@ -281,7 +281,7 @@ def survey(
         said = []
         for _ in range(rng.choice((1, 1, 1, 2))):
             what, apply = next(drawn)
-            with contextlib.suppress(OSError, IndexError):  # the second may find its file gone, or shorter
+            with contextlib.suppress(OSError, IndexError, ValueError):  # the second may find its file gone, shorter, or no JSON
                 apply(copy)
                 said.append(what)
         began = time.monotonic()
