@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from runtime.locks import locked
+from runtime.bundle.locks import locked
 with locked(Path(sys.argv[1]), "busy"):
     print("held", flush=True)
     time.sleep(100)
