@@ -21,7 +21,7 @@ from . import golden_recorder as golden
 from .backends import operators
 from .backends.specs import BACKENDS
 from .checkpoints.pair import Pair
-from .plan import _DTYPE_NAMES, _RECODED, Plan, eos_token_ids
+from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
 from .staging import NOTES
 from .trace import handed, trace
 from .weights.packer import Packer
@@ -51,7 +51,7 @@ def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
     rounds = backend == "cpu" and any(
         node.attributes.get_int("accuracy_level", 0) == 4 or node.op_type == "MatMulIntegerToFloat" for node in model.graph
     )
-    return "int8" if rounds else _DTYPE_NAMES[dtype]
+    return "int8" if rounds else DTYPE_NAMES[dtype]
 
 
 def _graphs(
@@ -96,7 +96,7 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
         for name in plan.quantized:
             bits = plan.schemes(codes)[name].bits
             again = {n: recoded(place, packer.bundle, bits) for n, place in places[name].items() if place.dtype == first}
-            found[codes][name] = places[name] | packer.pack(_RECODED.format(name), again)
+            found[codes][name] = places[name] | packer.pack(RECODED.format(name), again)
     return {codes: {**models, "extend": models["draft"]} for codes, models in found.items()}
 
 
@@ -142,7 +142,7 @@ def write(plan: Plan, folder: Path) -> Manifest:
         depth=plan.tree.depth,
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
-        dtype=_DTYPE_NAMES[handed(plan.dtype)],
+        dtype=DTYPE_NAMES[handed(plan.dtype)],
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,

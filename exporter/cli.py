@@ -134,7 +134,9 @@ def _exported(args: argparse.Namespace) -> int:
         with interruptible():
             export(args)
     except ModuleNotFoundError as error:
-        raise GumihoError(f"exporting needs the package '{error.name}': install this project with its 'export' extra") from None
+        raise GumihoError(
+            f"exporting needs the package '{error.name}', which a device does without: pip install 'gumiho-export[export]'"
+        ) from None
     except KeyboardInterrupt:
         print(f"error: interrupted, {_left(args)}", file=sys.stderr)
         return 130

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime import command
 from runtime.backends import DEVICES, NAMES
+from runtime.command import argument_parser
 from runtime.errors import GumihoError
 
 if TYPE_CHECKING:
@@ -22,11 +22,7 @@ _TARGET = (*_DRAFTER, "w8a8")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gumiho export" if command.prefix == "gumiho " else "gumiho-export",
-        description="Exports a Gumiho drafter and its target model to a bundle.",
-    )
-    parser.add_argument("--version", action="version", version=f"gumiho-export {command.package_version()}")
+    parser = argument_parser("export", "Exports a Gumiho drafter and its target model to a bundle.", prog="gumiho-export")
     files = parser.add_argument_group("sources and output")
     files.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
     files.add_argument("--target", help="target model: a folder or a hub id (default: known for the released drafters)")

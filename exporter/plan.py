@@ -21,8 +21,8 @@ from .weights.source import Source
 
 _BESIDE = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _HELD = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
-_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_RECODED = "weights/{}-signed.bin"
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+RECODED = "weights/{}-signed.bin"
 
 
 def _aligned(size: int) -> int:
@@ -132,7 +132,7 @@ class Plan:
                 f"{where} is kept in pickled files, and only .safetensors can be linked: leave --link-weights out"
             )
         raise GumihoError(
-            f"{where} is kept in {kept} and the bundle in {_DTYPE_NAMES[self.dtype]}, so nothing of it can be linked: "
+            f"{where} is kept in {kept} and the bundle in {DTYPE_NAMES[self.dtype]}, so nothing of it can be linked: "
             "choose the target's own with --dtype where the backend computes in it, or leave --link-weights out"
         )
 
@@ -153,7 +153,7 @@ class Plan:
             sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in own.values() if not s.stored)
         for name in self.quantized if len(self.codes) > 1 else ():
             codes = (s for s in sources[f"weights/{name}.bin"].values() if s.fixed == self.codes[0])
-            sizes[_RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
+            sizes[RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
         return sizes
 
     def same(self) -> str:

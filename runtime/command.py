@@ -14,14 +14,16 @@ INTERRUPTED = 130
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
+through_gumiho = False  # whether ``gumiho`` runs the command, for the name in its help and messages
 
-prefix = "python -m runtime."  # of the commands' names in help and messages; ``gumiho`` sets its own
 
+def argument_parser(command: str, description: str | None, prog: str = "") -> argparse.ArgumentParser:
+    """A parser for one of the package's commands, with what all of them take.
 
-def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for one of the package's commands, with what all of them take."""
-    name = command.replace("_", "-") if prefix == "gumiho " else command
-    parser = argparse.ArgumentParser(prog=f"{prefix}{name}", description=description)
+    command: as ``gumiho`` knows it. prog: its name by itself, "" for the module's.
+    """
+    own = prog or f"python -m runtime.{command.replace('-', '_')}"
+    parser = argparse.ArgumentParser(prog=f"gumiho {command}" if through_gumiho else own, description=description)
     parser.add_argument("--version", action="version", version=f"gumiho-export {package_version()}")
     return parser
 

@@ -14,7 +14,7 @@ from .decoding.token_selector import TokenSelector
 from .errors import GumihoError
 from .text.stream import TextStream
 
-_BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
+BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
 
 
 class _Model(Protocol):
@@ -48,10 +48,15 @@ class Generation:
         """The text so far, stop strings and special tokens left out, however it was taken: pieces or cycles."""
         if self._selector.stream:  # it knows where a stop string has cut the text off
             return self._selector.stream.text
+        stream = self._read_again()
+        return stream.take() + (stream.rest() if self.finish_reason else "")
+
+    def _read_again(self) -> TextStream:
+        """A stream of its own over the ids so far."""
         stream = TextStream(self._model.bundle.tokenizer, self.prompt)
         for token in self.ids:
             stream.push(token)
-        return stream.take() + (stream.rest() if self.finish_reason else "")
+        return stream
 
     @property
     def settings(self) -> Settings:
@@ -86,11 +91,9 @@ class Generation:
 
     def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
         known = self._selector.stream
-        stream = known or TextStream(self._model.bundle.tokenizer, self.prompt)
-        if not known and self.ids:  # cycles were taken before
-            for token in self.ids:
-                stream.push(token)
-            stream.take()
+        stream = known or self._read_again()
+        if not known:
+            stream.take()  # what cycles that were taken before have shown
         for cycle in self.cycles():
             if watch:
                 watch(cycle)
@@ -112,5 +115,5 @@ class _Pieces(Iterator[str]):
     def __next__(self) -> str:
         with self._lock:
             if getgeneratorstate(self._source) == GEN_RUNNING:  # by this thread, which has the lock
-                raise GumihoError(_BUSY)
+                raise GumihoError(BUSY)
             return next(self._source)

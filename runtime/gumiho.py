@@ -5,7 +5,6 @@
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 
 from . import command
 from .errors import GumihoError
@@ -36,13 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: there is no command '{GumihoError(name)}': choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, first, _ = COMMANDS[name]
-    command.prefix = "gumiho "
-    if name == "export" and find_spec("torch") is None:
-        print(
-            "error: exporting needs torch and other packages that a device does without: pip install 'gumiho-export[export]'",
-            file=sys.stderr,
-        )
-        return 1
+    command.through_gumiho = True
     status: int = import_module(module).main([*first, *arguments])
     return status
 

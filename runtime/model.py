@@ -23,7 +23,7 @@ from .devices import Device
 from .engines.memory_check import require as require_memory
 from .engines.store import find_engines
 from .errors import GumihoError
-from .generation import _BUSY, Generation
+from .generation import BUSY, Generation
 from .session import Session
 from .text.chat_template import ChatTemplate
 
@@ -185,7 +185,7 @@ class Model:
     def _held(self, closed: bool = False) -> Iterator[None]:
         """The model for this thread alone. closed: whether it may be closed."""
         if self._holder == threading.get_ident():
-            raise GumihoError(_BUSY)
+            raise GumihoError(BUSY)
         with self._lock:
             if not closed:
                 self._require_open()

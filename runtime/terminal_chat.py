@@ -56,7 +56,7 @@ class TerminalChat:
         """
         self._model, self._settings, self._describe, self._always = model, settings, describe, stats
         self._session, self._last = model.session(), Stats()
-        self.messages, self.status = opening(system), 0
+        self.messages, self.status, self._ended = opening(system), 0, False
         model.chat([*self.messages, {"role": "user", "content": ""}])
 
     def run(self) -> int:
@@ -64,12 +64,12 @@ class TerminalChat:
         if sys.stdin and sys.stdin.isatty():
             print("/help lists the commands; Ctrl-C stops an answer", file=sys.stderr)
         for line in _lines():
-            if line == "/exit":
-                break
             if line.startswith("/") and not line.startswith("//"):
                 self._command(*line.split(maxsplit=1))
             else:
                 self._answer([*self.messages, {"role": "user", "content": line.removeprefix("/")}])
+            if self._ended:
+                break
         return self.status
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
@@ -133,6 +133,9 @@ class TerminalChat:
         except (OSError, ValueError, RuntimeError) as error:
             self._refuse(f"'{file}' cannot be written ({error}): name another file")
 
+    def exit(self) -> None:
+        self._ended = True
+
     def stats(self) -> None:
         print(self._describe(self._last), file=sys.stderr)
 
@@ -145,5 +148,5 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "/regenerate": (TerminalChat.regenerate, "", "replace the last answer with another one"),
     "/save": (TerminalChat.save, "FILE", "write the conversation as JSON"),
     "/stats": (TerminalChat.stats, "", "say how fast the last answer came"),
-    "/exit": (TerminalChat.help, "", "leave, as the end of input does"),
+    "/exit": (TerminalChat.exit, "", "leave, as the end of input does"),
 }

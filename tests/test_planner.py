@@ -15,7 +15,7 @@ from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
 from runtime.decoding.decoder import Decoder
 from runtime.decoding.planner import Planner
-from runtime.decoding.prices import FILE, Costs, _Prices, sizes
+from runtime.decoding.prices import FILE, Costs, Prices, sizes
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
@@ -421,7 +421,7 @@ def test_plain_passes_are_measured_while_drafting() -> None:
 def test_measured_passes_bound_the_others() -> None:
     """Fewer rows cost no more and more rows no less; between measured sizes, and behind them, a dear guess gives way to a line."""
     guesses = {1: 100.0, 2: 120.0, 3: 900.0, 4: 900.0, 6: 900.0, 8: 900.0}
-    prices = _Prices(guesses)
+    prices = Prices(guesses)
     assert prices.now == guesses
     assert prices.measured(4, 140)
     assert prices.now == pytest.approx({1: 100, 2: 100 + 40 / 3, 3: 100 + 80 / 3, 4: 140, 6: 100 + 200 / 3, 8: 100 + 280 / 3})
@@ -437,7 +437,7 @@ def test_measured_passes_bound_the_others() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 30), st.integers(1, 9)), max_size=60))
 def test_prices_that_are_kept_are_those_reckoned_anew(measured: list[tuple[int, int, int]]) -> None:
-    prices = _Prices(dict.fromkeys((1, 2, 3, 4, 8), 5.0))
+    prices = Prices(dict.fromkeys((1, 2, 3, 4, 8), 5.0))
     for rows, times, elapsed in measured:
         for _ in range(times):
             prices.measured(rows, elapsed)
@@ -447,7 +447,7 @@ def test_prices_that_are_kept_are_those_reckoned_anew(measured: list[tuple[int, 
 
 
 def test_what_was_measured_long_ago_bounds_nothing() -> None:
-    prices = _Prices(dict.fromkeys((1, 4, 8), 100.0))
+    prices = Prices(dict.fromkeys((1, 4, 8), 100.0))
     for elapsed in (50, 50):
         prices.measured(8, elapsed)
     for _ in range(128):

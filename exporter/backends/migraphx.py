@@ -3,26 +3,22 @@
 import onnx_ir as ir
 
 from .rules import (
-    _BOOL,
-    _CONSTANTS,
-    _FLOATS,
-    _INTS,
-    _NUMBERS,
-    _REDUCED,
-    _REDUCTIONS,
-    _UNARY,
+    BOOL,
+    CONSTANTS,
+    FLOATS,
+    INTS,
+    NUMBERS,
+    REDUCED,
+    REDUCTIONS,
+    UNARY,
     Rule,
     Use,
-    _dtypes,
-    _float_mod,
-    _no_axes,
-    _one_of,
+    dtypes,
+    float_mod,
+    no_axes,
+    odd_nibbles,
+    one_of,
 )
-
-
-def _odd_nibbles(use: Use) -> bool:
-    """4-bit rows that do not fill their last byte."""
-    return use.type(0) in _dtypes("nN") and bool(use.shape(0)) and use.shape(0)[-1] % 2 == 1
 
 
 def _scalar_axes(use: Use) -> str:
@@ -38,14 +34,14 @@ def _lone_scalar(use: Use) -> str:
 
 def _mig_cast(use: Use) -> str:
     """Fractions become false: on their way to a truth value they are cut off to whole numbers."""
-    fractions = use.type(0) in _dtypes(_FLOATS) and use.outputs[0].dtype == ir.DataType.BOOL
+    fractions = use.type(0) in dtypes(FLOATS) and use.outputs[0].dtype == ir.DataType.BOOL
     return "makes truth values of floats" if fractions else ""
 
 
 def _mig_dequantize(use: Use) -> str:
     """op/builder/quantize_dequantize_linear.hpp: one scale, one per entry of the axis, or one per block along it."""
     x, scale, axis = use.shape(0), use.shape(1), use.axis(1)
-    if _odd_nibbles(use):
+    if odd_nibbles(use):
         return "has 4-bit rows of odd length"
     if use.has(2) and use.shape(2) != scale:
         return "has a zero point of another shape than its scale"
@@ -77,70 +73,70 @@ def _mig_simplified_norm(use: Use) -> str:
 # MIGraphX 2.16: src/onnx/parse_*.cpp (what is taken), src/op and src/targets/gpu (what comes of it), and
 # docs/dev/onnx_operators.rst, which promises opsets up to 19. Operators are told apart by name alone, unknown attributes and
 # surplus inputs are ignored. It computes constants while parsing, so that only what hangs on an input is not known.
-_MIG_NUMBERS = _NUMBERS + "Bc"
-_MIG_ANY = _MIG_NUMBERS + _BOOL
+_MIG_NUMBERS = NUMBERS + "Bc"
+MIG_ANY = _MIG_NUMBERS + BOOL
 _MIG_BITS = "K N bits block_size accuracy_level"
-_MIG_SCATTER = _one_of("reduction", "none", "none", "add", "mul", "min", "max")
-_MIGRAPHX: dict[str, Rule | str] = {
+_MIG_SCATTER = one_of("reduction", "none", "none", "add", "mul", "min", "max")
+MIGRAPHX: dict[str, Rule | str] = {
     # parse_generic_op.cpp
-    **dict.fromkeys(_UNARY, Rule(_FLOATS)),
-    **dict.fromkeys(("Abs", "Neg"), Rule(_NUMBERS)),
-    "Not": Rule(_BOOL),
-    "Identity": Rule(_MIG_ANY),
-    "Concat": Rule(_MIG_ANY, "axis"),
-    "Flatten": Rule(_MIG_ANY, "axis"),
-    "Gather": Rule(f"{_MIG_ANY} {_INTS}", "axis"),
-    "GatherND": Rule(f"{_MIG_ANY} {_INTS}", "batch_dims"),
+    **dict.fromkeys(UNARY, Rule(FLOATS)),
+    **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
+    "Not": Rule(BOOL),
+    "Identity": Rule(MIG_ANY),
+    "Concat": Rule(MIG_ANY, "axis"),
+    "Flatten": Rule(MIG_ANY, "axis"),
+    "Gather": Rule(f"{MIG_ANY} {INTS}", "axis"),
+    "GatherND": Rule(f"{MIG_ANY} {INTS}", "batch_dims"),
     # parse_binary_op.cpp, parse_variadic_op.cpp, parse_compare_op.cpp, parse_lessorequal.cpp, parse_greaterorequal.cpp
     **dict.fromkeys(("Add", "Sub", "Mul"), Rule(_MIG_NUMBERS, most=(2, 1))),
-    **dict.fromkeys(("And", "Or", "Xor"), Rule(_BOOL, most=(2, 1))),
+    **dict.fromkeys(("And", "Or", "Xor"), Rule(BOOL, most=(2, 1))),
     **dict.fromkeys(("Max", "Min", "Sum"), Rule(_MIG_NUMBERS)),
     **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(_MIG_NUMBERS)),
-    "Equal": Rule(_MIG_ANY),
-    "Where": Rule(f"{_BOOL} {_MIG_ANY}"),
+    "Equal": Rule(MIG_ANY),
+    "Where": Rule(f"{BOOL} {MIG_ANY}"),
     "Clip": Rule(_MIG_NUMBERS),
     # A GPU computes these in fp32 when they are int64, and up to ROCm 7.2.4 leaves out the rounding; Mod of int32 is wrong there
     # (its issue 2268). parse_pow.cpp has no bfloat16.
-    "Div": Rule(_FLOATS, most=(2, 1)),
-    "Mod": Rule(_FLOATS, "fmod", refuse=_float_mod),
+    "Div": Rule(FLOATS, most=(2, 1)),
+    "Mod": Rule(FLOATS, "fmod", refuse=float_mod),
     "Pow": Rule("fh"),
-    "Cast": Rule(_MIG_ANY, "to saturate", refuse=_mig_cast),
-    "CastLike": Rule(_MIG_ANY, "saturate", refuse=_mig_cast),
+    "Cast": Rule(MIG_ANY, "to saturate", refuse=_mig_cast),
+    "CastLike": Rule(MIG_ANY, "saturate", refuse=_mig_cast),
     # Whole numbers from 2^24 on are lost. For operators that take integers, ``exporter.backends.ranges`` follows how large they get.
-    "MatMul": Rule(_FLOATS, most=(2, 1)),
-    "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
-    "Einsum": Rule(_FLOATS, "equation"),
-    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(_FLOATS + "i", "axis keepdims select_last_index")),
-    "CumSum": Rule(f"{_FLOATS}i {_INTS}", "exclusive reverse", constant="1"),
-    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(_FLOATS, "axis")),
-    "ReduceMean": Rule(f"{_FLOATS} l", _REDUCED, constant="1"),
-    **dict.fromkeys(_REDUCTIONS[1:], Rule(f"{_NUMBERS} l", _REDUCED, constant="1")),
+    "MatMul": Rule(FLOATS, most=(2, 1)),
+    "Gemm": Rule(FLOATS, "alpha beta transA transB"),
+    "Einsum": Rule(FLOATS, "equation"),
+    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(FLOATS + "i", "axis keepdims select_last_index")),
+    "CumSum": Rule(f"{FLOATS}i {INTS}", "exclusive reverse", constant="1"),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(FLOATS, "axis")),
+    "ReduceMean": Rule(f"{FLOATS} l", REDUCED, constant="1"),
+    **dict.fromkeys(REDUCTIONS[1:], Rule(f"{NUMBERS} l", REDUCED, constant="1")),
     "TopK": Rule(f"{_MIG_NUMBERS} l", "axis largest sorted", constant="1"),  # sorted always; lower index first, on a GPU too
-    "Split": Rule(f"{_MIG_ANY} l", "axis num_outputs", constant="1"),
-    "Slice": Rule(f"{_MIG_ANY} {_INTS}", constant="1234", refuse=_no_axes),
+    "Split": Rule(f"{MIG_ANY} l", "axis num_outputs", constant="1"),
+    "Slice": Rule(f"{MIG_ANY} {INTS}", constant="1234", refuse=no_axes),
     # Adds up index and stride: unlike Gather, a negative index reads another entry.
-    "GatherElements": Rule(f"{_MIG_ANY} {_INTS}", "axis"),
-    "ScatterElements": Rule(f"{_MIG_ANY} {_INTS} {_MIG_ANY}", "axis reduction", refuse=_MIG_SCATTER),
-    "ScatterND": Rule(f"{_MIG_ANY} {_INTS} {_MIG_ANY}", "reduction", refuse=_MIG_SCATTER),
-    "Reshape": Rule(f"{_MIG_ANY} l", "allowzero", constant="1"),  # without empty tensors allowzero says nothing
-    "Transpose": Rule(_MIG_ANY, "perm"),
-    "Squeeze": Rule(f"{_MIG_ANY} l", constant="1"),
-    "Unsqueeze": Rule(f"{_MIG_ANY} l", constant="1", refuse=_scalar_axes),
-    "Expand": Rule(f"{_MIG_ANY} l", constant="1", refuse=_lone_scalar),
-    "Tile": Rule(f"{_MIG_ANY} l", constant="1"),
-    "Pad": Rule(f"{_MIG_ANY} l {_MIG_ANY}", "mode", constant="123", refuse=_one_of("mode", "constant", "constant")),
-    "Range": Rule(_NUMBERS, constant="012"),
-    "Trilu": Rule(f"{_MIG_ANY} l", "upper", constant="1"),  # multiplies by 0 and 1: infinities outside become NaN
-    "EyeLike": Rule(_MIG_ANY, "dtype k"),
-    "Constant": Rule("", _CONSTANTS),
+    "GatherElements": Rule(f"{MIG_ANY} {INTS}", "axis"),
+    "ScatterElements": Rule(f"{MIG_ANY} {INTS} {MIG_ANY}", "axis reduction", refuse=_MIG_SCATTER),
+    "ScatterND": Rule(f"{MIG_ANY} {INTS} {MIG_ANY}", "reduction", refuse=_MIG_SCATTER),
+    "Reshape": Rule(f"{MIG_ANY} l", "allowzero", constant="1"),  # without empty tensors allowzero says nothing
+    "Transpose": Rule(MIG_ANY, "perm"),
+    "Squeeze": Rule(f"{MIG_ANY} l", constant="1"),
+    "Unsqueeze": Rule(f"{MIG_ANY} l", constant="1", refuse=_scalar_axes),
+    "Expand": Rule(f"{MIG_ANY} l", constant="1", refuse=_lone_scalar),
+    "Tile": Rule(f"{MIG_ANY} l", constant="1"),
+    "Pad": Rule(f"{MIG_ANY} l {MIG_ANY}", "mode", constant="123", refuse=one_of("mode", "constant", "constant")),
+    "Range": Rule(NUMBERS, constant="012"),
+    "Trilu": Rule(f"{MIG_ANY} l", "upper", constant="1"),  # multiplies by 0 and 1: infinities outside become NaN
+    "EyeLike": Rule(MIG_ANY, "dtype k"),
+    "Constant": Rule("", CONSTANTS),
     "ConstantOfShape": Rule("l", "value", constant="0"),
-    "Shape": Rule(_MIG_ANY, "start end"),
-    "Size": Rule(_MIG_ANY),
-    "DequantizeLinear": Rule(f"BcNn {_FLOATS} BcNn", "axis block_size", refuse=_mig_dequantize),
-    "MatMulNBits": Rule(f"{_FLOATS} B {_FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits),
+    "Shape": Rule(MIG_ANY, "start end"),
+    "Size": Rule(MIG_ANY),
+    "DequantizeLinear": Rule(f"BcNn {FLOATS} BcNn", "axis block_size", refuse=_mig_dequantize),
+    "MatMulNBits": Rule(f"{FLOATS} B {FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits),
     # Rounds the mean of squares to the input's type: fp16 overflows from a root mean square of 256 on.
     "SimplifiedLayerNormalization": Rule("fg", "axis epsilon stash_type", most=(2, 1), refuse=_mig_simplified_norm),
-    "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
+    "LayerNormalization": Rule(FLOATS, "axis epsilon stash_type", most=(3, 1)),
     # Known by name, and something else.
     "Attention": "is taken for com.microsoft's operator of that name",
     "RotaryEmbedding": "is taken for com.microsoft's operator of that name, whose inputs come in another order",

@@ -13,20 +13,20 @@ from onnxscript.optimizer import fold_constants
 
 from runtime.errors import GumihoError
 
-from .migraphx import _MIG_ANY, _MIGRAPHX
+from .migraphx import MIG_ANY, MIGRAPHX
 from .ranges import LIMIT, ranges
-from .rules import _ANY, _INTS, Facts, Parser, Rule, Use, _dtypes, _named
-from .tensorrt import _TENSORRT, _TENSORRT_10_3
+from .rules import ANY, INTS, Facts, Parser, Rule, Use, dtypes, named
+from .tensorrt import TENSORRT, TENSORRT_10_3
 
 PARSERS: Mapping[str, Parser] = {
     # Of what numpy holds, src/py/migraphx_py.cpp passes every type of these; bool comes out as bool. bfloat16 it refuses.
     # Without elements, Expand gives one (common.cpp takes the larger size) and most others an undefined value.
     # onnx_parser.cpp: the first entry of external data is the place, the second the offset, the third the length.
     "migraphx": Parser(
-        "MIGraphX 2.16", range(13, 20), "fhil" + "bBc", _MIG_ANY, _MIGRAPHX, empty=False, positional=True, floating=True
+        "MIGraphX 2.16", range(13, 20), "fhil" + "bBc", MIG_ANY, MIGRAPHX, empty=False, positional=True, floating=True
     ),
-    "tensorrt": Parser("TensorRT 10.15", range(13, 25), _ANY, _ANY, _TENSORRT, empty=True, positional=False),
-    "tensorrt-basic": Parser("TensorRT 10.3", range(13, 21), _ANY, _ANY, _TENSORRT_10_3, empty=True, positional=False),
+    "tensorrt": Parser("TensorRT 10.15", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False),
+    "tensorrt-basic": Parser("TensorRT 10.3", range(13, 21), ANY, ANY, TENSORRT_10_3, empty=True, positional=False),
 }
 
 
@@ -84,8 +84,8 @@ def _refused(use: Use, rule: Rule, known: set[ir.Value], parser: Parser, opset: 
         yield f"is of the domain '{node.domain}', and '{rule.domain}' is meant"
     for i, given in enumerate(use.inputs):
         accepted = types[min(i, len(types) - 1)] if types else ""
-        if given is not None and given.dtype not in _dtypes(accepted):
-            yield f"has {given.dtype.name if given.dtype else 'no type'} as input {i}, accepted are {_named(accepted)}"
+        if given is not None and given.dtype not in dtypes(accepted):
+            yield f"has {given.dtype.name if given.dtype else 'no type'} as input {i}, accepted are {named(accepted)}"
     for name in node.attributes:
         if name not in rule.attributes.split():
             yield f"has the attribute '{name}', which is not honoured"
@@ -101,8 +101,8 @@ def _refused(use: Use, rule: Rule, known: set[ir.Value], parser: Parser, opset: 
         yield f"has {len(node.inputs)} inputs and {len(node.outputs)} outputs, at most {rule.most[0]} and {rule.most[1]} are read"
     for facts, out in zip(use.outputs, node.outputs, strict=True):
         at_end = parser.ports if out.is_graph_output() else ""
-        if facts.dtype not in _dtypes(parser.types + at_end):
-            yield f"makes {facts.dtype.name if facts.dtype else 'no type'}, accepted are {_named(parser.types)}"
+        if facts.dtype not in dtypes(parser.types + at_end):
+            yield f"makes {facts.dtype.name if facts.dtype else 'no type'}, accepted are {named(parser.types)}"
     if mixed := _mixed(use, opset):
         yield mixed
     if said := rule.refuse(use):
@@ -110,7 +110,7 @@ def _refused(use: Use, rule: Rule, known: set[ir.Value], parser: Parser, opset: 
 
 
 def _integers(values: Iterable[ir.Value | None], facts: Mapping[ir.Value, Facts]) -> set[ir.Value]:
-    return {value for value in values if value is not None and facts[value].dtype in _dtypes(_INTS)}
+    return {value for value in values if value is not None and facts[value].dtype in dtypes(INTS)}
 
 
 def _inexact(graph: ir.Graph, facts: Mapping[ir.Value, Facts], known: set[ir.Value], parser: Parser) -> Iterator[ir.Node]:
@@ -154,8 +154,8 @@ def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
         return found  # what follows from them would only bury them
     for end, values in (("input", graph.inputs), ("output", graph.outputs)):
         for value in values:
-            if value.dtype not in _dtypes(parser.ports):
-                found.append((end, f"'{value.name}' is {value.dtype}, accepted are {_named(parser.ports)}"))
+            if value.dtype not in dtypes(parser.ports):
+                found.append((end, f"'{value.name}' is {value.dtype}, accepted are {named(parser.ports)}"))
     for value in graph.initializers.values():
         tensor = value.const_value
         if parser.positional and isinstance(tensor, ir.ExternalTensor) and None in (tensor.offset, tensor.length):

@@ -10,9 +10,9 @@ _LETTERS = {
     "f": ir.DataType.FLOAT, "h": ir.DataType.FLOAT16, "g": ir.DataType.BFLOAT16, "i": ir.DataType.INT32, "l": ir.DataType.INT64,
     "b": ir.DataType.BOOL, "B": ir.DataType.UINT8, "c": ir.DataType.INT8, "N": ir.DataType.UINT4, "n": ir.DataType.INT4, "e": ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
-_FLOATS, _INTS, _BOOL = "fhg", "il", "b"
-_NUMBERS = _FLOATS + _INTS
-_ANY = _NUMBERS + _BOOL
+FLOATS, INTS, BOOL = "fhg", "il", "b"
+NUMBERS = FLOATS + INTS
+ANY = NUMBERS + BOOL
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Parser:
     floating: bool = False
 
 
-def _one_of(attribute: str, default: str, *accepted: str) -> Callable[[Use], str]:
+def one_of(attribute: str, default: str, *accepted: str) -> Callable[[Use], str]:
     def refuse(use: Use) -> str:
         found = use.text(attribute, default)
         return "" if found in accepted else f"has {attribute} '{found}'"
@@ -98,24 +98,29 @@ def _one_of(attribute: str, default: str, *accepted: str) -> Callable[[Use], str
     return refuse
 
 
-_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
-_REDUCED = "axes keepdims noop_with_empty_axes"
-_UNARY = ("Exp", "Log", "Sqrt", "Erf", "Sigmoid", "Tanh", "Reciprocal", "Floor", "IsNaN")
-_CONSTANTS = "value value_float value_floats value_int value_ints"
+REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
+REDUCED = "axes keepdims noop_with_empty_axes"
+UNARY = ("Exp", "Log", "Sqrt", "Erf", "Sigmoid", "Tanh", "Reciprocal", "Floor", "IsNaN")
+CONSTANTS = "value value_float value_floats value_int value_ints"
 
 
-def _float_mod(use: Use) -> str:
-    return "has floats and no fmod" if use.type(0) in _dtypes(_FLOATS) and not use.whole("fmod", 0) else ""
+def float_mod(use: Use) -> str:
+    return "has floats and no fmod" if use.type(0) in dtypes(FLOATS) and not use.whole("fmod", 0) else ""
 
 
-def _no_axes(use: Use) -> str:
+def no_axes(use: Use) -> str:
     """Both count axes they are not told by the rank, not by the starts."""
     return "" if use.has(3) or use.shape(1) == (len(use.shape(0)),) else "has no axes"
 
 
-def _dtypes(letters: str) -> list[ir.DataType]:
+def odd_nibbles(use: Use) -> bool:
+    """4-bit rows that do not fill their last byte."""
+    return use.type(0) in dtypes("nN") and bool(use.shape(0)) and use.shape(0)[-1] % 2 == 1
+
+
+def dtypes(letters: str) -> list[ir.DataType]:
     return [_LETTERS[letter] for letter in letters]
 
 
-def _named(letters: str) -> str:
-    return ", ".join(dtype.name for dtype in _dtypes(letters))
+def named(letters: str) -> str:
+    return ", ".join(dtype.name for dtype in dtypes(letters))

@@ -2,23 +2,23 @@
 
 import onnx_ir as ir
 
-from .migraphx import _odd_nibbles
 from .rules import (
-    _ANY,
-    _BOOL,
-    _CONSTANTS,
-    _FLOATS,
-    _INTS,
-    _NUMBERS,
-    _REDUCED,
-    _REDUCTIONS,
-    _UNARY,
+    ANY,
+    BOOL,
+    CONSTANTS,
+    FLOATS,
+    INTS,
+    NUMBERS,
+    REDUCED,
+    REDUCTIONS,
+    UNARY,
     Rule,
     Use,
-    _dtypes,
-    _float_mod,
-    _no_axes,
-    _one_of,
+    dtypes,
+    float_mod,
+    no_axes,
+    odd_nibbles,
+    one_of,
 )
 
 
@@ -43,7 +43,7 @@ def _trt_scatter(use: Use) -> str:
         return "does not write along the second to last of 4 dimensions"
     if not (use.node.inputs[0].is_graph_input() and use.node.outputs[0].is_graph_output()):
         return "has a cache that is not an input of the graph and, written, an output of it"
-    return _one_of("mode", "linear", "linear")(use)
+    return one_of("mode", "linear", "linear")(use)
 
 
 def _trt_top_k(use: Use) -> str:
@@ -68,14 +68,14 @@ def _trt_dequantize(use: Use) -> str:
     x, scale = use.shape(0), use.shape(1)
     if len(scale) > 1 and (len(scale) != len(x) or sum(a != b for a, b in zip(x, scale, strict=True)) != 1):
         return "has a scale that is not its input's shape cut into blocks along one axis"
-    if _odd_nibbles(use):
+    if odd_nibbles(use):
         return "has 4-bit rows of odd length"
     block = use.whole("block_size", 0)
-    if use.type(0) in _dtypes("e") and (block or (len(scale) == 1 and use.axis(1) != 0)):
+    if use.type(0) in dtypes("e") and (block or (len(scale) == 1 and use.axis(1) != 0)):
         return "has fp8 scales that are not one a row"
     return (
         f"has 4-bit blocks of {block}, documented are 64 and 128"
-        if use.type(0) in _dtypes("n") and block not in (64, 128)
+        if use.type(0) in dtypes("n") and block not in (64, 128)
         else ""
     )
 
@@ -83,64 +83,62 @@ def _trt_dequantize(use: Use) -> str:
 # TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, narrowed by what its onnxOpImporters.cpp and
 # importerUtils.cpp and the operator pages of the TensorRT documentation take less of. Networks are strongly typed; the parser computes no constants of its
 # own, so an input that it wants as weights must be an initializer or a Constant. uint8 exists at the network's ends only.
-_TENSORRT: dict[str, Rule | str] = {
-    **dict.fromkeys(_UNARY, Rule(_FLOATS)),
-    **dict.fromkeys(("Abs", "Neg"), Rule(_NUMBERS)),
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum"), Rule(_NUMBERS)),
-    **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(_NUMBERS)),
-    **dict.fromkeys(("And", "Or", "Xor", "Not"), Rule(_BOOL)),
-    "Where": Rule(f"{_BOOL} {_ANY}"),
-    "Clip": Rule(_FLOATS),
-    "Mod": Rule(_NUMBERS, "fmod", refuse=_float_mod),
-    "Cast": Rule(_ANY + "B", "to saturate"),
-    "CastLike": Rule(_ANY + "B", "saturate"),
-    "MatMul": Rule(_FLOATS),
-    "Gemm": Rule(_FLOATS, "alpha beta transA transB"),
-    "Einsum": Rule(_FLOATS, "equation"),
-    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(_NUMBERS, "axis keepdims select_last_index")),
-    "CumSum": Rule(f"{_FLOATS} {_INTS}", "exclusive reverse", constant="1"),
-    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(_FLOATS, "axis")),
-    **dict.fromkeys(_REDUCTIONS, Rule(f"{_NUMBERS} l", _REDUCED, stored="1")),
-    "TopK": Rule(f"{_NUMBERS} l", "axis largest sorted", constant="1", refuse=_trt_top_k),
-    "Identity": Rule(_ANY),
-    "Concat": Rule(_ANY, "axis"),
-    "Split": Rule(f"{_ANY} l", "axis num_outputs", constant="1"),
-    "Slice": Rule(f"{_ANY} {_INTS}", constant="1234", refuse=_no_axes),
-    "Gather": Rule(f"{_ANY} {_INTS}", "axis"),
-    "GatherElements": Rule(f"{_ANY} {_INTS}", "axis"),
-    "GatherND": Rule(f"{_ANY} {_INTS}", "batch_dims"),
+TENSORRT: dict[str, Rule | str] = {
+    **dict.fromkeys(UNARY, Rule(FLOATS)),
+    **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum"), Rule(NUMBERS)),
+    **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), Rule(NUMBERS)),
+    **dict.fromkeys(("And", "Or", "Xor", "Not"), Rule(BOOL)),
+    "Where": Rule(f"{BOOL} {ANY}"),
+    "Clip": Rule(FLOATS),
+    "Mod": Rule(NUMBERS, "fmod", refuse=float_mod),
+    "Cast": Rule(ANY + "B", "to saturate"),
+    "CastLike": Rule(ANY + "B", "saturate"),
+    "MatMul": Rule(FLOATS),
+    "Gemm": Rule(FLOATS, "alpha beta transA transB"),
+    "Einsum": Rule(FLOATS, "equation"),
+    **dict.fromkeys(("ArgMax", "ArgMin"), Rule(NUMBERS, "axis keepdims select_last_index")),
+    "CumSum": Rule(f"{FLOATS} {INTS}", "exclusive reverse", constant="1"),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(FLOATS, "axis")),
+    **dict.fromkeys(REDUCTIONS, Rule(f"{NUMBERS} l", REDUCED, stored="1")),
+    "TopK": Rule(f"{NUMBERS} l", "axis largest sorted", constant="1", refuse=_trt_top_k),
+    "Identity": Rule(ANY),
+    "Concat": Rule(ANY, "axis"),
+    "Split": Rule(f"{ANY} l", "axis num_outputs", constant="1"),
+    "Slice": Rule(f"{ANY} {INTS}", constant="1234", refuse=no_axes),
+    "Gather": Rule(f"{ANY} {INTS}", "axis"),
+    "GatherElements": Rule(f"{ANY} {INTS}", "axis"),
+    "GatherND": Rule(f"{ANY} {INTS}", "batch_dims"),
     # With a reduction it is a plugin of another library.
-    "ScatterElements": Rule(f"{_NUMBERS} {_INTS} {_NUMBERS}", "axis reduction", refuse=_one_of("reduction", "none", "none")),
-    "ScatterND": Rule(f"{_NUMBERS} {_INTS} {_NUMBERS}", "reduction", refuse=_one_of("reduction", "none", "none")),
-    "Reshape": Rule(f"{_ANY} l", "allowzero", constant="1"),
-    "Flatten": Rule(_ANY, "axis"),
-    "Transpose": Rule(_ANY, "perm"),
-    "Squeeze": Rule(f"{_ANY} l", constant="1"),
-    "Unsqueeze": Rule(f"{_ANY} l", constant="1"),
-    "Expand": Rule(f"{_ANY} l", constant="1"),
-    "Tile": Rule(f"{_ANY} l", constant="1"),
+    "ScatterElements": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "axis reduction", refuse=one_of("reduction", "none", "none")),
+    "ScatterND": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "reduction", refuse=one_of("reduction", "none", "none")),
+    "Reshape": Rule(f"{ANY} l", "allowzero", constant="1"),
+    "Flatten": Rule(ANY, "axis"),
+    "Transpose": Rule(ANY, "perm"),
+    "Squeeze": Rule(f"{ANY} l", constant="1"),
+    "Unsqueeze": Rule(f"{ANY} l", constant="1"),
+    "Expand": Rule(f"{ANY} l", constant="1"),
+    "Tile": Rule(f"{ANY} l", constant="1"),
     "Pad": Rule(
-        f"{_NUMBERS} l {_NUMBERS} {_INTS}",
+        f"{NUMBERS} l {NUMBERS} {INTS}",
         "mode",
         constant="13",
-        refuse=_one_of("mode", "constant", "constant", "edge", "reflect", "wrap"),
+        refuse=one_of("mode", "constant", "constant", "edge", "reflect", "wrap"),
     ),
     "Range": Rule("fil", constant="012"),
-    "Trilu": Rule(f"{_ANY} l", "upper", refuse=_trt_trilu),
-    "EyeLike": Rule(_ANY, "dtype k"),
-    "Constant": Rule("", _CONSTANTS),
+    "Trilu": Rule(f"{ANY} l", "upper", refuse=_trt_trilu),
+    "EyeLike": Rule(ANY, "dtype k"),
+    "Constant": Rule("", CONSTANTS),
     "ConstantOfShape": Rule("l", "value", constant="0"),
-    "Shape": Rule(_ANY, "start end"),
-    "Size": Rule(_ANY),
-    "DequantizeLinear": Rule(f"cne {_FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
-    "LayerNormalization": Rule(_FLOATS, "axis epsilon stash_type", most=(3, 1)),
-    "RMSNormalization": Rule(_FLOATS, "axis epsilon stash_type"),
-    "RotaryEmbedding": Rule(
-        f"{_FLOATS} {_FLOATS} {_FLOATS} l", "interleaved num_heads rotary_embedding_dim", refuse=_trt_rotary
-    ),
-    "TensorScatter": Rule(f"{_FLOATS} {_FLOATS} l", "axis mode", refuse=_trt_scatter),
+    "Shape": Rule(ANY, "start end"),
+    "Size": Rule(ANY),
+    "DequantizeLinear": Rule(f"cne {FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
+    "LayerNormalization": Rule(FLOATS, "axis epsilon stash_type", most=(3, 1)),
+    "RMSNormalization": Rule(FLOATS, "axis epsilon stash_type"),
+    "RotaryEmbedding": Rule(f"{FLOATS} {FLOATS} {FLOATS} l", "interleaved num_heads rotary_embedding_dim", refuse=_trt_rotary),
+    "TensorScatter": Rule(f"{FLOATS} {FLOATS} l", "axis mode", refuse=_trt_scatter),
     "Attention": Rule(
-        f"{_FLOATS} {_FLOATS} {_FLOATS} {_FLOATS}b",
+        f"{FLOATS} {FLOATS} {FLOATS} {FLOATS}b",
         "is_causal scale q_num_heads kv_num_heads TRT_decomposable",
         most=(4, 1),
         refuse=_trt_attention,
@@ -149,10 +147,10 @@ _TENSORRT: dict[str, Rule | str] = {
 }
 # TensorRT 10.3, JetPack 6's: docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest before
 # it whose sources were at hand; what 10.1 takes, 10.3 takes.
-_TENSORRT_10_3: dict[str, Rule | str] = {
-    **_TENSORRT,
+TENSORRT_10_3: dict[str, Rule | str] = {
+    **TENSORRT,
     **dict.fromkeys(("Attention", "TensorScatter", "RotaryEmbedding", "RMSNormalization"), "came after TensorRT 10.3"),
-    "Pow": Rule(_FLOATS),
-    "CumSum": Rule(f"{_FLOATS} {_INTS}", "exclusive reverse", stored="1"),
-    "Squeeze": Rule(f"{_ANY} l", stored="1"),
+    "Pow": Rule(FLOATS),
+    "CumSum": Rule(f"{FLOATS} {INTS}", "exclusive reverse", stored="1"),
+    "Squeeze": Rule(f"{ANY} l", stored="1"),
 }

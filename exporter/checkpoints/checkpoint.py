@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.errors import GumihoError
 
 from ..weights.source import Stored, is_finite
-from .hub import _WEIGHT_FILES, locate
+from .hub import WEIGHT_FILES, locate
 from .json_config import document, reason, shown
 
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
@@ -69,7 +69,7 @@ class Checkpoint:
             raise GumihoError(f"{self.kind} '{self.source}' has no {name}: name a folder in the Hugging Face layout") from None
 
     def _weight_files(self) -> list[Path]:
-        for name in _WEIGHT_FILES:
+        for name in WEIGHT_FILES:
             if not (self.folder / name).is_file():
                 continue
             if not name.endswith(".index.json"):
@@ -92,7 +92,7 @@ class Checkpoint:
         kinds = (sorted(p for p in self.folder.glob(f"*.{kind}") if p.is_file()) for kind in ("safetensors", "bin"))
         loose = next(filter(None, kinds), [])
         if not loose:
-            raise GumihoError(f"{self.kind} '{self.source}' holds no weights: expected one of {', '.join(_WEIGHT_FILES[2:])}")
+            raise GumihoError(f"{self.kind} '{self.source}' holds no weights: expected one of {', '.join(WEIGHT_FILES[2:])}")
         return loose
 
     def _open(self, file: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:

@@ -16,7 +16,7 @@ TARGETS = {
     "Gumiho-llama3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
     "Gumiho-llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
 }
-_WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 
 
 def target_of(drafter: str) -> str:

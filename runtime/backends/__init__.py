@@ -45,7 +45,7 @@ class Backend(Protocol):
         """What else there is to know of driver and device, for a reader."""
 
     def memory(self, bundle: Bundle) -> Needs:
-        """What compiling and running take, about; compared with what is free by ``memory.require``.
+        """What compiling and running take, about; compared with what is free by ``engines.memory_check.require``.
 
         Raises GumihoError where the processor lacks what the bundle's products take; so does ``open``.
         """
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """What is free on the device now; None where that is the processor."""
 
     def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
-        """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.compile_engines``."""
+        """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.store.compile_engines``."""
 
     def form(self, bundle: Bundle, folder: Path) -> Form:
         """The bundle's form for this backend with the graphs that the engines in ``folder`` were compiled from: the first, or spares."""

@@ -1,4 +1,4 @@
-"""What engines take of memory, what is free, and one sentence where the one cannot fit into the other."""
+"""What engines take of memory, and what is free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

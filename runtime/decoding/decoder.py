@@ -1,7 +1,6 @@
 """The decode loop: propose, verify, accept, commit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from time import perf_counter_ns
 
@@ -66,7 +65,8 @@ class Decoder:
         stats.prompt_tokens, stats.seed, stats.finish_reason = len(selector.prompt), selector.seed, selector.finish_reason
         if selector.finish_reason:
             return
-        cycle = self._read_prompt(selector, stats, resume)
+        self._read_prompt(selector, stats, resume)
+        rows, path, times, tree, lookup = 0, list[int](), (0, stats.prefill_ns, 0), None, False  # of the first token's step
         planner = self.planner if selector.settings.speculate and selector.settings.rows is None else None
         draft_tree = DraftTree(self.passes, self.history, self._ids, planner, selector.settings.rows or self.manifest.rows)
         continuation = Continuation(self.passes, self.history, planner)
@@ -74,9 +74,9 @@ class Decoder:
             selector.interrupted()
             emitted = tuple(selector.ids[stats.tokens :])
             stats.tokens, stats.finish_reason = len(selector.ids), selector.finish_reason
-            yield replace(cycle, tokens=emitted, finish_reason=selector.finish_reason)
+            yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup)
             started, self.passes.engine_ns = perf_counter_ns(), [0, 0]
-            if not cycle.rows and self.selector is selector and not selector.ended():
+            if not rows and self.selector is selector and not selector.ended():
                 self.device.enter()
                 self.catch_up(selector.interrupted)  # on the prompt, which nobody waits for who waits for the first token
             if selector.ended():
@@ -94,8 +94,8 @@ class Decoder:
             tree = proposal.trace() if selector.settings.trace else None
             times = draft_ns, target_ns, perf_counter_ns() - started - draft_ns - target_ns
             draft_tree.host_ns = times[2] if stats.cycles else 0  # the first cycle's includes reading the prompt
-            stats.count(len(path), times, proposal.count, proposal.lookup)
-            cycle = Cycle((), proposal.count, tuple(path), None, times, tree, proposal.lookup)
+            rows, lookup = proposal.count, proposal.lookup
+            stats.count(len(path), times, rows, lookup)
 
     def _choose(
         self, draft_tree: DraftTree, continuation: Continuation, planner: Planner | None, emitted: Sequence[int]
@@ -147,8 +147,8 @@ class Decoder:
 
     # --- the prompt ------------------------------------------------------------------------------------------------------
 
-    def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> Cycle:
-        """The step that emits the first token."""
+    def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> None:
+        """Reads what the caches lack of the prompt, and emits the first token."""
         prompt, settings, started = selector.prompt, selector.settings, perf_counter_ns()
         selector.begin()
         self.device.enter()
@@ -163,7 +163,6 @@ class Decoder:
             self.next_token(last)
             self.history.accept([last], selector.ids[-1:])
         stats.prefill_ns = perf_counter_ns() - started
-        return Cycle((), 0, (), None, (0, stats.prefill_ns, 0))
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
         """Fills the target's cache with what it lacks of a prompt, in chunks; the drafter is to read it later.
@@ -177,10 +176,8 @@ class Decoder:
             part = prompt[start : start + self.form.chunk]
             n = len(part)
             self.feed(part)
-            if speculate:
-                self.history.record(begin, start + n, n)
-        if speculate and n:  # the last row is the first draft's
-            self.history.pending_range = range(begin, len(prompt) - 1)
+            if speculate:  # the last row is the first draft's
+                self.history.record(start, n, range(begin, min(start + n, len(prompt) - 1)))
         return n - 1
 
     def feed(self, tokens: Sequence[int]) -> None:

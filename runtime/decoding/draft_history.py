@@ -37,11 +37,11 @@ class DraftHistory:
         """Rows of the drafter's cache that belong to the text from its beginning."""
         return min(self.valid_length, int(self._passes.draft_cache.length[0]))
 
-    def record(self, begin: int, end: int, rows: int) -> None:
-        """Keeps the first ``rows`` hidden rows of a prompt's last pass, which ended at position ``end``, for ``catch_up``. begin: of
-        what is to be read."""
-        self._device.move(self.hidden_history, end - rows, self._last_hidden, 0, rows)
-        self.pending_range = range(begin, end)
+    def record(self, position: int, rows: int, pending: range) -> None:
+        """Keeps the first ``rows`` hidden rows of the last pass, which began at ``position``, for ``catch_up``. pending: positions
+        that it is to read."""
+        self._device.move(self.hidden_history, position, self._last_hidden, 0, rows)
+        self.pending_range = pending
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Leaves accepted rows of the target's last pass, and the token after each, for the next draft."""

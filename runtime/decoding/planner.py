@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf
 
-from .prices import Costs, _Price, _Prices
+from .prices import Costs, Price, Prices
 from .prompt_lookup import MOST, Lookup
 
 _MEMORY = 0.97  # of a cycle ago, in what is counted
@@ -48,7 +48,7 @@ class Planner:
 
     def __init__(self, costs: Costs, depth: int, padded: int = 0) -> None:
         """depth: of the deepest row. padded: rows that every pass has, 0 where it has as many as it needs."""
-        self._target, self._draft, self._host = _Prices(costs.target), _Price(costs.draft), _Price(costs.host)
+        self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
         self._until, self._check = 0, _CHECK[0]  # drafts and lookups before a plain pass is due, and after it before the next
         # By depth: how often rows there were accepted, and how often their scores say they should have been.
         self._taken = [_DOUBT * _HOPE**at for at in range(depth + 1)]

@@ -114,7 +114,7 @@ def _table(raw: object, rows: int) -> dict[int, float]:
     return found
 
 
-class _Price:
+class Price:
     """What one kind of pass takes: the shortest of the last few measurements, since other load only lengthens a pass. Before the
     first, a guess."""
 
@@ -134,7 +134,7 @@ class _Price:
         return self._last[-1][0] + _OLD[len(self._last) > 1] if self._last else -1
 
 
-class _Prices:
+class Prices:
     """Prices of passes by their rows, which never fall with rows.
 
     A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately costs
@@ -143,7 +143,7 @@ class _Prices:
     """
 
     def __init__(self, guesses: Mapping[int, float]) -> None:
-        self._passes = {rows: _Price(cost) for rows, cost in sorted(rising(guesses).items())}
+        self._passes = {rows: Price(cost) for rows, cost in sorted(rising(guesses).items())}
         self._clock, self._until = 0, 0  # passes; and at how many what is known now will be partly forgotten
         self.now = {rows: price.value for rows, price in self._passes.items()}
 

@@ -239,7 +239,7 @@ def _terminable() -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argument_parser("device_check", __doc__)
+    parser = argument_parser("device-check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     parser.add_argument("--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
