@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import MANIFEST, Form, Graph, Manifest, Port, TreeShape
+from runtime.bundle.manifest import MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -31,9 +31,10 @@ from .weights.source import Location
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def _ports(values: Any) -> tuple[Port, ...]:
+def _tensor_specs(values: Any) -> tuple[TensorSpec, ...]:
     return tuple(
-        Port(v.name, str(v.dtype.numpy()), tuple(d if isinstance(d, int) else str(d.value) for d in v.shape)) for v in values
+        TensorSpec(v.name, str(v.dtype.numpy()), tuple(d if isinstance(d, int) else str(d.value) for d in v.shape))
+        for v in values
     )
 
 
@@ -63,20 +64,20 @@ def _graphs(
     folder: Path,
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
-    made, graphs, schemes = plan.layouts[backend], {}, plan.schemes(BACKENDS[backend].codes)
+    made, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
     modules = plan.pair.modules(plan.tree, made.slots, plan.positions, *dialects, schemes)
     for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
         model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
         operators.check(model, kind if kind in operators.PARSERS else backend)
-        ports = _ports(model.graph.inputs), _ports(model.graph.outputs)
-        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *ports)
+        tensors = _tensor_specs(model.graph.inputs), _tensor_specs(model.graph.outputs)
+        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
     return graphs
 
 
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
-    made = plan.layouts[backend]
+    made = plan.trace_specs[backend]
     graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
     spares = {
         (name := spare.__name__.lower()): _graphs(plan, backend, (spare, spare), f"{backend}-{name}", locations, folder)

@@ -151,9 +151,9 @@ def _rows(args: argparse.Namespace) -> int:
     """R unless ``--rows`` says otherwise: what costs little on every backend."""
     from .backends.specs import BACKENDS, INT4_ROWS
 
-    needs = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights == "int4" and any(own.static for own in needs)
-    return min([own.rows for own in needs] + [INT4_ROWS] * unpacked)
+    spec = [BACKENDS[name] for name in args.backend]
+    unpacked = args.weights == "int4" and any(own.static for own in spec)
+    return min([own.rows for own in spec] + [INT4_ROWS] * unpacked)
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":

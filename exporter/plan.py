@@ -1,4 +1,4 @@
-"""What an export is going to write: files, sizes, layouts and the memory it takes, before anything is written."""
+"""What an export is going to write: files, sizes, trace specs and the memory it takes, before anything is written."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from graphs.dialects.quantization import FP8, Scheme
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError
 
-from .backends.specs import BACKENDS, Layout, layout, tables
+from .backends.specs import BACKENDS, TraceSpec, tables, trace_spec
 from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
 from .weights.packer import ALIGNMENT
@@ -51,9 +51,9 @@ class Plan:
     link: bool = False
 
     @property
-    def layouts(self) -> dict[str, Layout]:
+    def trace_specs(self) -> dict[str, TraceSpec]:
         wanted = (self.pair, self.tree, self.capacity, self.quantized.keys(), self.exact)
-        return {name: layout(name, *wanted) for name in self.backends}
+        return {name: trace_spec(name, *wanted) for name in self.backends}
 
     @property
     def exact(self) -> bool:
@@ -68,7 +68,7 @@ class Plan:
     @property
     def positions(self) -> int:
         """Rows of the rotary tables."""
-        return tables(self.layouts, self.tree, self.capacity)
+        return tables(self.trace_specs, self.tree, self.capacity)
 
     @property
     def codes(self) -> tuple[torch.dtype, ...]:

@@ -64,17 +64,17 @@ def signature(
     def axes(*names: str) -> tuple[list[int], dict[int, str]]:
         return [sizes.get(n, 5 if n == "rows" else 3) for n in names], {i: n for i, n in enumerate(names) if n not in sizes}
 
-    def port(name: str, dtype: torch.dtype, *names: str, width: int | None = None) -> Input:
+    def spec(name: str, dtype: torch.dtype, *names: str, width: int | None = None) -> Input:
         shape, symbolic = axes(*names)
         return name, torch.zeros(*shape, *([width] if width else []), dtype=dtype), symbolic
 
     written = _names("new" if module.ops.appends else "present", layers)
     if isinstance(module, Target):
-        ids = [port(name, torch.int64, "rows") for name in ("tokens", "depth")]
-        mask = port("mask", torch.bool, "rows", "rows")
+        ids = [spec(name, torch.int64, "rows") for name in ("tokens", "depth")]
+        mask = spec("mask", torch.bool, "rows", "rows")
         return [*ids, mask, length, *cached], ["choice", "logits", "hidden", *written]
-    tokens, path = (port(name, torch.int64, "accepted") for name in ("tokens", "path"))
-    rows = port("hidden", dtype, "rows", width=hidden)
+    tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
+    rows = spec("hidden", dtype, "rows", width=hidden)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
     return [tokens, rows, path, count, length, *cached], [*tree, *written]

@@ -83,13 +83,13 @@ class Drafter(nn.Module):
         """
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
-        sight = self.ops.sight(None, tokens.shape[0], past_length, caches[0])
+        attention_mask = self.ops.attention_mask(None, tokens.shape[0], past_length, caches[0])
         x = self.fuse(tokens, self.ops.gather(hidden, path))
         present: list[Tensor] = []
         pasts: list[Past] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position, key.dtype)
-            attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
+            attended, *written = self.ops.attend(rows, (key, value), past_length, attention_mask)
             x = layer.finish(x, attended)
             present += written
             pasts.append(Past((key, value), past_length, (written[0], written[1]), count))
@@ -105,7 +105,7 @@ class Drafter(nn.Module):
             position = (length + len(beside[0])).expand(tokens.shape[0])
             for layer, past, siblings in zip(self.layers, pasts, beside, strict=True):
                 rows = layer.project(x, self.rotary, position, past.cache[0].dtype)
-                attended, own = self.ops.peek(rows, past, siblings, slots)
+                attended, own = self.ops.attend_readonly(rows, past, siblings, slots)
                 siblings.append(own)
                 x = layer.finish(x, attended)
             return x

@@ -50,12 +50,12 @@ class Target(nn.Module):
         ``choose``), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and what the dialect returns of the caches.
         """
         position = past_length + depth
-        sight = self.ops.sight(mask, tokens.shape[0], past_length, caches[0])
+        attention_mask = self.ops.attention_mask(mask, tokens.shape[0], past_length, caches[0])
         x = F.embedding(tokens, self.embed_tokens.weight)
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position, key.dtype)
-            attended, *written = self.ops.attend(rows, (key, value), past_length, sight)
+            attended, *written = self.ops.attend(rows, (key, value), past_length, attention_mask)
             x = layer.finish(x, attended)
             present += written
         hidden = self.norm(x)

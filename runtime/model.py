@@ -15,7 +15,7 @@ from .bundle.manifest import Form
 from .bundle.reader import Bundle
 from .decoding.cycle import Cycle
 from .decoding.decoder import Decoder, check
-from .decoding.grammar import Guides
+from .decoding.grammar import GrammarMatchers
 from .decoding.prices import Costs
 from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
@@ -85,9 +85,9 @@ class Model:
         return ChatTemplate.of(self.bundle.path)
 
     @cached_property
-    def _guides(self) -> Guides:
+    def _matchers(self) -> GrammarMatchers:
         manifest = self.bundle.manifest
-        return Guides(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
+        return GrammarMatchers(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
@@ -143,8 +143,8 @@ class Model:
         """What chooses a text's tokens, at its beginning."""
         # Stop strings need a tokenizer, a callback does without.
         needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
-        guide = self._guides.start(settings.grammar) if settings.grammar else None
-        return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, guide)
+        matcher = self._matchers.start(settings.grammar) if settings.grammar else None
+        return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, matcher)
 
     def session(self, saved: str | Path | None = None) -> Session:
         """A text over several turns. saved: a file of ``Session.save`` to go on from."""

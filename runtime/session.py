@@ -113,9 +113,9 @@ class Session:
 
 def _size(decoder: Decoder) -> int:
     """Bytes that the arrays of a saved session can have."""
-    caches = [port for name in ("target", "draft") for port in decoder.passes.graphs[name].caches]
+    caches = [tensor for name in ("target", "draft") for tensor in decoder.passes.graphs[name].caches]
     ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
-    return ids + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in caches)
+    return ids + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in caches)
 
 
 def _read(path: Path, most: int) -> dict[str, np.ndarray]:

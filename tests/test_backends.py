@@ -78,13 +78,13 @@ def bench(running: tuple[str, str], bundle: Path) -> Iterator[Bench]:
 
 def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
     """Two calls of one engine, bound to different buffers, interleaved, give what each gives alone."""
-    ports = bench.cache.bindings(bench.graph)
+    tensors = bench.cache.bindings(bench.graph)
     given, chosen, logits = [bench.inputs(seed) for seed in (0, 1)], [], []
     for _ in given:
         chosen.append(np.zeros(ROWS, np.int64))
         logits.append(bench.device.zeros((ROWS, bench.manifest.vocabulary), bench.manifest.dtype))
     calls = [
-        bench.engine.bind({**inputs, **ports, "choice": choice, "logits": out})
+        bench.engine.bind({**inputs, **tensors, "choice": choice, "logits": out})
         for inputs, choice, out in zip(given, chosen, logits, strict=True)
     ]
     alone = []
@@ -103,15 +103,15 @@ def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
 
 
 def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
-    ports, inputs, choice, both = (
+    tensors, inputs, choice, both = (
         bench.cache.bindings(bench.graph),
         bench.inputs(3),
         np.zeros(ROWS, np.int64),
         np.zeros(ROWS, np.int64),
     )
     hidden = bench.device.zeros((ROWS, bench.manifest.hidden), bench.manifest.dtype)
-    bench.engine.bind({**inputs, **ports, "choice": both, "hidden": hidden, "a name of no port": np.zeros(3)})()
-    past = {name: port for name, port in ports.items() if not name.startswith("new_")}
+    bench.engine.bind({**inputs, **tensors, "choice": both, "hidden": hidden, "a name of no port": np.zeros(3)})()
+    past = {name: tensor for name, tensor in tensors.items() if not name.startswith("new_")}
     bench.engine.bind({**inputs, **past, "choice": choice})()
     assert choice.tolist() == both.tolist()
     assert np.isfinite(bench.device.read(hidden)).all()

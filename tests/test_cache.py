@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.bundle.manifest import Graph, Port
+from runtime.bundle.manifest import Graph, TensorSpec
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Device, Host
 from tests.accelerator import Lazy
@@ -16,12 +16,12 @@ ROWS = 9
 def graph(name: str, layers: int, kv_heads: int, capacity: int, head_dim: int, rows: int | None = None) -> Graph:
     """rows: of an appending graph, None for one that writes in place."""
 
-    def ports(prefix: str, positions: int) -> list[Port]:
+    def tensors(prefix: str, positions: int) -> list[TensorSpec]:
         shape = (1, kv_heads, positions, head_dim)
-        return [Port(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")]
+        return [TensorSpec(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")]
 
-    written = ports("new", rows) if rows else ports("present", capacity)
-    return Graph(name, 0, 0, "float32", (Port("tokens", "int64", ("rows",)), *ports("past", capacity)), tuple(written))
+    written = tensors("new", rows) if rows else tensors("present", capacity)
+    return Graph(name, 0, 0, "float32", (TensorSpec("tokens", "int64", ("rows",)), *tensors("past", capacity)), tuple(written))
 
 
 def write(device: Device, array: object, values: np.ndarray) -> None:
@@ -43,16 +43,16 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
     # Two graphs share the cache; each pass is made by either.
     graphs = [graph(name, layers, heads, capacity, dim, rows if appends else None) for name, rows in (("a", ROWS), ("b", 4))]
     cache = KVCache(device, *graphs)
-    names = [port.name for port in graphs[0].caches]
+    names = [tensor.name for tensor in graphs[0].caches]
     while len(kept) < capacity and data.draw(st.booleans()):
         which = data.draw(st.integers(0, 1))
         rows = data.draw(st.integers(1, min((ROWS, 4)[which], capacity - len(kept))))
-        start, ports = int(cache.length[0]), cache.bindings(graphs[which])
+        start, tensors = int(cache.length[0]), cache.bindings(graphs[which])
         shape = (len(names), heads, rows, dim)
         values = np.arange(stamp, stamp + np.prod(shape), dtype=np.float32).reshape(shape)
         stamp += values.size
         for i, name in enumerate(names):
-            written = ports[name.replace("past", "new" if appends else "present")]
+            written = tensors[name.replace("past", "new" if appends else "present")]
             whole = device.read(written).copy()
             first = 0 if appends else start
             whole[0, :, first : first + rows] = values[i]
@@ -70,9 +70,9 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
 def test_ports_are_views_of_one_slab() -> None:
     one = graph("x", 2, 3, 8, 4)
     cache = KVCache(Host(), one)
-    ports = cache.bindings(one)
+    tensors = cache.bindings(one)
     names = {f"{t}_{p}.{i}" for t in ("past", "present") for p in ("key", "value") for i in (0, 1)}
-    assert set(ports) == names | {"past_length"}
-    ports["past_value.1"][0, 2, 5] = 7
+    assert set(tensors) == names | {"past_length"}
+    tensors["past_value.1"][0, 2, 5] = 7
     assert (cache.data.reshape(2, 2, 3, 8, 4)[1, 1, 2, 5] == 7).all()
-    assert ports["present_value.1"].ctypes.data == ports["past_value.1"].ctypes.data
+    assert tensors["present_value.1"].ctypes.data == tensors["past_value.1"].ctypes.data

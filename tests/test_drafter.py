@@ -108,7 +108,7 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
     # What lies behind the filled part of a cache is left over from earlier cycles: it must never be read.
     slabs = [t.fill_(1e4).numpy() for t in held]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
-    ports = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+    tensors = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
 
     def run(*inputs: Tensor) -> list[Tensor]:
         names = ("tokens", "hidden", "path", "count", "past_length")
@@ -120,7 +120,7 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
             "tree_score": np.zeros(rows, np.float32),
         }
         feed = {name: np.ascontiguousarray(value.numpy()) for name, value in zip(names, inputs, strict=True)}
-        engine.bind(feed | out | ports)()
+        engine.bind(feed | out | tensors)()
         return [torch.from_numpy(value) for value in out.values()]
 
     return run

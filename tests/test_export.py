@@ -198,28 +198,28 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
         n: onnx.load(str(bundle / f"graphs/cpu/{n}.onnx"), load_external_data=False).graph
         for n in ("target", "draft", "extend")
     }
-    ports = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
+    tensors = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
     cache = [1, 1, 64, 16]
-    assert {n: ports["target"][n] for n in ("tokens", "depth", "mask", "past_length", "choice", "logits", "hidden")} == {
+    assert {n: tensors["target"][n] for n in ("tokens", "depth", "mask", "past_length", "choice", "logits", "hidden")} == {
         "tokens": ["rows"], "depth": ["rows"], "mask": ["rows", "rows"], "past_length": [1], "choice": ["rows"],
         "logits": ["rows", 211], "hidden": ["rows", 32],
     }  # fmt: skip
     assert all(
-        ports["target"][f"{when}_{part}.{i}"] == cache
+        tensors["target"][f"{when}_{part}.{i}"] == cache
         for when in ("past", "present")
         for part in ("key", "value")
         for i in (0, 1)
     )
     for graph in ("draft", "extend"):
-        assert {n: ports[graph][n] for n in ("tokens", "path", "hidden", "count", "past_length", "past_key.1")} == {
+        assert {n: tensors[graph][n] for n in ("tokens", "path", "hidden", "count", "past_length", "past_key.1")} == {
             "tokens": ["accepted"], "path": ["accepted"], "hidden": ["rows", 32], "count": [1], "past_length": [1], "past_key.1": cache,
         }  # fmt: skip
-    tree = {n: a for n, a in ports["draft"].items() if n.startswith("tree_")}
+    tree = {n: a for n, a in tensors["draft"].items() if n.startswith("tree_")}
     assert tree == {
         "tree_tokens": [9], "tree_depth": [9], "tree_parent": [9], "tree_mask": [9, 9], "tree_score": [9],
     }  # fmt: skip
-    assert not any(n.startswith("tree_") for n in ports["extend"])
-    assert {a for p in ports.values() for shape in p.values() for a in shape if isinstance(a, str)} == {"rows", "accepted"}
+    assert not any(n.startswith("tree_") for n in tensors["extend"])
+    assert {a for p in tensors.values() for shape in p.values() for a in shape if isinstance(a, str)} == {"rows", "accepted"}
 
 
 def test_the_manifest_repeats_the_graphs_contract(bundle: Path) -> None:
@@ -1009,8 +1009,8 @@ def test_an_operator_that_the_backend_does_not_take_stops_the_export(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """MIGraphX asked for with a dialect that is not its own."""
-    needs = forms.BACKENDS["migraphx"]
-    monkeypatch.setitem(forms.BACKENDS, "migraphx", replace(needs, dialect=Standard))  # type: ignore[arg-type]
+    spec = forms.BACKENDS["migraphx"]
+    monkeypatch.setitem(forms.BACKENDS, "migraphx", replace(spec, dialect=Standard))  # type: ignore[arg-type]
     assert main(options(tiny, tmp_path / "out", "--backend", "migraphx")) == 1
     assert "MIGraphX 2.16 takes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -66,20 +66,20 @@ def spelled(model: ir.Model) -> list[Any]:
         else:
             names[value] = str(tensor.numpy().tolist())
 
-    def port(value: ir.Value | None) -> tuple[str, ...]:
+    def tensor(value: ir.Value | None) -> tuple[str, ...]:
         if value is None:
             return ("",)
         return names.setdefault(value, f"made {len(names)}"), str(value.dtype), str(value.shape)
 
     return [
-        *(port(value) for value in graph.inputs),
+        *(tensor(value) for value in graph.inputs),
         *(
             (node.domain, node.op_type, node.version, sorted((name, str(a)) for name, a in node.attributes.items()),
-             [port(value) for value in node.inputs], [port(value) for value in node.outputs])
+             [tensor(value) for value in node.inputs], [tensor(value) for value in node.outputs])
             for node in graph
         ),
-        *((value.name, port(value)) for value in graph.outputs),
-        *sorted(port(value) for value in graph.initializers.values()),
+        *((value.name, tensor(value)) for value in graph.outputs),
+        *sorted(tensor(value) for value in graph.initializers.values()),
         sorted(model.opset_imports.items()),
     ]  # fmt: skip
 

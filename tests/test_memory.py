@@ -9,7 +9,7 @@ import pytest
 
 from runtime import GumihoError, load
 from runtime.backends import backend, memory
-from runtime.backends.memory import Free, Needs, Space
+from runtime.backends.memory import Free, MemoryNeeds, Space
 from runtime.bundle.reader import Bundle
 from runtime.engines.memory_check import require
 from runtime.engines.store import compile_engines
@@ -72,10 +72,10 @@ def test_control_groups_allow_less(linux: Linux) -> None:
 class Fake:
     NAME = "fake"
 
-    def __init__(self, needs: Needs, free: Free | None) -> None:
+    def __init__(self, needs: MemoryNeeds, free: Free | None) -> None:
         self.needs, self.device = needs, free
 
-    def memory(self, bundle: Any) -> Needs:
+    def memory(self, bundle: Any) -> MemoryNeeds:
         return self.needs
 
     def free(self) -> Free | None:
@@ -99,7 +99,7 @@ def test_what_cannot_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, running: Space, free: Free | None, message: str | None
 ) -> None:
     monkeypatch.setattr(memory, "host_free", lambda: 10 * GB)
-    fake: Any = Fake(Needs(SMALL, running), free)
+    fake: Any = Fake(MemoryNeeds(SMALL, running), free)
     if message is None:
         assert require(SimpleNamespace(), fake) == running  # type: ignore[arg-type]
         return
@@ -111,7 +111,7 @@ def test_what_cannot_fit_is_refused(
 
 def test_compiling_takes_what_it_takes_and_what_running_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_free", lambda: 10 * GB)
-    fake: Any = Fake(Needs(Space(20 * GB, 1), Space(1 * GB, 3 * GB)), Free(4 * GB, False))
+    fake: Any = Fake(MemoryNeeds(Space(20 * GB, 1), Space(1 * GB, 3 * GB)), Free(4 * GB, False))
     assert require(SimpleNamespace(), fake) == fake.needs.running  # type: ignore[arg-type]
     with pytest.raises(GumihoError, match=r"compiling for fake needs about 20\.0 GB of memory"):
         require(SimpleNamespace(), fake, compiling=True)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_migraphx_holds_weights_on_both_sides(amd: Any, bundle: Path) -> None:
     work = memory.buffers(read, "migraphx")
     assert work > read.caches("migraphx") + 4 * 8 * 2048
     # Saving the target takes four times its weights, loading it three times; then it stays once while the others come.
-    assert backend("migraphx").memory(read) == Needs(Space(64 * GB, 16 * GB), Space(48 * GB, 22 * GB + work))
+    assert backend("migraphx").memory(read) == MemoryNeeds(Space(64 * GB, 16 * GB), Space(48 * GB, 22 * GB + work))
 
     def turn(manifest: dict[str, Any]) -> None:
         graphs = manifest["forms"]["migraphx"]["graphs"]

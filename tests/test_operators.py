@@ -29,8 +29,8 @@ OPSETS = {"migraphx": 18, "tensorrt": 24, "tensorrt-basic": 18}
 
 def made(backend: str, nodes: str, opset: int = 0) -> ir.Model:
     """``inputs => outputs | initializers | nodes`` in ONNX's text syntax; the initializers may be left out."""
-    ports, *weights, body = nodes.split("|")
-    ends = " => ".join(f"({end.strip()})" for end in ports.split("=>"))
+    tensors, *weights, body = nodes.split("|")
+    ends = " => ".join(f"({end.strip()})" for end in tensors.split("=>"))
     imports = f'"" : {opset or OPSETS[backend]}, "com.microsoft" : 1'
     inner = f"<{weights[0]}>" if weights else ""
     return ir.from_onnx_text(f"<ir_version: 10, opset_import: [{imports}]> g {ends} {inner} {{ {body} }}")

@@ -46,9 +46,9 @@ class Ops(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, depth: Tensor, mask: Tensor, past: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, ...]:
         rows = self.rows(q, k, v, past + depth)
-        sight = self.ops.sight(mask, q.shape[0], past, keys)
-        out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, sight)
-        causal = self.ops.sight(None, q.shape[0], past, keys)
+        attention_mask = self.ops.attention_mask(mask, q.shape[0], past, keys)
+        out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, attention_mask)
+        causal = self.ops.attention_mask(None, q.shape[0], past, keys)
         in_order = self.rows(q, k, v, past + torch.arange(q.shape[0]))
         plain, *_ = self.ops.attend(in_order, (keys, values), past, causal)
         return self.ops.rms_norm(q, self.norm, EPS), out, plain, new_keys, new_values
@@ -68,12 +68,12 @@ class Peek(nn.Module):
         def rows(i: int, j: int, position: Tensor) -> Rows:
             return Rows(*(x[i:j] for x in (q, k, v)), HEADS, KV, position, self.cos, self.sin)
 
-        sight = self.ops.sight(None, 3, length, keys)
-        _, *written = self.ops.attend(rows(0, 3, length + torch.arange(3)), (keys, values), length, sight)
+        attention_mask = self.ops.attention_mask(None, 3, length, keys)
+        _, *written = self.ops.attend(rows(0, 3, length + torch.arange(3)), (keys, values), length, attention_mask)
         count = torch.full((1,), 2, dtype=torch.int64)
         past = Past((keys, values), length, (written[0], written[1]), count)
-        first, own = self.ops.peek(rows(3, 6, (length + 2).expand(3)), past, [], seen[:3, :3])
-        second, _ = self.ops.peek(rows(6, 8, (length + 3).expand(2)), past, [own], seen[3:])
+        first, own = self.ops.attend_readonly(rows(3, 6, (length + 2).expand(3)), past, [], seen[:3, :3])
+        second, _ = self.ops.attend_readonly(rows(6, 8, (length + 3).expand(2)), past, [own], seen[3:])
         values_k, indices = self.ops.top_k(few, 7)
         picked = self.ops.gather(few, indices[0])
         best = self.ops.best(few.reshape(-1), 50)

@@ -560,7 +560,7 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Exact)),
         ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Exact)),
     ):  # fmt: skip
-        made = wanted(tmp_path / pair, *options).layouts["cpu"]
+        made = wanted(tmp_path / pair, *options).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, options)
 
 

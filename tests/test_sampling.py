@@ -23,10 +23,10 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 def sampler(
     settings: Settings, vocabulary: int, prompt: Sequence[int] = (0,), text: Sequence[int] = (), ends: Sequence[int] = (),
-    guide: Any = None, seed: int = 0,
+    matcher: Any = None, seed: int = 0,
 ) -> Sampler:  # fmt: skip
     """A sampler that has accepted a text."""
-    made = Sampler(settings, seed, prompt, vocabulary, frozenset(ends), guide)
+    made = Sampler(settings, seed, prompt, vocabulary, frozenset(ends), matcher)
     for token in text:
         made.accept(token)
     return made
@@ -170,7 +170,7 @@ def test_margin_is_what_a_logit_lacks(data: st.DataObject, row: np.ndarray, temp
     assert made.margin(row, banned) == inf
 
 
-class FakeGuide:
+class FakeMatcher:
     """Allows the odd tokens alone."""
 
     def __init__(self) -> None:
@@ -202,10 +202,10 @@ def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarra
         scores[:] = np.arange(len(scores))
 
     plain = sampler(Settings(**asked), len(row), prompt, text, [2]).processed(row)
-    guide, at, token = FakeGuide(), data.draw(st.integers(0, 3)), data.draw(st.integers(0, len(row) - 1))
+    matcher, at, token = FakeMatcher(), data.draw(st.integers(0, 3)), data.draw(st.integers(0, len(row) - 1))
     made = Settings(**asked, processors=[first, second], forced={len(text) + at: token})
-    guided = sampler(made, len(row), prompt, text, [2], guide)
-    assert guide.accepted == text
+    guided = sampler(made, len(row), prompt, text, [2], matcher)
+    assert matcher.accepted == text
     if at == 0 and token % 2 == 0:
         with pytest.raises(GumihoError, match=f"token {token}, forced at index {len(text)}, is not what the grammar allows"):
             guided.processed(row)
@@ -215,7 +215,7 @@ def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarra
     np.testing.assert_array_equal(calls[0][2], plain)
     plain[0] += 1
     np.testing.assert_array_equal(calls[1][2], plain)
-    np.testing.assert_array_equal(guide.saw[0], np.arange(len(row)))
+    np.testing.assert_array_equal(matcher.saw[0], np.arange(len(row)))
     expected = [i == token if at == 0 else i % 2 == 1 for i in range(len(row))]
     np.testing.assert_array_equal(out > -inf, expected)
     assert guided.choose(row) == (token if at == 0 else max(i for i in range(len(row)) if i % 2))
@@ -232,7 +232,7 @@ def test_idle_says_that_the_largest_logit_is_the_choice() -> None:
         {"frequency_penalty": -0.1}, {"no_repeat_ngram": 2}, {"banned": [1]}, {"processors": [lambda ids, row: None]},
     ):  # fmt: skip
         assert not sampler(Settings(**asked), 8, [1, 2], [3]).idle
-    assert not sampler(Settings(), 8, guide=FakeGuide()).idle
+    assert not sampler(Settings(), 8, matcher=FakeMatcher()).idle
     made, idle = sampler(Settings(forced={1: 5, 3: 6}, min_new_tokens=1), 8, [1, 2]), []
     for token in range(5):
         idle.append(made.idle)

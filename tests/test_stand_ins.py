@@ -149,8 +149,8 @@ def test_tensorrts_engines_keep_their_promises(nvidia: ModuleType, bundle: Path)
     compiled(bundle, "tensorrt")
     keeps_its_promises(bundle, "tensorrt")
     bench = promises.Bench(bundle, "tensorrt", "")
-    ports = {name: port for name, port in bench.cache.bindings(bench.graph).items() if not name.startswith("present")}
-    bench.engine.bind({**bench.inputs(0), **ports})()  # caches are written where they are read, asked for or not
+    tensors = {name: tensor for name, tensor in bench.cache.bindings(bench.graph).items() if not name.startswith("present")}
+    bench.engine.bind({**bench.inputs(0), **tensors})()  # caches are written where they are read, asked for or not
     bench.close()
 
 

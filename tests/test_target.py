@@ -98,7 +98,7 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, scheme: Scheme | None =
     engine, shape = Engine(session), pair.target_shape
     slabs = [t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, CAPACITY, shape.head_dim, torch.float32)]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
-    ports = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+    tensors = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
 
     def run(tokens: Tensor, depth: Tensor, mask: Tensor, past: int) -> list[Tensor]:
         rows = len(tokens)
@@ -108,7 +108,7 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, scheme: Scheme | None =
             "hidden": np.zeros((rows, shape.hidden), np.float32),
         }
         feed = {"tokens": tokens.numpy(), "depth": depth.numpy(), "mask": np.ascontiguousarray(mask.numpy())}
-        engine.bind(feed | {"past_length": np.array([past])} | out | ports)()
+        engine.bind(feed | {"past_length": np.array([past])} | out | tensors)()
         return [torch.from_numpy(value) for value in out.values()]
 
     return run

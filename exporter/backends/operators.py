@@ -100,7 +100,7 @@ def _refused(use: Use, rule: Rule, known: set[ir.Value], parser: Parser, opset: 
     if len(node.inputs) > rule.most[0] or len(node.outputs) > rule.most[1]:
         yield f"has {len(node.inputs)} inputs and {len(node.outputs)} outputs, at most {rule.most[0]} and {rule.most[1]} are read"
     for facts, out in zip(use.outputs, node.outputs, strict=True):
-        at_end = parser.ports if out.is_graph_output() else ""
+        at_end = parser.io_dtypes if out.is_graph_output() else ""
         if facts.dtype not in dtypes(parser.types + at_end):
             yield f"makes {facts.dtype.name if facts.dtype else 'no type'}, accepted are {named(parser.types)}"
     if mixed := _mixed(use, opset):
@@ -154,8 +154,8 @@ def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
         return found  # what follows from them would only bury them
     for end, values in (("input", graph.inputs), ("output", graph.outputs)):
         for value in values:
-            if value.dtype not in dtypes(parser.ports):
-                found.append((end, f"'{value.name}' is {value.dtype}, accepted are {named(parser.ports)}"))
+            if value.dtype not in dtypes(parser.io_dtypes):
+                found.append((end, f"'{value.name}' is {value.dtype}, accepted are {named(parser.io_dtypes)}"))
     for value in graph.initializers.values():
         tensor = value.const_value
         if parser.positional and isinstance(tensor, ir.ExternalTensor) and None in (tensor.offset, tensor.length):

@@ -73,7 +73,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Parser:
-    """Of a backend. opsets: that it knows, as far back as ours could go. ports: element types of a graph's inputs and outputs; types: of all other values.
+    """Of a backend. opsets: that it knows, as far back as ours could go. io_dtypes: element types of a graph's inputs and outputs; types: of all other values.
 
     operators: by name; a string says why one that the parser knows must not be used. empty: whether tensors without elements
     are taken. positional: whether external data are read by the order of their entries. floating: whether integers are computed
@@ -82,7 +82,7 @@ class Parser:
 
     label: str
     opsets: range
-    ports: str
+    io_dtypes: str
     types: str
     operators: Mapping[str, Rule | str] = field(repr=False)
     empty: bool

@@ -20,7 +20,7 @@ _STEP = 64  # positions of caches in place: TensorRT wants every address it is g
 
 
 @dataclass(frozen=True)
-class Needs:
+class BackendSpec:
     """What a backend can take. rows: of the default tree. static: one row count for every pass, pinned at export. dtypes: that it
     computes in, the default first. quantized: what weights may be quantized to. spare: dialects to fall back on if the device or
     the installed release cannot do with the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned: whether weights must lie at round
@@ -46,16 +46,18 @@ CUDA_TOP_K = 32
 INT4_ROWS = 16
 _GPU = (torch.float16, torch.float32)
 _BF16 = (*_GPU, torch.bfloat16)
-BACKENDS: Mapping[str, Needs] = {
+BACKENDS: Mapping[str, BackendSpec] = {
     # On a CPU a row is not free: 8 fp32 rows cost 1.4 passes of one, 64 rows cost 4.
-    "cpu": Needs(Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), drafter="int4"),
+    "cpu": BackendSpec(
+        Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), drafter="int4"
+    ),
     # CUDA graphs need every shape to be known. Weights are read from multiples of 256 bytes.
-    "cuda": Needs(Standard, rows=64, static=True, dtypes=_GPU, aligned=True),
+    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True),
     # It takes MatMulNBits of 4 bits alone, and DequantizeLinear of both.
-    "migraphx": Needs(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
+    "migraphx": BackendSpec(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
     # TensorRT's documentation of its quantized types names blocks of 64 and 128 numbers for int4, and no others.
     # Releases before 10.15 have neither attention nor caches in place.
-    "tensorrt": Needs(
+    "tensorrt": BackendSpec(
         Standard,
         rows=64,
         static=True,
@@ -69,7 +71,7 @@ BACKENDS: Mapping[str, Needs] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class TraceSpec:
     """How a backend's graphs are traced.
 
     dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: of every
@@ -84,15 +86,15 @@ class Layout:
     pinned: Mapping[str, Mapping[str, int]]
 
 
-def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str], exact: bool) -> Layout:
+def trace_spec(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str], exact: bool) -> TraceSpec:
     """The layout of a backend's graphs for a pair, its tree, and the positions a text may take.
 
     quantized: whose weights are, of ``target`` and ``draft``. exact: whether the CPU has products for all of the target's that round
     rows and add up each alike.
     """
-    needs = BACKENDS[backend]
-    dialect = needs.dialect
-    if not needs.static:
+    spec = BACKENDS[backend]
+    dialect = spec.dialect
+    if not spec.static:
         # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
         odd = any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim))
         usual = Standard if odd else dialect
@@ -100,7 +102,7 @@ def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized:
         own = usual if "target" not in quantized else Exact if exact else Standard
         drafting = Exact if odd and "draft" in quantized else usual
         sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
-        return Layout(own, drafting, capacity, min(_CHUNK, capacity), False, sizes)
+        return TraceSpec(own, drafting, capacity, min(_CHUNK, capacity), False, sizes)
     rows, accepted = tree.rows, tree.depth + 1
     # Rows of a padded pass that do not count are written behind those that do, so the last pass of a text needs room for them.
     slots = capacity if dialect.appends else -(-(capacity + rows) // _STEP) * _STEP
@@ -109,9 +111,11 @@ def layout(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized:
         "draft": {"accepted": accepted, "rows": rows},
         "extend": {"accepted": rows, "rows": rows},
     }
-    return Layout(dialect, dialect, slots, rows, True, pinned)
+    return TraceSpec(dialect, dialect, slots, rows, True, pinned)
 
 
-def tables(layouts: Mapping[str, Layout], tree: TreeConfig, capacity: int) -> int:
+def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int) -> int:
     """Rows of the rotary tables: the drafter looks a few positions past the text's end, padding as far as a chunk."""
-    return capacity + max(tree.serial_steps, *(layout.chunk if layout.static else 0 for layout in layouts.values()))
+    return capacity + max(
+        tree.serial_steps, *(trace_spec.chunk if trace_spec.static else 0 for trace_spec in trace_specs.values())
+    )

@@ -20,10 +20,10 @@ class Contrib(Standard):
     accuracy_level = 4
 
     @staticmethod
-    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
         """When traced: the rows' part of the mask as a bias, behind zeros for the past; None for causal rows."""
         if not is_in_onnx_export():
-            return Plain.sight(mask, rows, past_length, cache)
+            return Plain.attention_mask(mask, rows, past_length, cache)
         return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
 
     @staticmethod
@@ -60,10 +60,12 @@ class Contrib(Standard):
         return cls._by_head(x, weights, scales, biases)
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
-            return super().attend(rows, cache, past_length, sight)
-        return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, sight, rotary=True)
+            return super().attend(rows, cache, past_length, attention_mask)
+        return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, attention_mask, rotary=True)
 
     @staticmethod
     def best(x: Tensor, k: int) -> Tensor:

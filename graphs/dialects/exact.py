@@ -36,17 +36,17 @@ class Exact(Standard):
         return made * largest
 
     @staticmethod
-    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
         """When traced: the rows' part of the mask as a bias in double precision, behind zeros for the past."""
         if not is_in_onnx_export():
-            return Plain.sight(mask, rows, past_length, cache)
+            return Plain.attention_mask(mask, rows, past_length, cache)
         own = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
         return Contrib._bias(own, past_length, torch.float64)[0, 0]
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:
         """The shapes given here are short of the past: it is data."""
-        assert sight is not None
+        assert attention_mask is not None
         _, heads, n, d = q.shape
         kv_heads = keys.shape[1]
         zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
@@ -61,5 +61,5 @@ class Exact(Standard):
         scores = ops.symbolic("com.microsoft::FusedMatMul", (grouped, k), {"transB": 1}, dtype=q.dtype, shape=shape, version=1)
         if heads == kv_heads:
             scores = scores[:, :, :n]
-        weights = (scores.double() + torch.cat([sight] * (heads // kv_heads))).softmax(-1)
+        weights = (scores.double() + torch.cat([attention_mask] * (heads // kv_heads))).softmax(-1)
         return (weights @ v.double()).to(q.dtype).reshape(1, heads, -1, d)

@@ -128,7 +128,7 @@ class Plain:
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
-    def sight(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
         """What each row sees once the rows are written behind ``past_length``, in the form that ``attend`` takes.
 
         mask: bool [n, n] (row attends to row), None for causal rows; past_length: int64 [1]; cache: any cache of the pass.
@@ -141,7 +141,9 @@ class Plain:
         return (row < 0) | (own & mask.index_select(1, torch.where(own, row, 0)))
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values behind ``past_length`` and attends to the cache.
 
         Returns the attended rows [n, heads * d] and both caches, or where the dialect appends, the rows' part of them alone.
@@ -150,10 +152,10 @@ class Plain:
         written = past_length + torch.arange(k.shape[2], device=k.device)
         keys, values = cache[0].index_copy(2, written, k), cache[1].index_copy(2, written, v)
         q = cls.rotary(_split(rows.q, rows.heads), rows)
-        return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=sight, enable_gqa=True)), keys, values
+        return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=attention_mask, enable_gqa=True)), keys, values
 
     @classmethod
-    def peek(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+    def attend_readonly(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
         """Attends to a cache, as ``attend`` left it, and to rows beside it that are never written down.
 
         beside: what earlier calls returned for their rows; seen: bool [n, m], which of those m rows and of its own, in this
@@ -163,7 +165,7 @@ class Plain:
 
     @classmethod
     def _beside(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
-        """``peek`` at the first ``length`` (int64 [1]) positions of a cache."""
+        """``attend_readonly`` over the first ``length`` (int64 [1]) positions of a cache."""
         own = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
         keys, values = (torch.cat([pair[i] for pair in [*beside, own]], dim=2) for i in (0, 1))
         q = cls.rotary(_split(rows.q, rows.heads), rows)

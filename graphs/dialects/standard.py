@@ -34,9 +34,11 @@ class Standard(Plain):
         return out.to(x.dtype)
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, sight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
-            return super().attend(rows, cache, past_length, sight)
+            return super().attend(rows, cache, past_length, attention_mask)
         q, k = cls.rotary(_split(rows.q, rows.heads), rows), cls.rotary(_split(rows.k, rows.kv_heads), rows)
         keys, values = (
             ops.symbolic(
@@ -44,11 +46,11 @@ class Standard(Plain):
             )
             for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
         )
-        return _join(cls._attention(q, keys, values, sight, past_length + q.shape[2])), keys, values
+        return _join(cls._attention(q, keys, values, attention_mask, past_length + q.shape[2])), keys, values
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, sight: Tensor | None, used: Tensor) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:
         """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
         # Scaled here: TensorRT would scale queries and keys by the root each, which is a pass over the whole cache.
-        inputs = (q * q.shape[-1] ** -0.5, keys, values, None if sight is None else sight[None, None])
+        inputs = (q * q.shape[-1] ** -0.5, keys, values, None if attention_mask is None else attention_mask[None, None])
         return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)

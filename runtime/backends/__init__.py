@@ -9,7 +9,7 @@ from ..bundle.manifest import Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
-from .memory import Free, Needs
+from .memory import Free, MemoryNeeds
 
 
 class Engine(Protocol):
@@ -44,7 +44,7 @@ class Backend(Protocol):
     def details(self) -> dict[str, str]:
         """What else there is to know of driver and device, for a reader."""
 
-    def memory(self, bundle: Bundle) -> Needs:
+    def memory(self, bundle: Bundle) -> MemoryNeeds:
         """What compiling and running take, about; compared with what is free by ``engines.memory_check.require``.
 
         Raises GumihoError where the processor lacks what the bundle's products take; so does ``open``.

@@ -23,7 +23,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """compiling: of making engines. running: of loading them and generating. Lower bounds, so that a refusal is never a guess."""
 
     compiling: Space
@@ -45,8 +45,10 @@ def size(nbytes: int) -> str:
 
 def buffers(bundle: "Bundle", backend: str) -> int:
     """Bytes of caches and outputs, those of symbolic sizes left out."""
-    ports = [port for graph in bundle.manifest.form(backend).graphs.values() for port in graph.outputs]
-    fixed = [port for port in ports if not port.name.startswith("present_") and all(isinstance(n, int) for n in port.shape)]
+    tensors = [tensor for graph in bundle.manifest.form(backend).graphs.values() for tensor in graph.outputs]
+    fixed = [
+        tensor for tensor in tensors if not tensor.name.startswith("present_") and all(isinstance(n, int) for n in tensor.shape)
+    ]
     return bundle.caches(backend) + sum(prod(map(int, p.shape)) * np.dtype(p.dtype).itemsize for p in fixed)
 
 

@@ -23,7 +23,7 @@ from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Stagi
 from ..devices.hip import Hip, advice
 from ..engines.memory_check import IGNORE
 from ..errors import GumihoError
-from .memory import Free, Needs, Space, buffers, size
+from .memory import Free, MemoryNeeds, Space, buffers, size
 from .migraphx_compile import Job, compile_apart
 
 try:
@@ -76,14 +76,14 @@ class MIGraphX:
     def details(self) -> dict[str, str]:
         return self._device.details() if self._device else {}
 
-    def memory(self, bundle: Bundle) -> Needs:
+    def memory(self, bundle: Bundle) -> MemoryNeeds:
         weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
         work = buffers(bundle, self.NAME)
         # Programs are loaded one after another, and each keeps its weights on the host for good, on a GPU too (``hip_copy_literal``).
         loading = max(sum(weights[:i]) + _LOADING * own for i, own in enumerate(weights))
         if self._device:
-            return Needs(Space(_SAVING * max(weights), max(weights)), Space(loading, sum(weights) + work))
-        return Needs(Space(_SAVING * max(weights)), Space(max(loading, sum(weights) + work)))
+            return MemoryNeeds(Space(_SAVING * max(weights), max(weights)), Space(loading, sum(weights) + work))
+        return MemoryNeeds(Space(_SAVING * max(weights)), Space(max(loading, sum(weights) + work)))
 
     def free(self) -> Free | None:
         return Free(self._device.memory()[0], self._device.unified) if self._device else None
@@ -183,7 +183,7 @@ def _output_parameters(program: Any, graph: Graph) -> dict[str, str]:
     src/replace_allocate.cpp and src/param_utils.cpp. Raises GumihoError for a parameter that is nothing the graph has: the program
     would read or write memory that nobody meant.
     """
-    inputs, found = {port.name for port in graph.inputs}, dict[str, str]()
+    inputs, found = {tensor.name for tensor in graph.inputs}, dict[str, str]()
     parameters, outputs = program.get_parameter_shapes(), program.get_output_shapes()
 
     def refuse(what: str) -> GumihoError:
@@ -212,7 +212,7 @@ class Engine:
 
     def __init__(self, program: Any, graph: Graph, device: Accelerator | None) -> None:
         self._program, self._device = program, device
-        self._outputs = [port.name for port in graph.outputs]  # in order, which is all that MIGraphX keeps of their names
+        self._outputs = [tensor.name for tensor in graph.outputs]  # in order, which is all that MIGraphX keeps of their names
         self._shapes = program.get_parameter_shapes()
         self._bound = _output_parameters(program, graph)
         self._inputs = self._shapes.keys() - self._bound.keys()

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import Form, Port
+from ..bundle.manifest import Form, TensorSpec
 from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging
 from ..errors import GumihoError
-from .memory import Free, Needs, Space, buffers
+from .memory import Free, MemoryNeeds, Space, buffers
 from .onnxruntime_install import INSTALL_CUDA, NO_PACKAGE, require_one
 
 try:
@@ -47,10 +47,10 @@ class Cpu:
     def details(self) -> dict[str, str]:
         return {"cores": str(os.cpu_count())}
 
-    def memory(self, bundle: Bundle) -> Needs:
+    def memory(self, bundle: Bundle) -> MemoryNeeds:
         _require_bytes(bundle)
         # Packed weights: those of the target, and of the drafter with an lm_head of its own. The optimizer leaves them in their files.
-        return Needs(Space(0), Space(bundle.weights() + bundle.caches(self.NAME)))
+        return MemoryNeeds(Space(0), Space(bundle.weights() + bundle.caches(self.NAME)))
 
     def free(self) -> Free | None:
         return None
@@ -109,10 +109,10 @@ class Cuda:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> Needs:
+    def memory(self, bundle: Bundle) -> MemoryNeeds:
         # Weights are copied to the device from their mapped files, tensor by tensor; each session holds its own there.
         weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
-        return Needs(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+        return MemoryNeeds(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
 
     def free(self) -> Free | None:
         return Free(self._device.memory()[0], self._device.unified)
@@ -255,7 +255,7 @@ class CudaEngine:
     """A session on CUDA. Every bound call is recorded as a CUDA graph of its own when a thread first makes it; ONNX Runtime then
     runs it three times over, which writes the same rows to the same places."""
 
-    def __init__(self, session: ort.InferenceSession, outputs: tuple[Port, ...], device: Accelerator) -> None:
+    def __init__(self, session: ort.InferenceSession, outputs: tuple[TensorSpec, ...], device: Accelerator) -> None:
         self._session: ort.InferenceSession | None = session
         self._device, self._ports = device, outputs
         self._inputs = {value.name for value in session.get_inputs()}

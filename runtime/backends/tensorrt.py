@@ -22,7 +22,7 @@ from ..bundle.manifest import Form, Graph
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import GumihoError
-from .memory import Free, Needs, Space, buffers
+from .memory import Free, MemoryNeeds, Space, buffers
 
 try:
     import tensorrt as trt
@@ -122,10 +122,12 @@ class TensorRT:
     def details(self) -> dict[str, str]:
         return self._device.details()
 
-    def memory(self, bundle: Bundle) -> Needs:
+    def memory(self, bundle: Bundle) -> MemoryNeeds:
         # Weights stay mapped on the host; on the device each plan holds its own, and while one is built tactics are tried beside.
         weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
-        return Needs(Space(_LIBRARIES, max(weights) + _TACTICS), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME)))
+        return MemoryNeeds(
+            Space(_LIBRARIES, max(weights) + _TACTICS), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME))
+        )
 
     def free(self) -> Free | None:
         return Free(self._device.memory()[0], self._device.unified)
@@ -221,21 +223,21 @@ class TensorRT:
         parser = trt.OnnxParserRefitter(refitter, _LOG)
         if not (parser.refit_from_bytes(source.read_bytes(), str(bundle.path / source.name)) and refitter.refit_cuda_engine()):
             raise self._stale(bundle, file, f"its weights do not fit: {_LOG.error}")
-        for port in (*graph.inputs, *graph.outputs):
-            if engine.get_tensor_mode(port.name) == trt.TensorIOMode.NONE:
+        for tensor in (*graph.inputs, *graph.outputs):
+            if engine.get_tensor_mode(tensor.name) == trt.TensorIOMode.NONE:
                 continue  # an input that nothing reads
-            wanted = np.dtype(port.dtype), port.shape, trt.TensorLocation.DEVICE
-            found = (np.dtype(trt.nptype(engine.get_tensor_dtype(port.name))), tuple(engine.get_tensor_shape(port.name)),
-                     engine.get_tensor_location(port.name))  # fmt: skip
+            wanted = np.dtype(tensor.dtype), tensor.shape, trt.TensorLocation.DEVICE
+            found = (np.dtype(trt.nptype(engine.get_tensor_dtype(tensor.name))), tuple(engine.get_tensor_shape(tensor.name)),
+                     engine.get_tensor_location(tensor.name))  # fmt: skip
             if found != wanted:
                 raise GumihoError(
-                    f"TensorRT {trt.__version__} takes '{port.name}' as {found}, and {source} has {wanted}: try another version"
+                    f"TensorRT {trt.__version__} takes '{tensor.name}' as {found}, and {source} has {wanted}: try another version"
                 )
-        for port in () if graph.appends else graph.caches:
-            written = port.name.replace("past", "present")
-            if engine.get_aliased_input_tensor(written) != port.name:
+        for tensor in () if graph.appends else graph.caches:
+            written = tensor.name.replace("past", "present")
+            if engine.get_aliased_input_tensor(written) != tensor.name:
                 raise GumihoError(
-                    f"TensorRT {trt.__version__} does not update cache '{port.name}' in place: try another version"
+                    f"TensorRT {trt.__version__} does not update cache '{tensor.name}' in place: try another version"
                 )
         return engine
 

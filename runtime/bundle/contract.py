@@ -1,25 +1,25 @@
-"""What the ports of a bundle's graphs must be: all of it follows from a few sizes, so a manifest that says otherwise is refused
+"""What the tensors of a bundle's graphs must be: all of it follows from a few sizes, so a manifest that says otherwise is refused
 before anything is allocated."""
 
 from .manifest import Form, Graph, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
-Ports = list[tuple[str, str, Shape]]
+Signature = list[tuple[str, str, Shape]]
 
 
 def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> None:
-    """Raises Damage naming the first port that is not what the sizes make it. at: where the graphs stand."""
+    """Raises Damage naming the first tensor that is not what the sizes make it. at: where the graphs stand."""
     drafters = [_caches(graphs[name], manifest) for name in ("draft", "extend")]
     if drafters[0] != drafters[1]:
         raise Damage(f"{at}: draft and extend have other caches, expected the same")
     for name, graph in graphs.items():
         inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest), graph.appends)
         for found, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
-            _compare([(port.name, port.dtype, port.shape) for port in found], expected, f"{at}.{name}: {kind}")
+            _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in found], expected, f"{at}.{name}: {kind}")
 
 
-def _compare(found: Ports, expected: Ports, at: str) -> None:
+def _compare(found: Signature, expected: Signature, at: str) -> None:
     if len(found) != len(expected):
         raise Damage(f"{at}s are {len(found)}, expected {len(expected)}")
     for one, other in zip(found, expected, strict=True):
@@ -29,7 +29,7 @@ def _compare(found: Ports, expected: Ports, at: str) -> None:
 
 def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache."""
-    shapes = [port.shape for port in graph.caches]
+    shapes = [tensor.shape for tensor in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or not all(isinstance(n, int) for n in shapes[0]):
         raise Damage(f"{graph.file} has no key and value cache of four static dimensions for every layer")
     _, kv_heads, positions, head_dim = (int(n) for n in shapes[0])
@@ -40,7 +40,7 @@ def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]
 
 def _expected(
     manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
-) -> tuple[Ports, Ports]:
+) -> tuple[Signature, Signature]:
     """Inputs and outputs of a graph, in order."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
@@ -48,26 +48,26 @@ def _expected(
     most: int | str = (manifest.depth + 1 if name == "draft" else form.chunk) if form.static else "accepted"
     read = rows if name == "target" else most
 
-    def cached(prefix: str, n: int | str) -> Ports:
+    def cached(prefix: str, n: int | str) -> Signature:
         return [(f"{prefix}_{part}.{i}", dtype, (1, kv_heads, n, head_dim)) for i in range(layers) for part in ("key", "value")]
 
     written = cached("new", read) if appends else cached("present", positions)
-    past: Ports = [("past_length", "int64", (1,)), *cached("past", positions)]
+    past: Signature = [("past_length", "int64", (1,)), *cached("past", positions)]
     if name == "target":
-        inputs: Ports = [("tokens", "int64", (rows,)), ("depth", "int64", (rows,)), ("mask", "bool", (rows, rows)), *past]
-        made: Ports = [
+        inputs: Signature = [("tokens", "int64", (rows,)), ("depth", "int64", (rows,)), ("mask", "bool", (rows, rows)), *past]
+        made: Signature = [
             ("choice", "int64", (rows,)),
             ("logits", dtype, (rows, manifest.vocabulary)),
             ("hidden", dtype, (rows, hidden)),
         ]
         return inputs, [*made, *written]
-    given: Ports = [
+    given: Signature = [
         ("tokens", "int64", (read,)),
         ("hidden", dtype, (rows, hidden)),
         ("path", "int64", (read,)),
         ("count", "int64", (1,)),
     ]
-    grown: Ports = [
+    grown: Signature = [
         ("tree_tokens", "int64", (tree,)), ("tree_depth", "int64", (tree,)), ("tree_parent", "int64", (tree,)),
         ("tree_mask", "bool", (tree, tree)), ("tree_score", "float32", (tree,)),
     ]  # fmt: skip

@@ -21,10 +21,10 @@ GraphName = Annotated[str, OneOf(GRAPHS)]
 
 
 @dataclass(frozen=True)
-class Port:
+class TensorSpec:
     """An input or output of a graph. shape: sizes, or the names of symbolic axes."""
 
-    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a port")]
+    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a tensor")]
     dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
     shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted"))], ...]
 
@@ -42,11 +42,11 @@ class Graph:
     weights: Count
     reads: Count
     precision: Annotated[str, OneOf(("float32", "float16", "bfloat16", "int8"))]
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
     @property
-    def caches(self) -> tuple[Port, ...]:
+    def caches(self) -> tuple[TensorSpec, ...]:
         """The cache inputs: key and value of every layer in turn, each [1, kv heads, S, d]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
 
@@ -56,14 +56,14 @@ class Graph:
         return bool(self.fresh)
 
     @property
-    def fresh(self) -> tuple[Port, ...]:
+    def fresh(self) -> tuple[TensorSpec, ...]:
         """The rows' own keys and values, [1, kv heads, n, d], in the order of ``caches``, where the graph returns them alone."""
         return tuple(p for p in self.outputs if p.name.startswith(("new_key.", "new_value.")))
 
     def tree_buffers(self, device: Device) -> dict[str, Array]:
         """A zeroed buffer for each of the draft graph's ``tree_*`` outputs, whose shapes are static."""
         shapes = {p.name: (tuple(int(n) for n in p.shape), p.dtype) for p in self.outputs if p.name.startswith("tree_")}
-        return {name: device.zeros(*port, mirrored=True) for name, port in shapes.items()}
+        return {name: device.zeros(*tensor, mirrored=True) for name, tensor in shapes.items()}
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,9 @@ class Bundle:
     def caches(self, backend: str) -> int:
         """Bytes of the caches of target and drafter, and of the target's rows that the drafter reads later."""
         graphs, manifest = self.manifest.form(backend).graphs, self.manifest
-        ports = [*graphs["target"].caches, *graphs["draft"].caches]
+        tensors = [*graphs["target"].caches, *graphs["draft"].caches]
         kept = manifest.capacity * manifest.hidden * np.dtype(manifest.dtype).itemsize
-        return kept + sum(prod(int(n) for n in port.shape) * np.dtype(port.dtype).itemsize for port in ports)
+        return kept + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors)
 
 
 def folder(path: str | Path) -> Path:

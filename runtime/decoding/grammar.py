@@ -85,8 +85,8 @@ class _Vocabulary:
         tokens.clear()  # copied by the library, which holds on to the list
 
 
-class Guides:
-    """Starts the guides of a loaded bundle. What they share is built by the first one."""
+class GrammarMatchers:
+    """Creates the grammar matchers of a loaded bundle; the first one builds what they share."""
 
     def __init__(self, tokenizer_json: str, vocabulary: int, ends: Sequence[int]) -> None:
         """tokenizer_json: its text. vocabulary: width of a row of logits. ends: ids that end a text; may be none."""
@@ -96,8 +96,8 @@ class Guides:
     def _vocabulary(self) -> _Vocabulary:
         return _Vocabulary(*self._source)
 
-    def start(self, grammar: Grammar) -> "Guide":
-        """A guide for one generation.
+    def start(self, grammar: Grammar) -> "GrammarMatcher":
+        """A matcher for one generation.
 
         Raises GumihoError for what is wrong with the grammar, where llguidance is missing, and where the tokenizer is one whose
         tokens spell nothing on their own.
@@ -106,22 +106,22 @@ class Guides:
         text, limits = _lark(grammar), llguidance.LLParserLimits(verbose_errors=False)
         vocabulary = self._vocabulary
 
-        def matcher() -> Any:
+        def new_state() -> Any:
             return llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
 
-        first = matcher()
+        first = new_state()
         if first.is_error():
             where = "" if grammar.kind == "lark" else _PLACE
             raise GumihoError(f"the {grammar.kind} grammar is wrong ({_brief(first.get_error(), where)}): correct it")
-        return Guide(vocabulary, matcher, first)
+        return GrammarMatcher(vocabulary, new_state, first)
 
 
-class Guide:
+class GrammarMatcher:
     """What may follow in one generation. An end of the text counts among the tokens accepted."""
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Callable[[], Any], first: Any) -> None:
-        """``Guides.start`` makes one. matcher: makes the library's, at the start of the text; first: one of them."""
-        self._vocabulary, self._make, self._matcher = vocabulary, matcher, first
+    def __init__(self, vocabulary: _Vocabulary, new_state: Callable[[], Any], first: Any) -> None:
+        """``GrammarMatchers.start`` creates one. new_state: creates the library's, at the start of the text; first: one of them."""
+        self._vocabulary, self._make, self._state = vocabulary, new_state, first
         self._accepted: list[int] = []
         self._ended = False
         self._bits = np.zeros_like(vocabulary.plain)
@@ -145,7 +145,7 @@ class Guide:
         np.minimum(row, bounds, out=row)
 
     def accept(self, token: int) -> None:
-        """The token follows. Raises GumihoError where the grammar does not allow it; the guide is then as it was."""
+        """The token follows. Raises GumihoError where the grammar does not allow it; the matcher is then as it was."""
         if token in self._vocabulary.ends and self._may_end():
             self._ended = True
         elif not self._continue(token):
@@ -158,9 +158,9 @@ class Guide:
             raise GumihoError(f"{count} tokens cannot be taken back: {len(self._accepted)} were accepted")
         kept = self._accepted[: len(self._accepted) - count]
         # The end is not the library's. Grammars with limits on tokens cannot go back: they start anew.
-        if not self._matcher.rollback(count - (self._ended and count > 0)):
-            self._matcher = self._make()
-            self._matcher.consume_tokens([int(self._vocabulary.stands_for[token]) for token in kept])
+        if not self._state.rollback(count - (self._ended and count > 0)):
+            self._state = self._make()
+            self._state.consume_tokens([int(self._vocabulary.stands_for[token]) for token in kept])
         self._accepted, self._ended, self._current = kept, self._ended and count == 0, False
 
     @property
@@ -172,17 +172,17 @@ class Guide:
         known = int(self._vocabulary.stands_for[token]) if 0 <= token < self._vocabulary.size else -1
         if self._ended or known < 0:
             return False
-        accepted = bool(self._matcher.try_consume_tokens([known]))
+        accepted = bool(self._state.try_consume_tokens([known]))
         self._check()
         self._current = self._current and not accepted
         return accepted
 
     def _may_end(self) -> bool:
-        return not self._ended and bool(self._matcher.is_accepting())
+        return not self._ended and bool(self._state.is_accepting())
 
     def _allowed(self) -> np.ndarray:
         if not self._current:
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             self._check()
             self._bits &= self._vocabulary.plain
             self._current = True
@@ -190,8 +190,8 @@ class Guide:
 
     def _check(self) -> None:
         # Where the library gives up it allows the end, wherever the text is.
-        if self._matcher.is_error():
-            problem = _brief(self._matcher.get_error())
+        if self._state.is_error():
+            problem = _brief(self._state.get_error())
             dead = problem.startswith("NoExtensionBias")
             raise GumihoError(_NOTHING if dead else f"the grammar cannot be followed further ({problem}): simplify it")
 

@@ -18,18 +18,18 @@ class KVCache:
 
     def __init__(self, device: Device, *graphs: Graph) -> None:
         """graphs: those that share the cache."""
-        ports = graphs[0].caches
-        _, kv_heads, self.capacity, self.head_dim = (int(n) for n in ports[0].shape)
-        self._device, self._groups, self._dtype = device, len(ports) * kv_heads, ports[0].dtype
+        tensors = graphs[0].caches
+        _, kv_heads, self.capacity, self.head_dim = (int(n) for n in tensors[0].shape)
+        self._device, self._groups, self._dtype = device, len(tensors) * kv_heads, tensors[0].dtype
         self.length = np.zeros(1, np.int64)
-        self.data, views = self._allocate(len(ports), self.capacity)
-        past = {port.name: view for port, view in zip(ports, views, strict=True)}
+        self.data, views = self._allocate(len(tensors), self.capacity)
+        past = {tensor.name: view for tensor, view in zip(tensors, views, strict=True)}
         self._bindings: dict[str, dict[str, Array]] = {}
         self._fresh: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
         for graph in graphs:
             if graph.appends:
-                self._fresh[graph.file], views = self._allocate(len(ports), int(graph.fresh[0].shape[2]))
-                written = {port.name: view for port, view in zip(graph.fresh, views, strict=True)}
+                self._fresh[graph.file], views = self._allocate(len(tensors), int(graph.fresh[0].shape[2]))
+                written = {tensor.name: view for tensor, view in zip(graph.fresh, views, strict=True)}
             else:
                 self._fresh[graph.file] = self.data
                 written = {name.replace("past", "present"): view for name, view in past.items()}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import GumihoError
-from .grammar import Guide
+from .grammar import GrammarMatcher
 from .settings import Settings
 
 _GOLDEN, _A, _B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -86,10 +86,16 @@ class Sampler:
     """Chooses the tokens of one text. It is told every token that joins the text."""
 
     def __init__(
-        self, settings: Settings, seed: int, prompt: Sequence[int], vocabulary: int, ends: frozenset[int], guide: Guide | None
+        self,
+        settings: Settings,
+        seed: int,
+        prompt: Sequence[int],
+        vocabulary: int,
+        ends: frozenset[int],
+        matcher: GrammarMatcher | None,
     ) -> None:
         """ends: ids that end the text, and that ``min_new_tokens`` holds off. Raises GumihoError for ids that are none."""
-        self.settings, self.seed, self._guide = settings, seed, guide
+        self.settings, self.seed, self._matcher = settings, seed, matcher
         self._ends = np.array([end for end in sorted(ends) if 0 <= end < vocabulary], np.int64)
         for what, ids in (
             ("banned", settings.banned),
@@ -112,7 +118,7 @@ class Sampler:
         s = settings
         self._idle = not (
             s.temperature or s.logit_bias or s.presence_penalty or s.frequency_penalty or s.no_repeat_ngram or s.banned
-            or s.processors or guide or s.repetition_penalty != 1
+            or s.processors or matcher or s.repetition_penalty != 1
         )  # fmt: skip
 
     def _note(self, end: int) -> None:
@@ -134,8 +140,8 @@ class Sampler:
         self._seen[token] = True
         self._counts[token] += 1
         self._note(len(self._ids))
-        if self._guide:
-            self._guide.accept(token)
+        if self._matcher:
+            self._matcher.accept(token)
 
     def processed(self, row: np.ndarray) -> np.ndarray:
         """A copy of the row, float32 [V], after the steps up to forced tokens; what may not be chosen is -inf."""
@@ -156,11 +162,11 @@ class Sampler:
             row[self._ends] = -np.inf
         for process in s.processors:
             process(self._ids, row)
-        if self._guide:
-            self._guide.mask(row)
+        if self._matcher:
+            self._matcher.mask(row)
         if new in s.forced:
             token = s.forced[new]
-            if self._guide and not self._allows(token):
+            if self._matcher and not self._allows(token):
                 raise GumihoError(f"token {token}, forced at index {new}, is not what the grammar allows: change one of them")
             row[:] = -np.inf
             row[token] = 0.0
@@ -169,8 +175,8 @@ class Sampler:
     def _allows(self, token: int) -> bool:
         """Whether the grammar does, whatever else is asked."""
         row = np.zeros(len(self._seen), np.float32)
-        assert self._guide
-        self._guide.mask(row)
+        assert self._matcher
+        self._matcher.mask(row)
         return bool(row[token] == 0)
 
     def margin(self, row: np.ndarray, token: int) -> float:

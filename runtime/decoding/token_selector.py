@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundle.manifest import Manifest
 from ..text.stream import TextStream
-from .grammar import Guide
+from .grammar import GrammarMatcher
 from .sampling import Sampler
 from .settings import Settings
 
@@ -25,7 +25,12 @@ class TokenSelector:
     """
 
     def __init__(
-        self, settings: Settings, prompt: Sequence[int], manifest: Manifest, tokenizer: Any = None, guide: Guide | None = None
+        self,
+        settings: Settings,
+        prompt: Sequence[int],
+        manifest: Manifest,
+        tokenizer: Any = None,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         """tokenizer: needed for stop strings, and for a callback's text. Raises GumihoError for token ids that are none."""
         self.settings, self.prompt, self.ids = settings, list(prompt), list[int]()
@@ -36,8 +41,8 @@ class TokenSelector:
         special = {token.content: i for i, token in added if token.special and token.content in settings.stop}
         self._ends = frozenset((*manifest.eos_token_ids, *settings.stop_token_ids, *special.values()))
         strings = [s for s in settings.stop if s not in special]
-        self.sampler = Sampler(settings, drawn, prompt, manifest.vocabulary, self._ends, guide)
-        self._guide = guide
+        self.sampler = Sampler(settings, drawn, prompt, manifest.vocabulary, self._ends, matcher)
+        self._matcher = matcher
         self.stream = (
             TextStream(tokenizer, prompt, strings) if tokenizer is not None and (strings or settings.callback) else None
         )
@@ -94,4 +99,4 @@ class TokenSelector:
         # Looked at whatever else ends the text, since it also cuts the text off.
         found = enough and self.stream is not None and self.stream.stopped(piece)
         asked = self.settings.callback is not None and bool(self.settings.callback(token, piece))
-        return found or asked or token in self._ends or (self._guide is not None and self._guide.done)
+        return found or asked or token in self._ends or (self._matcher is not None and self._matcher.done)

@@ -118,7 +118,7 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
     make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else there would be no need for ``Exact``, or no power in what is tested here."""
-    for name in ("sight", "_attention"):
+    for name in ("attention_mask", "_attention"):
         monkeypatch.setattr(Exact, name, getattr(Standard, name))
     with load(make_bundle(FULL, "--weights", "int4", "--capacity", "199"), "cpu", threads=1) as model:
         assert unlike(model) > 0

@@ -105,8 +105,8 @@ def test_sizes_are_pinned(make_bundle: MakeBundle) -> None:
     manifest = Bundle(make_bundle(DEMO, *EVERY_BACKEND)).manifest
     assert list(manifest.forms) == list(BACKENDS)
     for name in ("migraphx", "tensorrt"):
-        ports = [p for g in manifest.forms[name].graphs.values() for p in (*g.inputs, *g.outputs)]
-        assert all(isinstance(size, int) for port in ports for size in port.shape)
+        tensors = [p for g in manifest.forms[name].graphs.values() for p in (*g.inputs, *g.outputs)]
+        assert all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
     assert manifest.forms["migraphx"].graphs["target"].appends
     assert not manifest.forms["tensorrt"].graphs["target"].appends
     spares = manifest.forms["tensorrt"].spares

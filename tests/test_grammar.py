@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from runtime.decoding.grammar import Grammar, Guide, Guides
+from runtime.decoding.grammar import Grammar, GrammarMatcher, GrammarMatchers
 from runtime.errors import GumihoError
 from tests.test_spelling import DEMO, metaspace
 
@@ -51,12 +51,12 @@ def _byte_characters(write: Any) -> Iterator[tuple[str, int]]:
         yield from zip(write.pre_tokenize_str(chr(code))[0][0], chr(code).encode(), strict=True)
 
 
-TINY = Guides(tiny().to_str(), WIDTH, [END, TURN])
+TINY = GrammarMatchers(tiny().to_str(), WIDTH, [END, TURN])
 
 
-def allowed(guide: Guide, width: int = WIDTH) -> set[int]:
+def allowed(matcher: GrammarMatcher, width: int = WIDTH) -> set[int]:
     row = np.arange(width, dtype=np.float32)
-    guide.mask(row)
+    matcher.mask(row)
     kept = np.flatnonzero(row != -np.inf)
     assert np.array_equal(row[kept], kept)
     return set(kept.tolist())
@@ -164,28 +164,28 @@ def matches(pattern: str, text: bytes) -> bool:
 @given(PATTERNS, st.integers(0, 2**32))
 def test_regex_against_brute_force(drawn: tuple[str, Node], seed: int) -> None:
     (pattern, node), random, spelled = drawn, Random(seed), b""
-    guide = TINY.start(Grammar.regex(pattern))
+    matcher = TINY.start(Grammar.regex(pattern))
     for _ in range(8):
         expected = {i for i, token in zip(TEXT, SPELLED, strict=True) if leads_on(node, spelled + token)}
         whole = matches(pattern, spelled)
-        assert guide.done == (whole and not expected)
+        assert matcher.done == (whole and not expected)
         if not whole and not expected:
             with pytest.raises(GumihoError, match="nothing can follow"):
-                guide.mask(np.zeros(WIDTH, np.float32))
+                matcher.mask(np.zeros(WIDTH, np.float32))
             return
         expected |= {END, TURN} if whole else set()
-        assert allowed(guide) == expected
+        assert allowed(matcher) == expected
         for token in set(range(WIDTH)) - expected:
             with pytest.raises(GumihoError, match=f"token {token} cannot follow"):
-                guide.accept(token)
+                matcher.accept(token)
         token = random.choice(sorted(expected))
-        guide.accept(token)
+        matcher.accept(token)
         if token in (END, TURN):
-            assert guide.done
+            assert matcher.done
             with pytest.raises(GumihoError, match="nothing can follow"):
-                guide.mask(np.zeros(WIDTH, np.float32))
+                matcher.mask(np.zeros(WIDTH, np.float32))
             with pytest.raises(GumihoError, match="cannot follow"):
-                guide.accept(token)
+                matcher.accept(token)
             return
         spelled += SPELLED[token - TEXT.start]
 
@@ -204,33 +204,33 @@ REWOUND = [
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_rewinding_leads_to_the_same_masks(grammar: Grammar, seed: int) -> None:
-    guide, path, random = TINY.start(grammar), [], Random(seed)
+    matcher, path, random = TINY.start(grammar), [], Random(seed)
     for _ in range(30):
         if path and random.random() < 0.3:
             count = random.randint(0, len(path))
-            guide.rewind(count)
+            matcher.rewind(count)
             del path[len(path) - count :]
         if path and path[-1] in (END, TURN):
-            assert guide.done
+            assert matcher.done
             continue
         fresh = TINY.start(grammar)
         for token in path:
             fresh.accept(token)
-        options = allowed(guide)
-        assert (guide.done, options) == (fresh.done, allowed(fresh))
+        options = allowed(matcher)
+        assert (matcher.done, options) == (fresh.done, allowed(fresh))
         token = random.choice(sorted(options))
-        guide.accept(token)
+        matcher.accept(token)
         path.append(token)
 
 
 def test_rewinding_further_than_the_start() -> None:
-    guide = TINY.start(Grammar.regex("ab*"))
-    guide.accept(TEXT[0])
+    matcher = TINY.start(Grammar.regex("ab*"))
+    matcher.accept(TEXT[0])
     for count in (2, -1):
         with pytest.raises(GumihoError, match="1 were accepted"):
-            guide.rewind(count)
-    guide.rewind(1)
-    assert allowed(guide) == {i for i, t in zip(TEXT, SPELLED, strict=True) if t in (b"a", b"ab")}
+            matcher.rewind(count)
+    matcher.rewind(1)
+    assert allowed(matcher) == {i for i, t in zip(TEXT, SPELLED, strict=True) if t in (b"a", b"ab")}
 
 
 # ---- JSON ----
@@ -263,17 +263,17 @@ SCHEMAS: dict[str, Any] = {
 TOKENIZERS = {"demo": Tokenizer.from_str(DEMO), "metaspace": metaspace()}
 ENDS = {"demo": [1], "metaspace": [2]}
 WIDTHS = {name: tokenizer.get_vocab_size() + PADDING for name, tokenizer in TOKENIZERS.items()}
-GUIDES = {name: Guides(t.to_str(), WIDTHS[name], ENDS[name]) for name, t in TOKENIZERS.items()}
+MATCHERS = {name: GrammarMatchers(t.to_str(), WIDTHS[name], ENDS[name]) for name, t in TOKENIZERS.items()}
 
 
 def walk(name: str, grammar: Grammar, seed: int, steps: int = 4000) -> str:
     """The text of tokens drawn among those allowed until an end is."""
-    guide, random = GUIDES[name].start(grammar), np.random.default_rng(seed)
+    matcher, random = MATCHERS[name].start(grammar), np.random.default_rng(seed)
     prompt = [TOKENIZERS[name].token_to_id("a")]
     stream, text = DecodeStream(ids=prompt), ""
     for _ in range(steps):
-        token = int(random.choice(sorted(allowed(guide, WIDTHS[name]))))
-        guide.accept(token)
+        token = int(random.choice(sorted(allowed(matcher, WIDTHS[name]))))
+        matcher.accept(token)
         if token in ENDS[name]:
             return text
         text += stream.step(TOKENIZERS[name], token) or ""
@@ -292,26 +292,26 @@ def test_json_walks_are_what_the_schema_wants(tokenizer: str, schema: str) -> No
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_json_may_end_where_it_is_whole(schema: str) -> None:
     """At every step of a walk, and only there."""
-    guide, spelled, random = TINY.start(Grammar.json(SCHEMAS[schema])), b"", np.random.default_rng(3)
+    matcher, spelled, random = TINY.start(Grammar.json(SCHEMAS[schema])), b"", np.random.default_rng(3)
     for _ in range(150):
         try:
             jsonschema.validate(json.loads(spelled.decode()), SCHEMAS[schema])
             whole = True
         except (ValueError, jsonschema.ValidationError):
             whole = False
-        options = allowed(guide) if whole or not stuck(guide) else set()
+        options = allowed(matcher) if whole or not stuck(matcher) else set()
         assert ({END, TURN} <= options) == whole
         if not options - {END, TURN}:
             return
         token = int(random.choice(sorted(options - {END, TURN})))
-        guide.accept(token)
+        matcher.accept(token)
         spelled += SPELLED[token - TEXT.start]
 
 
-def stuck(guide: Guide) -> bool:
+def stuck(matcher: GrammarMatcher) -> bool:
     """Whether the tiny vocabulary cannot spell what the grammar wants."""
     try:
-        guide.mask(np.zeros(WIDTH, np.float32))
+        matcher.mask(np.zeros(WIDTH, np.float32))
     except GumihoError:
         return True
     return False
@@ -334,16 +334,16 @@ def test_compact_json() -> None:
 
 def test_metaspace_json_starts_with_its_brace() -> None:
     """And tokens spelled alike, a piece and its byte, stand or fall together."""
-    tokenizer, guide = TOKENIZERS["metaspace"], GUIDES["metaspace"].start(Grammar.json({"type": "object"}))
+    tokenizer, matcher = TOKENIZERS["metaspace"], MATCHERS["metaspace"].start(Grammar.json({"type": "object"}))
     ids = {token: tokenizer.token_to_id(token) for token in ("{", "▁{", "<0x7B>", '"', "<0x22>", "▁", "<0x20>", "▁▁")}
-    assert allowed(guide, WIDTHS["metaspace"]) == {ids["{"], ids["<0x7B>"]}
+    assert allowed(matcher, WIDTHS["metaspace"]) == {ids["{"], ids["<0x7B>"]}
     for token in ("<0x7B>", "<0x22>"):
-        guide.accept(ids[token])
-    guide.rewind(1)
-    after = allowed(guide, WIDTHS["metaspace"])
+        matcher.accept(ids[token])
+    matcher.rewind(1)
+    after = allowed(matcher, WIDTHS["metaspace"])
     assert {ids[token] for token in ('"', "<0x22>", "▁", "<0x20>", "▁▁")} <= after
     assert not {ids["{"], ids["<0x7B>"], ids["▁{"]} & after
-    guide.accept(ids['"'])
+    matcher.accept(ids['"'])
 
 
 # ---- Lark ----
@@ -403,13 +403,13 @@ def can_parse(text: str) -> bool:
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_lark_against_a_parser(seed: int) -> None:
-    guide, text, random = TINY.start(Grammar.lark(ARITHMETIC)), "", Random(seed)
+    matcher, text, random = TINY.start(Grammar.lark(ARITHMETIC)), "", Random(seed)
     options = [(i, t.decode()) for i, t in zip(TEXT, SPELLED, strict=True) if t.isascii()]
     for _ in range(20):
         expected = {i for i, spelled in options if can_parse(text + spelled)} | ({END, TURN} if parses(text) else set())
-        assert allowed(guide) == expected
+        assert allowed(matcher) == expected
         token = random.choice(sorted(expected))
-        guide.accept(token)
+        matcher.accept(token)
         if token in (END, TURN):
             return
         text += SPELLED[token - TEXT.start].decode()
@@ -419,49 +419,49 @@ def test_lark_against_a_parser(seed: int) -> None:
 
 
 def test_every_end_and_nothing_else_where_the_text_is_over() -> None:
-    guide = TINY.start(Grammar.regex("a"))
-    assert allowed(guide) == {TEXT[0]}
-    assert not guide.done
-    guide.accept(TEXT[0])
-    assert guide.done
-    assert allowed(guide) == {END, TURN}
-    guide.accept(TURN)
-    guide.rewind(1)
-    guide.accept(END)
-    guide.rewind(2)
-    assert not guide.done
-    assert allowed(guide) == {TEXT[0]}
+    matcher = TINY.start(Grammar.regex("a"))
+    assert allowed(matcher) == {TEXT[0]}
+    assert not matcher.done
+    matcher.accept(TEXT[0])
+    assert matcher.done
+    assert allowed(matcher) == {END, TURN}
+    matcher.accept(TURN)
+    matcher.rewind(1)
+    matcher.accept(END)
+    matcher.rewind(2)
+    assert not matcher.done
+    assert allowed(matcher) == {TEXT[0]}
 
 
 @pytest.mark.parametrize("ends", [(), (WIDTH, -1)])
 def test_without_ends_a_text_is_done(ends: tuple[int, ...]) -> None:
-    guide = Guides(tiny().to_str(), WIDTH, ends).start(Grammar.regex("[ab]c?"))
+    matcher = GrammarMatchers(tiny().to_str(), WIDTH, ends).start(Grammar.regex("[ab]c?"))
     a, c = TEXT[0], TEXT[2]
-    guide.accept(a)
-    assert not guide.done
-    assert allowed(guide) == {c}
-    guide.accept(c)
-    assert guide.done
+    matcher.accept(a)
+    assert not matcher.done
+    assert allowed(matcher) == {c}
+    matcher.accept(c)
+    assert matcher.done
     with pytest.raises(GumihoError, match="nothing can follow"):
-        guide.mask(np.zeros(WIDTH, np.float32))
-    assert Guides(tiny().to_str(), WIDTH, ends).start(Grammar.regex("")).done
+        matcher.mask(np.zeros(WIDTH, np.float32))
+    assert GrammarMatchers(tiny().to_str(), WIDTH, ends).start(Grammar.regex("")).done
 
 
 def test_a_text_that_may_be_empty() -> None:
     assert allowed(TINY.start(Grammar.regex("a?"))) == {TEXT[0], END, TURN}
-    guide = TINY.start(Grammar.regex(""))
-    assert guide.done
-    assert allowed(guide) == {END, TURN}
+    matcher = TINY.start(Grammar.regex(""))
+    assert matcher.done
+    assert allowed(matcher) == {END, TURN}
 
 
 def test_nothing_follows_an_end() -> None:
-    guide = TINY.start(Grammar.regex("a*"))
-    guide.accept(END)
+    matcher = TINY.start(Grammar.regex("a*"))
+    matcher.accept(END)
     for token in (TEXT[0], END, TURN):
         with pytest.raises(GumihoError, match="cannot follow"):
-            guide.accept(token)
+            matcher.accept(token)
     with pytest.raises(GumihoError, match="nothing can follow"):
-        guide.mask(np.zeros(WIDTH, np.float32))
+        matcher.mask(np.zeros(WIDTH, np.float32))
 
 
 def test_special_tokens_are_no_text() -> None:
@@ -474,70 +474,70 @@ def test_special_tokens_are_no_text() -> None:
         TINY.start(Grammar.lark("start: <unused>"))
     # A byte that no text has, with which the library marks special tokens.
     assert TOKENIZERS["demo"].token_to_id("ÿ") not in allowed(
-        GUIDES["demo"].start(Grammar.lark("start: <[*]>")), WIDTHS["demo"]
+        MATCHERS["demo"].start(Grammar.lark("start: <[*]>")), WIDTHS["demo"]
     )
-    guide = Guides(DEMO, 2048, [1]).start(Grammar.regex(r"<\|end_of_text\|>|<\|begin_of_text\|>"))
+    matcher = GrammarMatchers(DEMO, 2048, [1]).start(Grammar.regex(r"<\|end_of_text\|>|<\|begin_of_text\|>"))
     for character in "<|end_of_text|>":
-        assert not {0, 1} & allowed(guide, 2048)
-        guide.accept(Tokenizer.from_str(DEMO).token_to_id(character))
-    assert allowed(guide, 2048) == {1}
+        assert not {0, 1} & allowed(matcher, 2048)
+        matcher.accept(Tokenizer.from_str(DEMO).token_to_id(character))
+    assert allowed(matcher, 2048) == {1}
 
 
 def test_an_end_that_is_no_special_token() -> None:
     """Nothing but an end, however it is spelled: another token of that spelling is text."""
     newline = TEXT[SPELLED.index(b"\n\n")]
-    guide = Guides(tiny().to_str(), WIDTH, [newline]).start(Grammar.regex("\n{0,2}"))
-    assert allowed(guide) == {TEXT[SPELLED.index(b"\n")], newline}
+    matcher = GrammarMatchers(tiny().to_str(), WIDTH, [newline]).start(Grammar.regex("\n{0,2}"))
+    assert allowed(matcher) == {TEXT[SPELLED.index(b"\n")], newline}
     tokenizer = TOKENIZERS["metaspace"]
     brace, byte = tokenizer.token_to_id("{"), tokenizer.token_to_id("<0x7B>")
     for end, text in ((brace, byte), (byte, brace)):
-        guide = Guides(tokenizer.to_str(), 300, [end]).start(Grammar.regex("[{]"))
-        assert allowed(guide, 300) == {text}
+        matcher = GrammarMatchers(tokenizer.to_str(), 300, [end]).start(Grammar.regex("[{]"))
+        assert allowed(matcher, 300) == {text}
         with pytest.raises(GumihoError, match="cannot follow"):
-            guide.accept(end)
-        guide.accept(text)
-        assert allowed(guide, 300) == {end}
+            matcher.accept(end)
+        matcher.accept(text)
+        assert allowed(matcher, 300) == {end}
 
 
 @pytest.mark.parametrize("width", [1, 8, 31, 32, 33, 64, 65, WIDTH, 4096])
 def test_any_width(width: int) -> None:
     """Narrower than the tokenizer too, where what has no row is not there."""
-    guide = Guides(tiny().to_str(), width, [END, TURN]).start(Grammar.regex(r"(?s:.*)"))
+    matcher = GrammarMatchers(tiny().to_str(), width, [END, TURN]).start(Grammar.regex(r"(?s:.*)"))
     text = {i for i, t in zip(TEXT, SPELLED, strict=True) if leads_on(("many", some("", True)), t)}
     expected = {i for i in text | {END, TURN} if i < width}
-    assert guide.done == (not expected)
+    assert matcher.done == (not expected)
     if expected:
-        assert allowed(guide, width) == expected
+        assert allowed(matcher, width) == expected
 
 
 def test_a_mask_keeps_what_it_allows_to_the_bit() -> None:
     row = np.array([np.inf, -np.inf, -0.0, 3.4e38, 1e-45] * WIDTH, np.float32)[:WIDTH]
-    masked, guide = row.copy(), TINY.start(Grammar.regex(r"(?s:.*)"))
-    kept = sorted(allowed(guide))
-    guide.mask(masked)
+    masked, matcher = row.copy(), TINY.start(Grammar.regex(r"(?s:.*)"))
+    kept = sorted(allowed(matcher))
+    matcher.mask(masked)
     assert masked[kept].tobytes() == row[kept].tobytes()
     assert np.isneginf(np.delete(masked, kept)).all()
 
 
 def test_a_token_that_cannot_follow_changes_nothing() -> None:
-    guide = TINY.start(Grammar.regex("ab+"))
-    before = allowed(guide)
+    matcher = TINY.start(Grammar.regex("ab+"))
+    before = allowed(matcher)
     for token in (TEXT[1], BEGIN, END, WIDTH - 1, WIDTH, -1, 10**9):
         with pytest.raises(GumihoError, match=f"token {token} cannot follow by the grammar"):
-            guide.accept(token)
-    assert allowed(guide) == before
-    guide.accept(TEXT[0])
+            matcher.accept(token)
+    assert allowed(matcher) == before
+    matcher.accept(TEXT[0])
 
 
 def test_text_at_the_first_and_the_last_id() -> None:
     source = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [], "decoder": {"type": "ByteLevel"}})
     for ends in ((), (2,)):
         for pattern, token in (("a*", 0), ("b*", 1)):
-            guide = Guides(source, 2, ends).start(Grammar.regex(pattern))
-            assert allowed(guide, 2) == {token}
+            matcher = GrammarMatchers(source, 2, ends).start(Grammar.regex(pattern))
+            assert allowed(matcher, 2) == {token}
             for other in (1 - token, -1, -2):
                 with pytest.raises(GumihoError, match="cannot follow"):
-                    guide.accept(other)
+                    matcher.accept(other)
 
 
 # ---- what is wrong with a grammar ----
@@ -577,15 +577,15 @@ def test_a_slash_and_an_escaped_backslash_in_a_regex() -> None:
 
 
 def test_a_grammar_that_the_vocabulary_cannot_spell() -> None:
-    guide = TINY.start(Grammar.regex("az|b"))
-    guide.accept(TEXT[0])
-    assert not guide.done
+    matcher = TINY.start(Grammar.regex("az|b"))
+    matcher.accept(TEXT[0])
+    assert not matcher.done
     for _ in range(2):
         with pytest.raises(GumihoError, match="change it to what this vocabulary can spell"):
-            guide.mask(np.zeros(WIDTH, np.float32))
-    guide.rewind(1)
-    guide.accept(TEXT[1])
-    assert allowed(guide) == {END, TURN}
+            matcher.mask(np.zeros(WIDTH, np.float32))
+    matcher.rewind(1)
+    matcher.accept(TEXT[1])
+    assert allowed(matcher) == {END, TURN}
 
 
 def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
