@@ -6,15 +6,35 @@ for piece in model.generate("def main():", max_new_tokens=256):
     print(piece, end="")
 """
 
-from . import command as _command  # the first: it sees to interruptions while the others load
+import logging as _logging
+
+from . import command as _command  # first, since it handles interruptions while the others load
 from .decoding.cycle import Cycle
 from .decoding.grammar import Grammar
+from .decoding.logprobs import TokenLogprobs
 from .decoding.settings import Settings
 from .decoding.stats import Stats
-from .errors import GumihoError
+from .errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 from .generation import Generation
 from .model import Model, load
 from .session import Session
 
 __version__ = _command.package_version()
-__all__ = ["Cycle", "Generation", "Grammar", "GumihoError", "Model", "Session", "Settings", "Stats", "__version__", "load"]
+__all__ = [
+    "Cycle",
+    "DamageError",
+    "Generation",
+    "Grammar",
+    "GumihoError",
+    "InputError",
+    "MisuseError",
+    "Model",
+    "Session",
+    "Settings",
+    "Stats",
+    "TokenLogprobs",
+    "UnavailableError",
+    "__version__",
+    "load",
+]
+_logging.getLogger("gumiho").addHandler(_logging.NullHandler())

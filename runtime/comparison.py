@@ -10,12 +10,12 @@ from .generation import Generation
 from .lossless import Difference, differences
 from .model import Model
 
-NEAR_TIE = 3  # exit status where rounding alone made a difference
+NEAR_TIE = 3  # exit status if only rounding made a difference
 
 
 @dataclass
 class Comparison:
-    """Outputs of two ways to decode the same prompts: how many, how many differ, the first difference of all, and both ways' stats."""
+    """Two ways to decode the same prompts: number of outputs, how many differ, the first differing index of all, and the stats of both."""
 
     outputs: int
     differ: int
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def total(generations: Sequence[Generation]) -> Stats:
-    """The stats of several generations, which have seeds and finish reasons of their own."""
+    """The sum of several generations' stats, without their seeds and finish reasons."""
     if len(generations) == 1:
         return generations[0].stats
     stats = Stats(texts=0)
@@ -67,15 +67,15 @@ def explain(model: Model, difference: Difference) -> str:
         text = model.bundle.tokenizer.decode([token], skip_special_tokens=False) if model.bundle.has_tokenizer else ""
         return f"{token} {text!r}"
 
-    verdict = "a near-tie, which rounding decides" if difference.near else "more than rounding does"
+    verdict = "a near-tie, decided by rounding" if difference.near else "too much for rounding"
     return (
         f"token {difference.index} at position {difference.position}: emitted {shown(difference.token)}, plain decoding chooses "
-        f"{shown(difference.choice)}, logit margin {difference.margin:.1e} of the largest: {verdict}"
+        f"{shown(difference.choice)}, margin {difference.margin:.1e} of the largest logit: {verdict}"
     )
 
 
 def replay(model: Model, generations: Sequence[Generation]) -> int:
-    """Checks generations by plain decoding, says what differs, and returns the exit status."""
+    """Checks generations by plain decoding, prints the differences and returns the exit status."""
     found = [difference for generation in generations for difference in differences(model, generation)]
     for difference in found:
         print(explain(model, difference), file=sys.stderr)

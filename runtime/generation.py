@@ -8,17 +8,18 @@ from typing import Any, Protocol
 
 from .bundle.reader import Bundle
 from .decoding.cycle import Cycle
+from .decoding.logprobs import TokenLogprobs
 from .decoding.settings import Settings
 from .decoding.stats import Stats
 from .decoding.token_selector import TokenSelector
-from .errors import GumihoError
+from .errors import MisuseError
 from .text.stream import TextStream
 
 BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
 
 
 class _Model(Protocol):
-    """What a generation needs of the model that runs it."""
+    """The part of a model that a generation uses."""
 
     bundle: Bundle
 
@@ -29,12 +30,14 @@ class _Model(Protocol):
 class Generation:
     """One running generation: an iterator over pieces of text, or over cycles through ``cycles()``.
 
-    stats: counts and times so far. ids: token ids emitted so far.
+    stats: counts and times so far. ids: token ids emitted so far. logprobs: one for each of them if the settings ask for
+    log-probabilities.
     """
 
     def __init__(self, model: _Model, selector: TokenSelector, resume: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.broken = False  # an error came out of it, and it cannot go on
         self._pieces_lock = threading.RLock()
         self._model, self._selector = model, selector
@@ -45,14 +48,14 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The text so far, stop strings and special tokens left out, however it was taken: pieces or cycles."""
-        if self._selector.stream:  # it knows where a stop string has cut the text off
+        """The text so far, without stop strings and special tokens, whether it was read as pieces or as cycles."""
+        if self._selector.stream:  # only this stream knows where a stop string cuts the text off
             return self._selector.stream.text
         stream = self._read_again()
         return stream.take() + (stream.rest() if self.finish_reason else "")
 
     def _read_again(self) -> TextStream:
-        """A stream of its own over the ids so far."""
+        """A new stream over the ids so far."""
         stream = TextStream(self._model.bundle.tokenizer, self.prompt)
         for token in self.ids:
             stream.push(token)
@@ -74,30 +77,33 @@ class Generation:
         return self.stats.finish_reason
 
     def cancel(self) -> None:
-        """Ends the generation behind the cycle that runs; from any thread."""
+        """Ends the generation after the running cycle. Safe to call from any thread."""
         self._selector.cancel()
 
     def cycles(self) -> Iterator[Cycle]:
-        """The steps of the generation, each with the token ids it emitted. Threads may share it; each step goes to one of them."""
+        """The cycles of the generation, the prefill first, each with the token ids it emitted.
+
+        Threads may share it; each cycle goes to one of them.
+        """
         return iter(lambda: self._model._advance(self, self._cycles), None)
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text; never part of a character or of a stop string, and special tokens left out. Threads may share it."""
+        """Pieces of text without special tokens; none ends inside a character or a stop string. Threads may share it."""
         return self.pieces()
 
     def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
-        """``iter``, with every cycle shown to ``watch`` as well."""
+        """Pieces of text as ``__iter__`` gives them; ``watch`` is called with every cycle."""
         return _Pieces(self._pieces(watch), self._pieces_lock)
 
     def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
-        known = self._selector.stream
-        stream = known or self._read_again()
-        if not known:
-            stream.take()  # what cycles that were taken before have shown
+        shared = self._selector.stream
+        stream = shared or self._read_again()
+        if not shared:
+            stream.take()  # the text of cycles that were read earlier
         for cycle in self.cycles():
             if watch:
                 watch(cycle)
-            for token in () if known else cycle.tokens:
+            for token in () if shared else cycle.tokens:
                 stream.push(token)
             if piece := stream.take():
                 yield piece
@@ -106,14 +112,14 @@ class Generation:
 
 
 class _Pieces(Iterator[str]):
-    """A generator that several threads may draw from."""
+    """A generator that several threads may share."""
 
     def __init__(self, source: Generator[str, None, None], lock: AbstractContextManager[Any]) -> None:
-        """lock: held while a piece is made; reentrant."""
+        """lock: reentrant; held while the source runs."""
         self._source, self._lock = source, lock
 
     def __next__(self) -> str:
         with self._lock:
-            if getgeneratorstate(self._source) == GEN_RUNNING:  # by this thread, which has the lock
-                raise GumihoError(BUSY)
+            if getgeneratorstate(self._source) == GEN_RUNNING:  # this thread holds the lock, so it called itself
+                raise MisuseError(BUSY)
             return next(self._source)

@@ -1,5 +1,6 @@
 """A loaded bundle: text in and text out, or token ids in and cycles out."""
 
+import logging
 import os
 import threading
 import weakref
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from operator import index
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, Engine, backend, close, require
@@ -22,7 +24,7 @@ from .decoding.token_selector import TokenSelector
 from .devices import Device
 from .engines.memory_check import require as require_memory
 from .engines.store import find_engines
-from .errors import GumihoError
+from .errors import DamageError, GumihoError, InputError, MisuseError
 from .generation import BUSY, Generation
 from .session import Session
 from .text.chat_template import ChatTemplate
@@ -30,7 +32,8 @@ from .text.chat_template import ChatTemplate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_MOST_THREADS = 4  # for each processor; more of them wait for one another, and some thousands never end
+_log = logging.getLogger("gumiho.model")
+_MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -39,25 +42,25 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
             raise TypeError
         return [index(token) for token in prompt]
     except TypeError:
-        raise GumihoError("the prompt is neither text nor a list of token ids: give one of the two") from None
+        raise InputError("the prompt is neither text nor a list of token ids: give one of the two") from None
 
 
 class Model:
     """A bundle with its engines loaded and its buffers allocated.
 
-    Safe to use from any thread, one generation at a time: starting another one ends the one before it. For several streams
-    at once load the bundle once for each.
+    Safe to use from any thread. It runs one generation at a time: starting another one ends the previous one. For several
+    streams at once, load the bundle once for each.
     """
 
     def __init__(
         self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
     ) -> None:
-        """``load`` makes one from a bundle on disk. costs: of passes, where they were measured."""
+        """Use ``load`` to open a bundle on disk. costs: measured prices of the passes, if any."""
         self.bundle = bundle
         self.decoder = Decoder(bundle.manifest, form, engines, device, costs)
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
-        # Weak, since a generation holds the model: one that nobody has any more is freed at once.
+        # Weak, since a generation holds the model; a strong reference would delay freeing both.
         self._current: Callable[[], Generation | None] = lambda: None
         self._closed = False
 
@@ -81,7 +84,7 @@ class Model:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """How the target wants a conversation written down; None for a target that has no template."""
+        """The target's chat template, None if it has none."""
         return ChatTemplate.of(self.bundle.path)
 
     @cached_property
@@ -90,36 +93,39 @@ class Model:
         return GrammarMatchers(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids as the target's tokenizer gives them. special: with those it puts around a text, such as a beginning."""
+        """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id.
+
+        Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another model.
+        """
         tokenizer = self.bundle.tokenizer
         try:
             ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
         except (UnicodeEncodeError, TypeError) as error:
-            raise GumihoError(f"the prompt is no Unicode text ({error}): give whole characters") from None
+            raise InputError(f"the prompt is not valid Unicode ({error}): give text without lone surrogates") from None
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # the library raises bare exceptions, and its panics are not even those
-            raise GumihoError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
+        except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
+            raise DamageError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
         if (most := max(ids, default=0)) >= self.bundle.manifest.vocabulary:
-            raise GumihoError(
+            raise DamageError(
                 f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {self.bundle.manifest.vocabulary}: "
-                "it is another model's; copy the bundle again"
+                "it belongs to another model; copy the bundle again"
             )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out. Raises GumihoError for ids outside the vocabulary."""
+        """The text of token ids, without special tokens. Raises InputError for ids outside the vocabulary."""
         if outside := next((token for token in ids if not 0 <= token < self.vocabulary_size), None):
-            raise GumihoError(f"there is no token {outside}: ids go from 0 to {self.vocabulary_size - 1}")
+            raise InputError(f"there is no token {outside}: ids go from 0 to {self.vocabulary_size - 1}")
         return str(self.bundle.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of a conversation, ready for the answer. messages: ``role`` and ``content`` each.
+        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``.
 
-        Raises GumihoError where the target has no chat template, or refuses the conversation.
+        Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """
         if self.chat_template is None:
-            raise GumihoError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
+            raise InputError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
         return self.encode(self.chat_template.render(messages), special=False)
 
     def generate(
@@ -127,27 +133,27 @@ class Model:
     ) -> Generation:
         """Continues a prompt: text, or token ids. The output is the same with and without speculation.
 
-        options: see ``Settings``. Raises GumihoError for a prompt that is empty or longer than the bundle's capacity, and for
-        settings that mean nothing.
+        options: see ``Settings``. Raises InputError if the prompt is empty or longer than the bundle's capacity, or if a setting is
+        not valid.
         """
         return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
-        """``generate`` by settings that are made already. resume: go on from what the caches share with the prompt."""
+        """``generate`` with ready-made settings. resume: reuse the cached rows of the longest common prefix."""
         self._require_open()
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         check(self.bundle.manifest, ids)
         return Generation(self, self.selector(ids, settings), resume)
 
     def selector(self, prompt: Sequence[int], settings: Settings) -> TokenSelector:
-        """What chooses a text's tokens, at its beginning."""
-        # Stop strings need a tokenizer, a callback does without.
+        """A new token selector for a prompt."""
+        # Stop strings need a tokenizer; a callback works without one.
         needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
         matcher = self._matchers.start(settings.grammar) if settings.grammar else None
         return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, matcher)
 
     def session(self, saved: str | Path | None = None) -> Session:
-        """A text over several turns. saved: a file of ``Session.save`` to go on from."""
+        """A session: a text over several turns. saved: a file from ``Session.save`` to continue from."""
         session = Session(self)
         if saved is not None:
             session.restore(saved)
@@ -161,12 +167,15 @@ class Model:
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
         with self._held():
             if generation.broken:
-                raise GumihoError("this generation was broken off by an error: start it again")
+                raise MisuseError("this generation was broken off by an error: start it again")
             if generation.finish_reason is None and generation is not self._current():
-                raise GumihoError("another generation was started on this model: load the bundle once for each stream")
+                raise MisuseError("another generation was started on this model: load the bundle once for each stream")
             try:
                 if cycle := next(cycles, None):
                     generation.ids += cycle.tokens
+                    generation.logprobs += cycle.logprobs
+                    if cycle.finish_reason:
+                        _log.debug("generation ended: %s", generation.stats.summary())
                 return cycle
             except BaseException as error:
                 generation.broken = True
@@ -176,16 +185,16 @@ class Model:
 
     @contextmanager
     def exclusive(self) -> Iterator[Decoder]:
-        """The decoder, between two cycles: nothing runs while it is held."""
+        """The decoder, between two cycles; no other thread can use the model while the context is open."""
         with self._held():
             self.decoder.device.enter()
             yield self.decoder
 
     @contextmanager
     def _held(self, closed: bool = False) -> Iterator[None]:
-        """The model for this thread alone. closed: whether it may be closed."""
+        """Locks the model for this thread. closed: allow a closed model."""
         if self._holder == threading.get_ident():
-            raise GumihoError(BUSY)
+            raise MisuseError(BUSY)
         with self._lock:
             if not closed:
                 self._require_open()
@@ -197,7 +206,7 @@ class Model:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise GumihoError("the model is closed: load the bundle again")
+            raise MisuseError("the model is closed: load the bundle again")
 
     def close(self) -> None:
         """Frees engines and buffers; waits for a running cycle. Closing twice is fine."""
@@ -205,6 +214,7 @@ class Model:
             if not self._closed:
                 self._closed = True
                 self.decoder.close()
+                _log.debug("closed %s", self.bundle.path)
 
     def __enter__(self) -> "Model":
         return self
@@ -216,14 +226,14 @@ class Model:
 def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0) -> Model:
     """Loads a bundle with the engines compiled for a backend.
 
-    backend_name: "" for the bundle's first; device: which of the backend's, "" for the first; threads: of engines on the
-    processor, 0 for one per physical core. Raises GumihoError where the bundle is damaged, the backend cannot run here, or no
-    current engines are there for it, naming the command that makes them.
+    backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU threads of the
+    engines, 0 for one per physical core. Raises DamageError if the bundle is damaged, InputError if it has no graphs for the backend,
+    and UnavailableError if the backend cannot run here or has no current engines; the message names the command that compiles them.
     """
-    opened = Bundle(bundle)
-    most = _MOST_THREADS * (os.cpu_count() or 1)
+    started, opened = perf_counter(), Bundle(bundle)
+    most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
     if not 0 <= threads <= most:
-        raise GumihoError(f"threads is {threads}: give 0 for one per physical core, or 1 to {most}")
+        raise InputError(f"threads is {threads}: give 0 for one per physical core, or 1 to {most}")
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)
@@ -231,14 +241,22 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     opened.verify(quick=True)
     form, engines, memory, costs = _open(opened, made)
     try:
-        return Model(opened, form, engines, memory, costs)
+        model = Model(opened, form, engines, memory, costs)
+        _log.info(
+            "loaded %s for %s in %.2f s, with %s prices",
+            opened.path,
+            name,
+            perf_counter() - started,
+            "measured" if costs else "no",
+        )
+        return model
     except BaseException:
         close(engines, memory)
         raise
 
 
 def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
-    """The current engines with the form that they were compiled from, and what their passes cost."""
+    """Opens the current engines: the form they were compiled from, the engines, their device and the measured costs."""
     while True:
         folder = find_engines(bundle, backend)
         try:
@@ -247,4 +265,4 @@ def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine],
             return form, *backend.open(bundle, folder), costs
         except GumihoError:
             if folder.exists():
-                raise  # else a compile has just replaced them
+                raise  # otherwise a compile has just replaced them

@@ -16,7 +16,7 @@ from .bundle.reader import Bundle
 from .bundle.records import Damage
 from .decoding.decoder import Decoder
 from .decoding.settings import Options, Settings
-from .errors import GumihoError
+from .errors import DamageError, InputError
 from .generation import Generation
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _PARTS = ("bundle", "ids", "target", "drafter")
 
 
 class _Model(Protocol):
-    """What a session needs of its model."""
+    """The part of a model that a session uses."""
 
     bundle: Bundle
 
@@ -36,10 +36,10 @@ class _Model(Protocol):
 
 
 class Session:
-    """Several turns over one cache. ``Model.session`` makes one.
+    """Several turns over one cache, created by ``Model.session``.
 
-    A prompt is the whole text so far; what it shares with the text in the caches is not read again. The model has one pair of
-    caches: when something else was generated in between, the next turn reads its whole prompt, and the result is the same.
+    A prompt is the whole text so far; the prefix that is still in the caches is not read again. The model has one pair of caches:
+    if it generated something else in between, the next turn reads its whole prompt, with the same result.
     """
 
     def __init__(self, model: _Model) -> None:
@@ -52,7 +52,7 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """The token ids of the text so far, last prompt and what it was continued by."""
+        """The token ids of the text so far: the last prompt and its continuation."""
         return [*self._ids, *(self._turn.ids if self._turn else ())]
 
     def generate(
@@ -62,21 +62,21 @@ class Session:
         return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
     def start(self, prompt: str | Sequence[int], settings: Settings) -> Generation:
-        """``generate`` by settings that are made already."""
+        """``generate`` with ready-made settings."""
         turn = self._model.start(prompt, settings, resume=True)
         self._ids, self._turn = turn.prompt, turn
         return turn
 
     def rewind(self, length: int) -> None:
-        """Goes back to the text's first ``length`` tokens. Raises GumihoError where there are fewer."""
+        """Goes back to the text's first ``length`` tokens. Raises InputError if there are fewer."""
         if not 0 <= length <= len(self.ids):
-            raise GumihoError(
+            raise InputError(
                 f"the session has {len(self.ids)} tokens and cannot go back to {length}: give 0 to {len(self.ids)}"
             )
         self._ids, self._turn = self.ids[:length], None
 
     def save(self, path: str | Path) -> None:
-        """Writes the text and what the caches hold of it to a file, whole or not at all, and behind it its SHA-256."""
+        """Writes the text and its cached rows to a file, followed by their SHA-256. The file is written whole or not at all."""
         with self._model.exclusive() as decoder:
             decoder.catch_up()
             shared, drafted = decoder.shared(self.ids)
@@ -92,27 +92,29 @@ class Session:
                 file.write(file_hash(Path(file.name)).encode())
 
     def restore(self, path: str | Path) -> None:
-        """Takes up what ``save`` wrote. Raises GumihoError where the file is damaged or of another bundle; the session then stays
-        as it is."""
+        """Continues from a file that ``save`` wrote.
+
+        Raises DamageError if the file cannot be read and InputError if it belongs to another bundle; the session is then unchanged.
+        """
         bundle = self._model.bundle
         with self._model.exclusive() as decoder:
             try:
                 parts = _read(Path(path), _size(decoder))
                 if str(parts["bundle"]) != bundle.hash:
-                    raise GumihoError(
-                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or begin anew"
+                    raise InputError(
+                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or start a new session"
                     )
                 _check(parts, bundle.manifest)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise GumihoError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
+                raise DamageError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
             text = parts["ids"].tolist()
             decoder.restore(text, parts["target"], parts["drafter"])
         self._ids, self._turn = text, None
 
 
 def _size(decoder: Decoder) -> int:
-    """Bytes that the arrays of a saved session can have."""
+    """The most bytes that the arrays of a saved session can have."""
     caches = [tensor for name in ("target", "draft") for tensor in decoder.passes.graphs[name].caches]
     ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
     return ids + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in caches)
@@ -131,7 +133,7 @@ def _read(path: Path, most: int) -> dict[str, np.ndarray]:
 
 
 def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
-    """What a file can say although its checksum fits. Raises Damage."""
+    """Raises Damage if the contents are impossible, which a checksum does not exclude."""
     ids, target, drafter = (parts[name] for name in ("ids", "target", "drafter"))
     if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > manifest.capacity + 1:
         raise Damage(f"ids are {ids.dtype} {list(ids.shape)}, expected int64 [{manifest.capacity + 1}] at most")

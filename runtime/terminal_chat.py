@@ -8,14 +8,15 @@ from pathlib import Path
 
 from .decoding.settings import Settings
 from .decoding.stats import Stats
-from .errors import GumihoError
+from .errors import GumihoError, InputError
 from .model import Model
+from .stats_table import table
 
 
 def _lines() -> Iterator[str]:
-    """Messages as they are typed or piped in, one a line."""
+    """Messages from standard input, one per line."""
     if sys.stdin is None:
-        raise GumihoError("there is no standard input to read messages from: give --prompt")
+        raise InputError("there is no standard input to read messages from: give --prompt")
     terminal = sys.stdin.isatty()
     edited = terminal and sys.stdout is not None and sys.stdout.isatty()
     if edited:
@@ -29,7 +30,7 @@ def _lines() -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            raise GumihoError(f"the message cannot be read ({error}): give UTF-8 text") from None
+            raise InputError(f"the message cannot be read ({error}): give UTF-8 text") from None
         if not line:
             return
         if line.strip():
@@ -42,19 +43,17 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 class TerminalChat:
-    """A conversation. Every answer has all messages before it in mind.
+    """A conversation; every answer is based on all messages before it.
 
     messages: so far, the system's first if there is one. status: 1 once a message could not be answered.
     """
 
-    def __init__(
-        self, model: Model, settings: Settings, system: str | None, describe: Callable[[Stats], str], stats: bool
-    ) -> None:
-        """describe: stats for a reader. stats: whether each answer is followed by them.
+    def __init__(self, model: Model, settings: Settings, system: str | None, stats: bool) -> None:
+        """stats: whether to print statistics after each answer.
 
         Raises GumihoError if the target has no chat template, or one that refuses a system message.
         """
-        self._model, self._settings, self._describe, self._always = model, settings, describe, stats
+        self._model, self._settings, self._always = model, settings, stats
         self._session, self._last = model.session(), Stats()
         self.messages, self.status, self._ended = opening(system), 0, False
         model.chat([*self.messages, {"role": "user", "content": ""}])
@@ -73,7 +72,7 @@ class TerminalChat:
         return self.status
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
-        """Prints the answer to the last message and takes both into the conversation; neither if it cannot be answered."""
+        """Prints the answer to the last message and adds both to the conversation, or neither if there is an error."""
         text = ""
         try:
             turn = self._session.start(self._model.chat(messages), self._settings)
@@ -137,16 +136,16 @@ class TerminalChat:
         self._ended = True
 
     def stats(self) -> None:
-        print(self._describe(self._last), file=sys.stderr)
+        print(table(self._last), file=sys.stderr)
 
 
-# Name -> what it does, what it needs after its name, and a line of help.
+# Name -> method, argument, line of help.
 _COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "/help": (TerminalChat.help, "", "list these commands"),
     "/new": (TerminalChat.new, "", "forget the conversation, but not the system message"),
     "/system": (TerminalChat.system, "TEXT", "replace the system message"),
     "/regenerate": (TerminalChat.regenerate, "", "replace the last answer with another one"),
     "/save": (TerminalChat.save, "FILE", "write the conversation as JSON"),
-    "/stats": (TerminalChat.stats, "", "say how fast the last answer came"),
-    "/exit": (TerminalChat.exit, "", "leave, as the end of input does"),
+    "/stats": (TerminalChat.stats, "", "show the statistics of the last answer"),
+    "/exit": (TerminalChat.exit, "", "leave (so does the end of input)"),
 }

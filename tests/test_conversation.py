@@ -59,10 +59,10 @@ def test_answers_know_what_was_said(bundle: Path, monkeypatch: pytest.MonkeyPatc
             messages.append({"role": "assistant", "content": text})
             expected += text + "\n"
     assert out == expected
-    known = [line for line in err.splitlines() if "tokens after" in line]
-    assert len(known) == 3
-    assert "of them known" not in known[0]
-    assert "of them known" in known[1]  # the first question and its answer
+    prompts = [line for line in err.splitlines() if line.startswith("prompt ")]
+    assert len(prompts) == 3
+    assert "(0 cached)" in prompts[0]
+    assert "(0 cached)" not in prompts[1]  # the first question and its answer are
     assert ">" not in err  # nobody is asked where nobody types
 
 
@@ -84,9 +84,34 @@ def test_one_message(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert out == "".join(model.generate(model.encode("[user] def f(x):\n[assistant]", special=False), 12)) + "\n"
 
 
-def test_a_raw_prompt_to_a_chat_model(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(bundle), "--prompt", "def f(x):", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().err == "note: the target is a chat model; --chat writes the prompt as its template wants\n"
+def test_prompts_use_the_template_unless_raw(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*options: str) -> str:
+        assert main([str(bundle), "--prompt", "def f(x):", "--max-new-tokens", "12", *options]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    with load(bundle) as model:
+
+        def expected(prompt: str | list[int]) -> str:
+            return "".join(model.generate(prompt, 12)) + "\n"
+
+        assert printed() == expected(model.chat([{"role": "user", "content": "def f(x):"}]))
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
+        assert printed("--system", "Be brief.") == expected(model.chat(messages))
+        assert printed("--raw") == expected("def f(x):")
+        assert len({printed(), printed("--system", "Be brief."), printed("--raw")}) == 3
+
+
+def test_a_template_that_refuses_a_prompt(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only silence') }}")
+    assert main([str(folder), "--prompt", "x"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "only silence" in err
+    assert "--raw continues the prompt without a chat template" in err
 
 
 def test_a_template_that_refuses(

@@ -50,7 +50,7 @@ def test_stats_for_programs(demo_bundle: Path) -> None:
 
 def test_stats_for_readers(demo_bundle: Path) -> None:
     done = generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "30", "--stats", "--compare")
-    for word in ("tau", "draft", "target", "host", "first token", "tokens/s", "accepted by depth", "identical tokens"):
+    for word in ("tau", "draft", "target", "host", "first token", "tokens/s", "accepted", "plain decoding", "identical tokens"):
         assert word in done.stderr
     assert "tau" not in done.stdout
 
@@ -217,10 +217,15 @@ def test_a_trace_is_written(demo_bundle: Path, tmp_path: Path, capsys: pytest.Ca
         (["--chat"], "has no chat template"),
         (["--trace", "page.pdf"], "let it end in .html"),
         (["--trace", "nowhere/page.html"], "nowhere"),
-        (["--system", "be brief"], "--system begins a chat: add --chat"),
+        (["--system", "be brief"], "has no chat template"),
+        (["--system", "be brief", "--raw"], "--raw uses no chat template: leave out --system"),
+        (["--chat", "--raw"], "--raw uses no chat template: leave out --chat"),
+        (["--logprobs", "2"], "--logprobs are printed as JSON: add --stats json"),
+        (["--logprobs", "-1", "--stats", "json"], "logprobs is -1"),
+        (["--logprobs", "0", "--stats", "json", "--accept", "typical"], "accept 'typical' does not compute logprobs"),
         (["--compare", "--max-seconds", "1"], "leave out --max-seconds"),
-        (["--accept", "typical", "--top-k", "1"], "knows nothing of top_k"),
-        (["--accept", "typical", "--tree", "fta"], "two rules for the same choice"),
+        (["--accept", "typical", "--top-k", "1"], "does not apply top_k"),
+        (["--accept", "typical", "--tree", "fta"], "exclude each other"),
         (["--rows", "1"], "rows is 1"),
     ],
 )  # fmt: skip
@@ -252,4 +257,4 @@ def test_bad_prompts(demo_bundle: Path, tmp_path: Path, content: str, capsys: py
     (tmp_path / "p.jsonl").write_text(content)
     status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "p.jsonl")
     assert (status, out) == (1, "")
-    assert "give a JSON object a line, with a 'prompt'" in err
+    assert "give one JSON object per line, with a 'prompt'" in err

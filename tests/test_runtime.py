@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from exporter import cli
-from runtime import Cycle, GumihoError, Model, load
+from runtime import Cycle, GumihoError, InputError, MisuseError, Model, load
 from runtime.backends import backend
 from runtime.backends.onnxruntime import Engine
 from runtime.bundle.manifest_reader import parse_manifest
@@ -390,3 +390,41 @@ def test_numbers_of_numpy_are_numbers(demo_bundle: Path) -> None:
             list(generation.cycles())
             ids.append(generation.ids)
         assert ids[0] == ids[1]
+
+
+def test_causes_have_their_own_exceptions(demo_bundle: Path) -> None:
+    with load(demo_bundle, threads=1) as model:
+        for prompt, options in (
+            ([], {}),
+            ([1, 2048], {}),
+            ([1] * 2000, {}),
+            (PROMPT, {"temperature": -1.0}),
+            (PROMPT, {"warmth": 1}),
+        ):
+            with pytest.raises(InputError):
+                model.generate(prompt, **options)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="there is no token 2048"):
+            model.decode([2048])
+        first = model.generate(PROMPT, 8)
+        model.generate(PROMPT, 8)
+        with pytest.raises(MisuseError, match="another generation was started"):
+            next(iter(first))
+    with pytest.raises(MisuseError, match="the model is closed"):
+        model.generate(PROMPT)
+
+
+def test_events_are_logged_under_one_name(demo_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "gumiho"), load(demo_bundle, threads=1) as model:
+        list(model.generate(PROMPT, 5))
+    assert {record.name.partition(".")[0] for record in caplog.records} == {"gumiho"}
+    levels = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, message in levels if message.startswith(f"loaded {demo_bundle} for cpu in ")] == ["INFO"]
+    assert [level for level, message in levels if message.startswith("generation ended: {") and "'tokens': 5" in message] == [
+        "DEBUG"
+    ]
+
+
+def test_nothing_is_printed_where_no_logging_is_set_up(demo_bundle: Path) -> None:
+    code = f"from runtime import load\nwith load({str(demo_bundle)!r}) as model: list(model.generate('x', 3))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

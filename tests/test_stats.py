@@ -3,6 +3,7 @@
 import pytest
 
 from runtime.decoding.stats import Stats
+from runtime.stats_table import table
 
 
 def test_tau_counts_emitted_tokens_only() -> None:
@@ -35,3 +36,18 @@ def test_what_was_looked_up_was_not_drafted() -> None:
 def test_nothing_decoded() -> None:
     assert Stats().summary()["tau"] == 0.0
     assert Stats().tokens_per_second == 0.0
+
+
+def test_the_table_s_sources_add_up() -> None:
+    stats = Stats(prompt_tokens=40, cached_tokens=30, tokens=1, prefill_ns=12_340_000, seed=7, finish_reason="stop")
+    for emitted, rows, lookup in ((3, 8, False), (1, 1, False), (5, 4, True)):
+        stats.count(emitted, (1_000_000, 3_000_000, 500_000), rows, lookup)
+        stats.tokens += emitted
+    lines = {line[:10].strip(): line[10:].strip() for line in table(stats).splitlines()}
+    assert lines["prompt"] == "40 tokens (30 cached), first token after 12.34 ms"
+    assert lines["generated"].startswith("10 tokens (stop), ")
+    assert lines["per pass"] == "3 tokens (tau) in 4.5 ms: draft 1, target 3, host 0.5 (3 passes)"
+    assert lines["from"] == "target 4, drafter 2, prompt lookup 4"
+    assert lines["rows"].startswith("1: 1, 4: 1, 8: 1 ")
+    assert lines["accepted"].startswith("1: 33%, 2: 33% ")
+    assert lines["seed"] == "7"

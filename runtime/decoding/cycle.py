@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from .logprobs import TokenLogprobs
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -32,7 +34,8 @@ class Cycle:
     tokens: emitted ids. rows: verified rows, root included. path: accepted rows, the root first, so that ``tokens[i]`` is what row
     ``path[i + 1]`` proposed and the last token is the target's own. finish_reason: see ``Generation``; None unless generation ended
     with this cycle. times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: set if the settings ask for a
-    trace. lookup: whether the proposed rows were found in the text (prompt lookup) instead of drafted.
+    trace. lookup: whether the proposed rows were found in the text (prompt lookup) instead of drafted. logprobs: one for each token
+    if the settings ask for them.
     """
 
     tokens: tuple[int, ...]
@@ -42,3 +45,4 @@ class Cycle:
     times: tuple[int, int, int] = (0, 0, 0)
     tree: Tree | None = None
     lookup: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -9,7 +9,7 @@ import numpy as np
 from ..backends import Engine
 from ..bundle.manifest import Form, Manifest
 from ..devices import Device
-from ..errors import GumihoError
+from ..errors import DamageError, InputError, MisuseError
 from .acceptance import accept
 from .cycle import Cycle
 from .draft_history import DraftHistory
@@ -22,17 +22,17 @@ from .token_selector import TokenSelector
 
 
 def check(manifest: Manifest, prompt: Sequence[int]) -> None:
-    """Raises GumihoError for a prompt that is empty, too long or outside the vocabulary."""
+    """Raises InputError for a prompt that is empty, too long or outside the vocabulary."""
     if not prompt:
-        raise GumihoError("the prompt has no tokens: give at least one")
+        raise InputError("the prompt has no tokens: give at least one")
     if len(prompt) > manifest.capacity:
-        raise GumihoError(
+        raise InputError(
             f"the prompt has {len(prompt)} tokens and the bundle's capacity is {manifest.capacity}: "
             "shorten it, or export with a larger --capacity"
         )
     foreign = next((t for t in prompt if not 0 <= t < manifest.vocabulary), None)
     if foreign is not None:
-        raise GumihoError(f"the prompt holds token id {foreign}, outside the vocabulary of {manifest.vocabulary}")
+        raise InputError(f"the prompt holds token id {foreign}, outside the vocabulary of {manifest.vocabulary}")
 
 
 class Decoder:
@@ -45,7 +45,7 @@ class Decoder:
     def __init__(
         self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
     ) -> None:
-        """costs: of the passes on this device, by which cycles are planned; without them every tree is verified whole."""
+        """costs: measured on this device, for the planner; without them every tree is verified whole."""
         self.manifest, self.form, self.device = manifest, form, device
         self.passes = EnginePasses(manifest, form, engines, device)
         self.history = DraftHistory(self.passes)
@@ -57,33 +57,33 @@ class Decoder:
     # --- the loop --------------------------------------------------------------------------------------------------------
 
     def generate(self, selector: TokenSelector, stats: Stats, resume: bool = False) -> Iterator[Cycle]:
-        """Continues a selector's prompt, a step at a time. resume: from what the caches share with it.
+        """Continues a selector's prompt, one cycle at a time, the prefill first. resume: reuse the cached rows of the common prefix.
 
-        Raises GumihoError for a prompt that is empty or does not fit.
+        Raises InputError for a prompt that is empty or does not fit.
         """
         check(self.manifest, selector.prompt)
         stats.prompt_tokens, stats.seed, stats.finish_reason = len(selector.prompt), selector.seed, selector.finish_reason
         if selector.finish_reason:
             return
         self._read_prompt(selector, stats, resume)
-        rows, path, times, tree, lookup = 0, list[int](), (0, stats.prefill_ns, 0), None, False  # of the first token's step
+        rows, path, times, tree, lookup = 0, list[int](), (0, stats.prefill_ns, 0), None, False  # of the prefill
         planner = self.planner if selector.settings.speculate and selector.settings.rows is None else None
         draft_tree = DraftTree(self.passes, self.history, self._ids, planner, selector.settings.rows or self.manifest.rows)
         continuation = Continuation(self.passes, self.history, planner)
         while True:
             selector.interrupted()
-            emitted = tuple(selector.ids[stats.tokens :])
+            emitted, logprobs = tuple(selector.ids[stats.tokens :]), tuple(selector.logprobs[stats.tokens :])
             stats.tokens, stats.finish_reason = len(selector.ids), selector.finish_reason
-            yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup)
+            yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup, logprobs)
             started, self.passes.engine_ns = perf_counter_ns(), [0, 0]
             if not rows and self.selector is selector and not selector.ended():
                 self.device.enter()
-                self.catch_up(selector.interrupted)  # on the prompt, which nobody waits for who waits for the first token
+                self.catch_up(selector.interrupted)  # with the prompt, after the first token, so that it does not delay it
             if selector.ended():
                 stats.finish_reason = selector.finish_reason
                 return
             if self.selector is not selector:
-                raise GumihoError("something else was read into the caches of this generation: start it again")
+                raise MisuseError("the caches of this generation were used for something else: start it again")
             self.device.enter()
             proposer = self._choose(draft_tree, continuation, planner, emitted)
             proposal = proposer.propose(self.room)
@@ -100,7 +100,7 @@ class Decoder:
     def _choose(
         self, draft_tree: DraftTree, continuation: Continuation, planner: Planner | None, emitted: Sequence[int]
     ) -> Proposer:
-        """The proposer that promises most. emitted: tokens of the last cycle."""
+        """The proposer with the highest expected speed. emitted: tokens of the last cycle."""
         assert self.selector
         settings, continuation.found = self.selector.settings, ()
         if planner is None:
@@ -120,7 +120,7 @@ class Decoder:
         return path
 
     def _commit(self, proposal: Proposal, path: Sequence[int]) -> None:
-        """Keeps the accepted rows in the caches, and leaves them and the tokens after them for the next draft."""
+        """Keeps the accepted rows in the caches and passes them to the next draft."""
         assert self.selector
         self.passes.target_cache.commit(self.passes.graphs["target"], path)
         self.history.accept(path, self.selector.ids[-len(path) :])
@@ -129,16 +129,16 @@ class Decoder:
     def next_token(self, row: int) -> int | None:
         """The target's token after a row joins the text. Returns it, or None if the text ends with it.
 
-        Raises GumihoError if the row's logits hold NaN or infinity.
+        Raises DamageError if the row's logits hold NaN or infinity.
         """
         assert self.selector
         choice = int(self.passes.choice[row])
         if choice < 0:
-            raise GumihoError(
-                f"the target's logits hold NaN or infinity after {len(self.text[0]) + len(self.text[1])} tokens: weights or engines are damaged, "
-                "or numbers overflow; run `python -m runtime.doctor` on the bundle"
+            raise DamageError(
+                f"the target's logits hold NaN or infinity after {len(self.text[0]) + len(self.text[1])} tokens: the weights or engines are damaged, "
+                "or values overflow; run `python -m runtime.doctor` on the bundle"
             )
-        return self.selector.add(choice if self.selector.takes_choice else self.selector.choose(self.passes.row(row)))
+        return self.selector.add(self.selector.choose(choice, lambda: self.passes.row(row)))
 
     @property
     def room(self) -> int:
@@ -148,7 +148,7 @@ class Decoder:
     # --- the prompt ------------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> None:
-        """Reads what the caches lack of the prompt, and emits the first token."""
+        """Reads the part of the prompt that is not cached, and emits the first token."""
         prompt, settings, started = selector.prompt, selector.settings, perf_counter_ns()
         selector.begin()
         self.device.enter()
@@ -165,7 +165,7 @@ class Decoder:
         stats.prefill_ns = perf_counter_ns() - started
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
-        """Fills the target's cache with what it lacks of a prompt, in chunks; the drafter is to read it later.
+        """Reads the rest of a prompt into the target's cache, in chunks; the drafter reads it later.
 
         Returns which row of the last pass is the prompt's last, or None if it was interrupted between two chunks.
         """
@@ -181,7 +181,7 @@ class Decoder:
         return n - 1
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """One causal pass of the target over at most a chunk of tokens, all of which its cache keeps."""
+        """One causal pass of the target over at most a chunk of tokens; commits all of them."""
         self.passes.read(tokens)
         self.passes.target_cache.commit(self.passes.graphs["target"], range(len(tokens)))
 
@@ -196,11 +196,11 @@ class Decoder:
 
     @property
     def cached(self) -> list[int]:
-        """The tokens whose rows are in the target's cache as they are in plain decoding."""
+        """The tokens whose rows in the target's cache are those of plain decoding."""
         return self._ids()[: min(self.valid_target_length, int(self.passes.target_cache.length[0]))]
 
     def shared(self, text: Sequence[int]) -> tuple[int, int]:
-        """Rows of the target's and of the drafter's cache that are those of a text, from its beginning.
+        """Leading rows of the target's and of the drafter's cache that belong to a text.
 
         The drafter's row of a token depends on the next token, so it shares one less.
         """
@@ -208,9 +208,9 @@ class Decoder:
         return shared, min(self.history.length, max(0, shared - 1))
 
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
-        """Truncates the caches to what they share with a prompt. Returns how many of its tokens need not be read again.
+        """Truncates the caches to the prefix they share with a prompt. Returns how many of its tokens need not be read again.
 
-        What the drafter has not read yet, it reads now if the target's rows of it are kept, or else with the target.
+        Rows that the drafter has not read yet are read now if their hidden rows are still there, otherwise together with the target.
         """
         shared, drafted = self.shared(prompt)
         history = self.history
@@ -225,14 +225,14 @@ class Decoder:
         return start
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
-        """Has the caches hold the first rows of a text, as ``KVCache.rows`` gave them. Raises GumihoError if they do not fit."""
+        """Fills the caches with the leading rows of a text, as ``KVCache.rows`` returned them. Raises GumihoError if they do not fit."""
         self.clear()
         self.passes.target_cache.fill(target)
         self.passes.draft_cache.fill(drafter)
         self.text = text, ()
 
     def clear(self) -> None:
-        """Empties the caches. A generation that runs over them cannot go on."""
+        """Empties the caches; a running generation cannot continue."""
         self.selector, self.text = None, ((), ())
         self.passes.target_cache.length[0] = self.passes.draft_cache.length[0] = 0
         self.valid_target_length = self.manifest.capacity

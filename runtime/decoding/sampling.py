@@ -1,30 +1,30 @@
-"""From a row of the target's logits to its choice, the same in plain and in speculative decoding.
+"""Chooses a token from a row of the target's logits, identically in plain and in speculative decoding.
 
-The steps, in this order, which is transformers' (``GenerationMixin._get_logits_processor``):
+The steps, in the order of transformers (``GenerationMixin._get_logits_processor``):
 
-1. logit bias; 2. repetition penalty; 3. presence and frequency penalties; 4. no repeated n-gram; 5. banned tokens; 6. ends of
-the text, where fewer than ``min_new_tokens`` are there; 7. the caller's processors; 8. the grammar's mask; 9. forced tokens;
-10. temperature; 11. top-k; 12. top-p; 13. min-p; 14. the draw.
+1. logit bias; 2. repetition penalty; 3. presence and frequency penalties; 4. no repeated n-gram; 5. banned tokens; 6. end-of-text
+tokens, before ``min_new_tokens``; 7. the caller's processors; 8. the grammar's mask; 9. forced tokens; 10. temperature; 11. top-k;
+12. top-p; 13. min-p; 14. the draw.
 
-What differs from transformers: presence and frequency penalties are not known there (they are OpenAI's); of tokens that are
-equally likely at the edge of top-p the lower ids stay, where transformers leaves it open; and the draw is one of our own.
+Differences from transformers: presence and frequency penalties are OpenAI's and unknown there; among equally likely tokens at the edge
+of top-p the lower ids stay, while transformers leaves the order open; and the draw uses another random generator.
 
-The draw is an argmax over logits with Gumbel noise, which gives the softmax' own distribution (arXiv 1411.0030). The noise of a
-token depends on (seed, position, token) alone, so that whatever pass a row comes from, the same logits give the same token, and
-nearly the same logits nearly always do: two rows choose differently about as often as their distributions differ.
+The draw is an argmax over logits with Gumbel noise, which samples from the softmax (arXiv 1411.0030). The noise of a token depends only
+on (seed, position, token). So equal logits give the same token whichever pass computed them, and nearly equal logits nearly always do:
+two rows choose differently about as often as their distributions differ.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import GumihoError
+from ..errors import InputError
 from .grammar import GrammarMatcher
 from .settings import Settings
 
 _GOLDEN, _A, _B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MOST = (1 << 64) - 1
-_REACH = 41.5  # no two values of the noise, made of 52 bits, are further apart
+_REACH = 41.5  # the noise has 52 bits, so no two values are further apart
 
 
 def _mixed(x: int) -> int:
@@ -35,20 +35,20 @@ def _mixed(x: int) -> int:
 
 
 def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """Gumbel noise float64 [n] of tokens (int64 [n]) at a position of the text."""
+    """Gumbel noise, float64 [n], for token ids (int64 [n]) at a position of the text."""
     state = _mixed((_mixed((seed + _GOLDEN) & _MOST) + position * _GOLDEN) & _MOST)
     x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
     for shift, by in ((30, _A), (27, _B)):
         x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
-    # One bit more, and the half would be rounded away: up to 1, where the noise is infinite.
+    # With one more bit the 0.5 would be rounded away, and a value of 1 would make the noise infinite.
     uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return -np.log(-np.log(uniform))
 
 
 def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that may be drawn and their logits over the temperature: ascending ids int64 [n] and float64 [n].
+    """The tokens that can be drawn, as ascending ids int64 [n], and their logits divided by the temperature, float64 [n].
 
-    row: float32 [V]. Costs partitions of the row, and sorts of some hundred tokens or ten times those that top-p keeps.
+    row: float32 [V]. Uses partial selection; at most a few hundred tokens, or ten times those that top-p keeps, are sorted.
     """
     if 0 < top_k < len(row):
         ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
@@ -56,7 +56,7 @@ def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: f
     else:
         ids = np.flatnonzero(row > -np.inf)
     values = row[ids].astype(np.float64)
-    values -= values.max()  # before the division, which may go beyond the largest float
+    values -= values.max()  # before the division, which may overflow
     with np.errstate(over="ignore"):
         values /= temperature
     if top_p < 1:
@@ -69,13 +69,13 @@ def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: f
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """Ascending indices of the fewest of the largest weights that make up a share of all (arXiv 1904.09751)."""
+    """Ascending indices of the smallest set of largest weights whose sum is at least ``share`` of the total (arXiv 1904.09751)."""
     wanted, size = share * weights.sum(), 64
     while True:
         size = min(8 * size, len(weights))
         edge = np.partition(weights, len(weights) - size)[len(weights) - size]
         above, level = np.flatnonzero(weights > edge), np.flatnonzero(weights == edge)
-        largest = np.concatenate((above, level[: size - len(above)]))  # at a low temperature nearly all are level, at 0
+        largest = np.concatenate((above, level[: size - len(above)]))  # at a low temperature nearly all weights are equal, at 0
         order = largest[np.argsort(-weights[largest], kind="stable")]
         before = np.cumsum(weights[order])
         if before[-1] >= wanted or size == len(weights):
@@ -94,7 +94,7 @@ class Sampler:
         ends: frozenset[int],
         matcher: GrammarMatcher | None,
     ) -> None:
-        """ends: ids that end the text, and that ``min_new_tokens`` holds off. Raises GumihoError for ids that are none."""
+        """ends: ids that end the text, masked before ``min_new_tokens``. Raises InputError for ids outside the vocabulary."""
         self.settings, self.seed, self._matcher = settings, seed, matcher
         self._ends = np.array([end for end in sorted(ends) if 0 <= end < vocabulary], np.int64)
         for what, ids in (
@@ -104,7 +104,7 @@ class Sampler:
             ("stop_token_ids", settings.stop_token_ids),
         ):
             if (odd := next((i for i in ids if not 0 <= i < vocabulary), None)) is not None:
-                raise GumihoError(f"{what} names token id {odd}, outside the vocabulary of {vocabulary}")
+                raise InputError(f"{what} names token id {odd}, outside the vocabulary of {vocabulary}")
         self._banned = np.array(sorted(settings.banned), np.int64)
         self._biased = np.array(list(settings.logit_bias), np.int64)
         self._bias = np.array(list(settings.logit_bias.values()), np.float32)
@@ -112,7 +112,7 @@ class Sampler:
         self._seen = np.zeros(vocabulary, np.bool_)
         self._seen[list(prompt)] = True
         self._counts = np.zeros(vocabulary, np.float32)
-        self._runs: dict[tuple[int, ...], set[int]] = {}  # what has followed each run of no_repeat_ngram - 1 tokens
+        self._runs: dict[tuple[int, ...], set[int]] = {}  # tokens that followed each sequence of no_repeat_ngram - 1 tokens
         for end in range(1, len(prompt) + 1) if settings.no_repeat_ngram else ():
             self._note(end)
         s = settings
@@ -122,14 +122,14 @@ class Sampler:
         )  # fmt: skip
 
     def _note(self, end: int) -> None:
-        """Takes down the run that ends in front of position ``end``."""
+        """Records the n-gram that ends before position ``end``."""
         n = self.settings.no_repeat_ngram
         if 0 < n <= end:
             self._runs.setdefault(tuple(self._ids[end - n : end - 1]), set()).add(self._ids[end - 1])
 
     @property
     def idle(self) -> bool:
-        """Whether the next choice is the largest logit, with nothing else to it."""
+        """Whether the next token is simply the one with the largest logit."""
         new = len(self._ids) - self._prompt
         return self._idle and new >= self.settings.min_new_tokens and new not in self.settings.forced
 
@@ -144,7 +144,7 @@ class Sampler:
             self._matcher.accept(token)
 
     def processed(self, row: np.ndarray) -> np.ndarray:
-        """A copy of the row, float32 [V], after the steps up to forced tokens; what may not be chosen is -inf."""
+        """A copy of the row, float32 [V], after steps 1 to 9; tokens that cannot be chosen are -inf."""
         s, row, new = self.settings, row.astype(np.float32), len(self._ids) - self._prompt
         row[self._biased] += self._bias
         if s.repetition_penalty != 1:
@@ -167,20 +167,20 @@ class Sampler:
         if new in s.forced:
             token = s.forced[new]
             if self._matcher and not self._allows(token):
-                raise GumihoError(f"token {token}, forced at index {new}, is not what the grammar allows: change one of them")
+                raise InputError(f"token {token}, forced at index {new}, is not allowed by the grammar: change one of them")
             row[:] = -np.inf
             row[token] = 0.0
         return row
 
     def _allows(self, token: int) -> bool:
-        """Whether the grammar does, whatever else is asked."""
+        """Whether the grammar allows a token, regardless of the other steps."""
         row = np.zeros(len(self._seen), np.float32)
         assert self._matcher
         self._matcher.mask(row)
         return bool(row[token] == 0)
 
     def margin(self, row: np.ndarray, token: int) -> float:
-        """How much the logit of a token lacks to be the choice; inf where nothing is enough. Asks the processors again and again."""
+        """How much the logit of a token must grow for it to be chosen; inf if no amount is enough. Runs the processors repeatedly."""
         least, enough = 0.0, 1e-6
 
         def chosen(more: float) -> bool:
@@ -198,17 +198,16 @@ class Sampler:
         return enough
 
     def choose(self, row: np.ndarray) -> int:
-        """The token that follows a text, by the target's logits [V] behind it. Raises GumihoError where none may."""
+        """The next token, given the target's logits [V]. Raises InputError if no token is allowed."""
         s, row = self.settings, self.processed(row)
         best = row.max()
         if np.isnan(best) or (s.temperature and best == np.inf):
-            raise GumihoError(
-                f"a logit at position {len(self._ids)} is {best}: look at the processors, and keep biases and penalties small"
+            raise InputError(
+                f"a logit at position {len(self._ids)} is {best}: check the processors, and use smaller biases and penalties"
             )
         if best == -np.inf:
-            raise GumihoError(
-                f"no token may follow at position {len(self._ids)}: grammar, bans, biases, no_repeat_ngram and min_new_tokens leave "
-                "none; loosen them"
+            raise InputError(
+                f"no token is allowed at position {len(self._ids)}: relax the grammar, bans, biases, no_repeat_ngram or min_new_tokens"
             )
         if not s.temperature:
             return int(row.argmax())

@@ -1,8 +1,8 @@
-"""One text in the making: chooses its tokens in turn and knows where it ends."""
+"""Selects the tokens of one text, one after the other, and decides when it ends."""
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 from typing import Any
@@ -12,16 +12,16 @@ import numpy as np
 from ..bundle.manifest import Manifest
 from ..text.stream import TextStream
 from .grammar import GrammarMatcher
+from .logprobs import TokenLogprobs
 from .sampling import Sampler
 from .settings import Settings
 
 
 class TokenSelector:
-    """ids: emitted so far. finish_reason: ``stop`` (an end of text, a stop string or token, the grammar's end, the callback),
-    ``length`` (max_new_tokens), ``context`` (the cache is full), ``time``, ``cancelled``, or None while more follows. seed: None
-    where nothing is drawn.
+    """ids: emitted so far. logprobs: one for each of them if the settings ask for log-probabilities. finish_reason: see
+    ``Generation``. seed: None if nothing is drawn.
 
-    The same settings give the same text, whatever passes its rows come from: nothing here depends on them.
+    A token depends only on the settings, the text so far and the target's logits, not on the pass that computed them.
     """
 
     def __init__(
@@ -32,11 +32,12 @@ class TokenSelector:
         tokenizer: Any = None,
         matcher: GrammarMatcher | None = None,
     ) -> None:
-        """tokenizer: needed for stop strings, and for a callback's text. Raises GumihoError for token ids that are none."""
+        """tokenizer: needed for stop strings and for a callback's text. Raises InputError for ids outside the vocabulary."""
         self.settings, self.prompt, self.ids = settings, list(prompt), list[int]()
+        self.logprobs: list[TokenLogprobs] = []
         drawn = settings.seed if settings.seed is not None else secrets.randbits(63)
         self.seed = drawn if settings.temperature else None
-        # Special tokens are no part of the text, so they cannot be found in it.
+        # Special tokens do not appear in the text, so they are matched by id.
         added = tokenizer.get_added_tokens_decoder().items() if settings.stop else ()
         special = {token.content: i for i, token in added if token.special and token.content in settings.stop}
         self._ends = frozenset((*manifest.eos_token_ids, *settings.stop_token_ids, *special.values()))
@@ -55,11 +56,11 @@ class TokenSelector:
         self._cancelled = threading.Event()
 
     def begin(self) -> None:
-        """The clock starts."""
+        """Starts the clock of ``max_seconds``."""
         self._deadline = monotonic() + self.settings.max_seconds
 
     def cancel(self) -> None:
-        """From any thread: the text ends behind the cycle that runs."""
+        """Ends the text after the running cycle. Safe to call from any thread."""
         self._cancelled.set()
 
     def ended(self) -> bool:
@@ -69,22 +70,26 @@ class TokenSelector:
         return self.finish_reason is not None
 
     def interrupted(self) -> bool:
-        """Looked at between cycles: whether the text has ended, was cancelled, or its time is up."""
+        """Whether the text has ended, was cancelled, or its time is up; checked between cycles."""
         if not self.ended() and monotonic() >= self._deadline:
             self.finish_reason = "time"
         return self.finish_reason is not None
 
-    @property
-    def takes_choice(self) -> bool:
-        """Whether the next token is the target's most likely one, so that its logits need not be looked at."""
-        return self.sampler.idle
+    def choose(self, most_likely: int, row: Callable[[], np.ndarray]) -> int:
+        """The next token; ``add`` it.
 
-    def choose(self, row: np.ndarray) -> int:
-        """The next token by its logits [V]; ``add`` it."""
-        return self.sampler.choose(row)
+        most_likely: the target's largest logit, the lowest id of equal ones. row: fetches the target's logits [V]; it is called only
+        if they are needed.
+        """
+        if self.settings.logprobs is None:
+            return most_likely if self.sampler.idle else self.sampler.choose(row())
+        logits = row()
+        token = most_likely if self.sampler.idle else self.sampler.choose(logits)
+        self.logprobs.append(TokenLogprobs.of(logits, token, self.settings.logprobs))
+        return token
 
     def add(self, token: int) -> int | None:
-        """Emits a token. Returns it, or None where the text ends with it."""
+        """Emits a token. Returns it, or None if the text ends with it."""
         self.ids.append(token)
         self.sampler.accept(token)
         piece = self.stream.push(token) if self.stream else ""
@@ -96,7 +101,7 @@ class TokenSelector:
 
     def _stops(self, token: int, piece: str) -> bool:
         enough = len(self.ids) >= self.settings.min_new_tokens
-        # Looked at whatever else ends the text, since it also cuts the text off.
-        found = enough and self.stream is not None and self.stream.stopped(piece)
-        asked = self.settings.callback is not None and bool(self.settings.callback(token, piece))
-        return found or asked or token in self._ends or (self._matcher is not None and self._matcher.done)
+        # Always evaluated, since it also cuts the text off before the stop string.
+        stop_string = enough and self.stream is not None and self.stream.stopped(piece)
+        by_callback = self.settings.callback is not None and bool(self.settings.callback(token, piece))
+        return stop_string or by_callback or token in self._ends or (self._matcher is not None and self._matcher.done)
