@@ -498,7 +498,7 @@ def test_constraints_that_leave_nothing(temperature: float) -> None:
         {"processors": [lambda ids, scores: scores.fill(-inf)]},
     ):
         made = sampler(Settings(temperature=temperature, top_k=3, top_p=0.5, **asked), 8, everything, [1, 2], [7])
-        with pytest.raises(GumihoError, match="^no token may follow at position 10"):
+        with pytest.raises(GumihoError, match="^no token is allowed at position 10"):
             made.choose(row)
     assert sampler(Settings(temperature=temperature, banned=everything[:-1]), 8).choose(row - 60 * np.eye(8)[7]) == 7
 
