@@ -112,7 +112,7 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
     said = capsys.readouterr().err
     assert "plain decoding chooses" in said
     assert "logit margin" in said
-    assert "more than rounding does" in said
+    assert "too much for rounding" in said
     monkeypatch.setattr(module.Decoder, "_accept", original)
     monkeypatch.setattr("runtime.lossless.NEAR", {"float32": 1e9})
     monkeypatch.setattr(module.Decoder, "_accept", accept)

@@ -207,7 +207,7 @@ def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarra
     guided = sampler(made, len(row), prompt, text, [2], matcher)
     assert matcher.accepted == text
     if at == 0 and token % 2 == 0:
-        with pytest.raises(GumihoError, match=f"token {token}, forced at index {len(text)}, is not what the grammar allows"):
+        with pytest.raises(GumihoError, match=f"token {token}, forced at index {len(text)}, is not allowed by the grammar"):
             guided.processed(row)
         return
     out = guided.processed(row)
