@@ -22,8 +22,9 @@ _PLACEHOLDER = "{{records}}"  # in the page
 class Trace:
     """Collects the cycles of one generation and writes them to a file.
 
-    Both formats hold the same records: one of type ``run``, one of type ``cycle`` for each cycle, the prefill first, and one of type
-    ``end``. Times are in microseconds. The texts of the prompt and of all tokens, joined, are the tokenizer's text of the whole.
+    Both formats hold the same records: one of type ``run``, one of type ``cycle`` for each cycle, the prefill first, and one of
+    type ``end``. Times are in microseconds. The texts of the prompt and of all tokens, joined, are the tokenizer's text of the
+    whole.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class Trace:
         yield {"type": "end", "finish_reason": stats.get("finish_reason"), "plain": self._plain(), "stats": dict(stats)}
 
     def _plain(self) -> dict[str, Any] | None:
-        """How long plain decoding would have taken for the tokens after the first. None if this was plain decoding itself, or if nothing
-        shows what a plain pass costs.
+        """How long plain decoding would have taken for the tokens after the first. None if this was plain decoding itself, or
+        if nothing shows what a plain pass costs.
 
-        passes: one per token. pass_us: what one takes: the median target time of this generation's plain passes, or else the stored
-        price, and the least host time of any cycle. measured: plain passes of this generation, 0 if the stored price was taken. total_us: of all passes. decoding_us: that this generation took. speedup: the ratio.
+        passes: one per token. pass_us: what one takes: the median target time of this generation's plain passes, or else the
+        stored price, and the least host time of any cycle. measured: plain passes of this generation, 0 if the stored price was
+        taken. total_us: of all passes. decoding_us: that this generation took. speedup: the ratio.
         """
         cycles = self._cycles[1:]
         plain_ns = [cycle.times[1] for cycle in cycles if cycle.rows == 1 and cycle.tree is None]
@@ -175,8 +177,8 @@ class Trace:
             texts = []
         if texts and whole.startswith(shown := prompt + "".join(texts)):
             return prompt, [*texts[:-1], texts[-1] + whole[len(shown) :]]
-        # The stream fails in two cases: it repeats a prompt that ends in the middle of a character, and bytes that turn out to be no
-        # character change the text before them. Then a token's text is what it adds to the part that no longer changes.
+        # The stream fails in two cases: it repeats a prompt that ends in the middle of a character, and bytes that turn out to
+        # be no character change the text before them. Then a token's text is what it adds to the part that no longer changes.
         ends = [0]
         for tokens in range(len(ids) + 1):
             text, end = decode(tokens), ends[-1]

@@ -18,6 +18,7 @@ from runtime.decoding.planner import Planner
 from runtime.decoding.prices import FILE, Costs, Prices, sizes
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
+from runtime.errors import DamageError
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
 
@@ -554,7 +555,7 @@ def stored(target: object = ((1, 1e6), (8, 2e6)), draft: object = 1e5, host: obj
 ])  # fmt: skip
 def test_damaged_costs(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(GumihoError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
+    with pytest.raises(DamageError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
         Costs.load(tmp_path, 8)
     assert len(str(error.value)) < 300 + len(str(tmp_path))
 

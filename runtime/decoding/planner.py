@@ -1,21 +1,23 @@
-"""Decides in every cycle whether to verify a draft tree, looked-up tokens or only the pending token, and how many rows to verify.
+"""Decides in every cycle whether to draft, to verify looked-up tokens or to decode plainly, and how many rows to verify.
 
-The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow from counts of
-what the target has accepted, in which older cycles weigh less.
+The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow from
+counts of what the target has accepted, in which older cycles weigh less.
 
-Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path to it.
-For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores into
-probabilities (``_Calibration``). Of the sizes that can be verified, the planner takes the one with the most expected tokens per time.
+Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path
+to it. For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores
+into probabilities (``_Calibration``). Of the sizes that can be verified, the planner takes the one with the most expected
+tokens per time.
 
 Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). When it falls too low,
 drafting pauses. After the pause a few trees decide whether it goes on. Pauses get longer until drafting pays again.
 
-Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified without a draft.
-Every cycle updates the hit rate per match length, even if the lookup was not verified (``_LookupForecast``). A lookup is verified if
-it promises more tokens per time than drafting and plain decoding.
+Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified without a
+draft. Every cycle updates the hit rate per match length, even if the lookup was not verified (``_LookupForecast``). A lookup is
+verified if it promises more tokens per time than drafting and plain decoding.
 
-Plain passes. The prices measured at compile time are only a first guess, because the machine may have been busy. The first pass of
-each kind in this process replaces its guess. A draft does not show what a plain pass costs, so now and then a plain pass is due.
+Plain passes. The prices measured at compile time are only a first guess, because the machine may have been busy. The first
+pass of each kind in this process replaces its guess. A draft does not show what a plain pass costs, so now and then a plain
+pass is due.
 """
 
 from collections.abc import Sequence
@@ -26,9 +28,9 @@ from .prices import Costs, Price, Prices
 from .prompt_lookup import LONGEST_MATCH, Lookup
 
 _DECAY = 0.97  # weight of a cycle in every count, relative to the cycle after it
-# Before anything is counted, rows of depth d are accepted _PRIOR_GAIN**d times as often as their scores say: a target that takes its
-# likeliest token accepts likely drafts more often than the drafter predicts. Where the target samples, 1 would be right and is soon
-# learned. A pessimistic prior verifies too few rows to correct itself.
+# Before anything is counted, rows of depth d are accepted _PRIOR_GAIN**d times as often as their scores say: a target that
+# takes its likeliest token accepts likely drafts more often than the drafter predicts. Where the target samples, 1 would be
+# right and is soon learned. A pessimistic prior verifies too few rows to correct itself.
 _PRIOR_GAIN = 1.5
 _PRIOR_WEIGHT = 1.0  # cycles that the prior counts for
 _RESUMED_WEIGHT = 2.0  # cycles that the counts before a pause count for after it
@@ -84,8 +86,8 @@ class Planner:
         return self._balance.pause_left <= 0
 
     def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The looked-up tokens to verify in the next cycle instead of a draft, at most ``most``; none if something else promises more.
-        To be called in every cycle of a text with lookups.
+        """The looked-up tokens to verify in the next cycle instead of a draft, at most ``most``; none if something else
+        promises more. To be called in every cycle of a text with lookups.
 
         tokens: emitted since the last call.
         """
@@ -109,7 +111,7 @@ class Planner:
             prices = {size: prices[size]}
         promised = max(gains[rows - 1] / (price + self._draft.value) for rows, price in prices.items())
         self._draft_rate += (promised - self._draft_rate) * (_EMA_RATE if self._draft_rate else 1.0)
-        # The draft's own price is spent by now: more rows pay if they bring more tokens than the same time would bring elsewhere.
+        # The draft's price is spent by now: more rows pay if they bring more tokens than the same time would elsewhere.
         rate = max(self._draft_rate, self._plain_rate)
         return max(prices, key=lambda rows: gains[rows - 1] - rate * prices[rows])
 
@@ -118,8 +120,8 @@ class Planner:
     ) -> None:
         """Takes in a cycle that drafted.
 
-        scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times: nanoseconds of draft, target and
-        host, 0 where unknown. catch_up_ns: what the drafter took to read the tokens that came without it.
+        scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times: nanoseconds of draft, target
+        and host, 0 where unknown. catch_up_ns: what the drafter took to read the tokens that came without it.
         """
         if not self._caught_up:
             self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
@@ -133,10 +135,10 @@ class Planner:
         if host:
             self._host.measured(host)
         spent = self._measured(len(scores), target) + self._draft.value + self._host.value
-        # The balance counts tokens that came, not expected ones: those vary less, but a confident drafter that is never right would
-        # seem to pay for long.
+        # The balance counts tokens that came, not expected ones: those vary less, but a confident drafter that is never right
+        # would seem to pay for long.
         self._balance.credit(accepted + 1)
-        # The first draft of a process may wait for the disk, and any pass for other programs: the next cycle's time stands for theirs.
+        # The first draft of a process may wait for the disk, any pass for other programs: the next cycle's time stands in.
         if self._draft.count > 1 and not held_up:
             self._balance.charge(spent, self._plain_rate)
         self._calibration.count(scores, depths, accepted)
@@ -203,8 +205,8 @@ class _Calibration:
             self._predicted[depth] += exp(score)
 
     def restart(self) -> None:
-        """Drafting resumes after a pause. The counts are cut to a low weight, so that few trees decide. Where little was accepted,
-        scores are half believed again: otherwise nothing would be verified and nothing learned."""
+        """Drafting resumes after a pause. The counts are cut to a low weight, so that few trees decide. Where little was
+        accepted, scores are half believed again: otherwise nothing would be verified and nothing learned."""
         for depth, (accepted, predicted) in enumerate(zip(self._accepted, self._predicted, strict=True)):
             weight = min(1.0, _RESUMED_WEIGHT / predicted)
             self._accepted[depth] = max(accepted, (accepted + predicted) / 2) * weight
@@ -277,8 +279,8 @@ class _LookupForecast:
         self._match_length, self._continuation = 0, ()
 
     def extend(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], list[float]]:
-        """Takes in emitted tokens and looks up the next ones. Returns at most ``most`` looked-up tokens, and the expected number of
-        tokens of a pass that verifies the first 0, 1, 2, … of them, the target's own token included."""
+        """Takes in emitted tokens and looks up the next ones. Returns at most ``most`` looked-up tokens, and the expected
+        number of tokens of a pass that verifies the first 0, 1, 2, … of them, the target's own token included."""
         hits, trials = self.hits, self.trials
         for length, (looked_up, token) in enumerate(zip(self._continuation, tokens, strict=False), self._match_length):
             hit, length = looked_up == token, min(length, LONGEST_MATCH)

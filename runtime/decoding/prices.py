@@ -27,7 +27,8 @@ def sizes(rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. target: of a pass, by its number of rows; draft: of drafting a tree; host: of a cycle, outside the engines."""
+    """Nanoseconds. target: of a pass, by its number of rows; draft: of drafting a tree; host: of a cycle, outside the
+    engines."""
 
     target: Mapping[int, float]
     draft: float
@@ -73,8 +74,8 @@ class Costs:
         for (fewer, price), (more, lower) in pairwise(target):
             if lower < price:
                 lines.append(
-                    f"warning: {fewer} {'row was' if fewer == 1 else 'rows were'} measured at {price / 1e6:.3g} ms and {more} rows at "
-                    f"{lower / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
+                    f"warning: {fewer} {'row was' if fewer == 1 else 'rows were'} measured at {price / 1e6:.3g} ms "
+                    f"and {more} rows at {lower / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
                 )
         if self.draft > self.target[1]:
             lines.append("warning: a draft takes longer than a plain pass, so drafting will hardly pay")
@@ -82,8 +83,8 @@ class Costs:
 
 
 def rising(target: Mapping[int, float]) -> dict[int, float]:
-    """Prices by rows that never fall with rows. Of two that contradict each other the lower one holds: other load only lengthens a
-    pass."""
+    """Prices by rows that never fall with rows. Of two that contradict each other the lower one holds: other load only
+    lengthens a pass."""
     descending = sorted(target, reverse=True)
     lowest = dict(zip(descending, accumulate((target[rows] for rows in descending), min), strict=True))
     return {rows: lowest[rows] for rows in target}
@@ -139,9 +140,9 @@ class Price:
 class Prices:
     """Prices of passes by their rows, which never fall with rows.
 
-    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately costs
-    its last known price or the value of a line through measured sizes, whichever is less. A price that is too low is soon corrected,
-    because that size is then chosen and measured; one that is too high never would be.
+    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately
+    costs its last known price or the value of a line through measured sizes, whichever is less. A price that is too low is soon
+    corrected, because that size is then chosen and measured; one that is too high never would be.
 
     now: nanoseconds by rows.
     """

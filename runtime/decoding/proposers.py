@@ -1,7 +1,7 @@
 """Where the rows of a pass come from: a draft tree, the text itself (prompt lookup), or the pending token only.
 
-A proposer makes a proposal for one cycle. The proposal is told which of its rows were accepted, after the target's cache holds them.
-A new proposer needs no change in the others.
+A proposer makes a proposal for one cycle. The proposal is told which of its rows were accepted, after the target's cache holds
+them. A new proposer needs no change in the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Proposal(Protocol):
         """The rows as a trace shows them; None if only the pending token was verified."""
 
     def committed(self, path: Sequence[int]) -> None:
-        """To be called once the target's cache holds the accepted rows, and the text the tokens after them. path: these rows."""
+        """To be called when the target's cache holds the accepted rows and the text their tokens. path: these rows."""
 
 
 class Proposer(Protocol):
@@ -69,7 +69,7 @@ class DraftTree:
         return _DraftedRows(self, rows, verify, accepted, catch_up_ns)
 
     def learn(self, rows: int, accepted: int, catch_up_ns: int) -> None:
-        """Tells the planner how a tree did. accepted: drafted tokens; catch_up_ns: that the drafter took to read what it had missed."""
+        """Tells the planner how a tree did. accepted: drafted tokens; catch_up_ns: time to read the tokens without a draft."""
         if self._planner:
             scores, depths = self.passes.scored()
             if self.passes.form.static:
@@ -106,8 +106,8 @@ class _DraftedRows:
 
 
 class Continuation:
-    """Proposes the pending token and looked-up tokens, if there are any, each the child of the one before it: a causal pass. Without
-    looked-up tokens this is plain decoding.
+    """Proposes the pending token and looked-up tokens, if there are any, each the child of the one before it: a causal pass.
+    Without looked-up tokens this is plain decoding.
 
     looked_up: tokens for the next proposal.
     """
