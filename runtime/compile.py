@@ -20,20 +20,21 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> int:
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written goes, as at Ctrl-C
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed, as at Ctrl-C
         try:
             bundle = Bundle(args.bundle)
             name = args.backend or bundle.manifest.default
             require(name)
             bundle.manifest.form(name)
-            made = backend(name, args.device)
-            folder, errors = compile_engines(bundle, made, args.tune, lambda what: print(f"{what} ...", file=sys.stderr))
+            folder, errors = compile_engines(
+                bundle, backend(name, args.device), args.tune, lambda step: print(f"{step} ...", file=sys.stderr)
+            )
         finally:
             signal.signal(signal.SIGTERM, previous)
         print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
         return 0
 
-    return run(work, interrupted="engines that were there before still are, and no others were kept")
+    return run(work, interrupted="earlier engines are unchanged, and no new ones were kept")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def run(model: Model, prompt: Sequence[int], asked: Settings, show: bool, trace:
     generation, text = model.start(prompt, asked), ""
     about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": asked.speculate}
     tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None
-    written = Trace(prompt, model.bundle.manifest.tree.serial_steps, tokenizer, about) if trace else None
+    price = model.decoder.planner.plain_pass_ns if model.decoder.planner else None
+    written = Trace(prompt, model.bundle.manifest.tree.serial_steps, tokenizer, about, price) if trace else None
     for piece in generation.pieces(written.add if written else None):
         text += piece
         if show:

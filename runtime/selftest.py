@@ -1,8 +1,8 @@
-"""Checks on this machine that speculation does not change the output: tokens are the same with and without it at several settings,
-and sampled texts have the target's own distribution (chi-squared test).
+"""Checks on this machine that speculation does not change the output: tokens are the same with and without it at several
+settings, and sampled texts have the target's own distribution (chi-squared test).
 
-If a quantized target rounds activations to int8, as on the CPU, it also checks that every row of a tree has the same logits, bit for
-bit, as in a pass of its own.
+If a quantized target rounds activations to int8, as on the CPU, it also checks that every row of a tree has the same logits,
+bit for bit, as in a pass of its own.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from .backends import DEVICES, NAMES
-from .backends import backend as made
+from .backends import backend as make_backend
 from .command import argument_parser
 from .command import run as run_command
 from .decoding.cycle import Tree
 from .engines.store import find_engines
-from .errors import GumihoError
+from .errors import InputError
 from .generation import Generation
 from .lossless import Difference, differences
 from .model import Model, load
@@ -35,15 +35,15 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "no_repeat_ngram": 4},
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
 )
-_SHORT = 12  # tokens of the texts whose trees are read again row by row
-_WIDTH, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the drawn texts: tokens that may be drawn at each position, and positions
-_SUSPICIOUS = 1e-4  # probability of so large a deviation by chance
+_SHORT = 12  # tokens of the texts whose trees are computed again row by row
+_TOP_K, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the sampled texts; _TOKENS is their length
+_SIGNIFICANCE = 1e-4  # the test fails if a deviation as large has a lower probability
 _FEWEST = 200  # texts that the chi-squared test needs
 
 
 @dataclass(frozen=True)
 class Result:
-    """One property. holds: whether it was confirmed; found: the numbers, in one line."""
+    """The result of one check. holds: whether it passed; found: its numbers, in one line."""
 
     name: str
     holds: bool
@@ -52,7 +52,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt, continued both ways. differences: of the speculative text, from its replay; [] where the texts are the same."""
+    """One prompt, continued with and without speculation. differences: of the speculative text, from its replay; empty if both
+    texts are the same."""
 
     speculative: Generation
     plain: Generation
@@ -68,16 +69,16 @@ class Comparison:
 
     @property
     def defects(self) -> int:
-        """Differences that rounding does not explain. The texts begin alike, so the replay should show the first difference; if it
-        shows none, that counts as a defect."""
+        """The number of differences that rounding does not explain. If the texts differ and the replay shows no difference,
+        that counts as one."""
         return len(self.differences) - len(self.ties) + (not self.alike and not self.differences)
 
 
 def prompts(model: Model, count: int) -> list[list[int]]:
-    """Random tokens; the same for every run."""
-    draw, manifest = np.random.default_rng(0), model.bundle.manifest
+    """Prompts of random tokens, the same in every run."""
+    random, manifest = np.random.default_rng(0), model.bundle.manifest
     longest = max(1, min(48, manifest.capacity // 2))
-    return [draw.integers(0, manifest.vocabulary, draw.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [random.integers(0, manifest.vocabulary, random.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
 def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]) -> Generation:
@@ -94,10 +95,10 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
 
 
 def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
-    """Reads the trees of a text again, every row in a pass of its own. Identical tokens depend on identical rows, and these depend on
-    kernels that differ between processors.
+    """Computes the rows of a text's trees again, each in a pass of its own. Lossless output relies on identical rows, and these
+    on kernels that differ between processors.
 
-    Returns how many rows there are, and of how many the logits are not the same to the last bit.
+    Returns the number of rows, and the number of those whose logits are not bitwise equal.
     """
     text, trees = list(prompt), list[tuple[int, Tree, np.ndarray]]()
     generation = model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True)
@@ -106,7 +107,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             logits = np.stack([model.decoder.passes.row(row) for row in range(len(cycle.tree.tokens))])
             trees.append((len(text) - 1, cycle.tree, logits))
         text += cycle.tokens
-    unlike = 0
+    unequal = 0
     with model.exclusive() as decoder:
         for past, tree, logits in trees:
             decoder.clear()
@@ -114,16 +115,16 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             paths = [[0]]
             for row in range(1, len(tree.tokens)):
                 paths.append([*paths[tree.parents[row]], row])
-            for path, together in zip(paths, logits, strict=True):
+            for path, tree_logits in zip(paths, logits, strict=True):
                 decoder.passes.target_cache.length[0] = past
                 for row in path:
                     decoder.feed([tree.tokens[row]])
-                unlike += not np.array_equal(decoder.passes.row(0), together)
-    return sum(len(logits) for _, _, logits in trees), unlike
+                unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
+    return sum(len(logits) for _, _, logits in trees), unequal
 
 
 def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """The exact probability of every text of ``_TOKENS`` tokens, from rows of plain decoding."""
+    """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(_TOKENS):
         longer: dict[tuple[int, ...], float] = {}
@@ -133,7 +134,7 @@ def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], f
                 row = decoder.prefill([*prompt, *text], speculate=False)
                 assert row is not None
                 logits = decoder.passes.row(row).astype(np.float64)
-            likeliest = np.argsort(-logits, kind="stable")[:_WIDTH]
+            likeliest = np.argsort(-logits, kind="stable")[:_TOP_K]
             weights = np.exp((logits[likeliest] - logits.max()) / _TEMPERATURE)
             for token, weight in zip(likeliest.tolist(), weights / weights.sum(), strict=True):
                 longer[(*text, token)] = probability * float(weight)
@@ -142,10 +143,10 @@ def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], f
 
 
 def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int, ...]]:
-    """Texts by seed, all but their first token verified in trees."""
+    """Samples one text per seed. All tokens but the first are verified in trees."""
     session = model.session()
     for seed in range(draws):
-        turn = session.generate(prompt, _TOKENS, temperature=_TEMPERATURE, top_k=_WIDTH, seed=seed)
+        turn = session.generate(prompt, _TOKENS, temperature=_TEMPERATURE, top_k=_TOP_K, seed=seed)
         list(turn.cycles())
         yield tuple(turn.ids)
 
@@ -153,17 +154,18 @@ def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int
 def chi_squared(
     counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
 ) -> tuple[float, int, float]:
-    """Pearson's statistic, its degrees of freedom, and the probability of a larger one by chance (Wilson, Hilferty 1931).
+    """Pearson's statistic, its degrees of freedom, and the probability that chance gives a larger one (Wilson, Hilferty 1931).
 
-    Outcomes expected fewer than five times are taken together.
+    counts: texts that were sampled; expected: probabilities of all texts; draws: the number of samples. Texts expected fewer
+    than five times are merged into one cell.
     """
-    often = {text: draws * p for text, p in expected.items() if draws * p >= 5}
-    cells = [(counts[text], wanted) for text, wanted in often.items()]
-    rest = draws - sum(wanted for _, wanted in cells)
-    if rest > 0.5:
-        cells.append((draws - sum(found for found, _ in cells), rest))
-    value, freedom = sum((found - wanted) ** 2 / wanted for found, wanted in cells), len(cells) - 1
-    if any(found for text, found in counts.items() if text not in expected):
+    frequent = {text: draws * p for text, p in expected.items() if draws * p >= 5}
+    cells = [(counts[text], expectation) for text, expectation in frequent.items()]
+    merged = draws - sum(expectation for _, expectation in cells)
+    if merged > 0.5:
+        cells.append((draws - sum(count for count, _ in cells), merged))
+    value, freedom = sum((count - expectation) ** 2 / expectation for count, expectation in cells), len(cells) - 1
+    if any(count for text, count in counts.items() if text not in expected):
         return np.inf, freedom, 0.0
     if freedom < 1:
         return value, freedom, 1.0
@@ -194,11 +196,13 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in least.items():
             if getattr(args, name) < value:
                 option = name.replace("_", "-")
-                raise GumihoError(f"--{option} is {getattr(args, name)}: give {value} or more, or little would be proven")
+                raise InputError(f"--{option} is {getattr(args, name)}: give {value} or more, or the test would show little")
         with load(args.bundle, args.backend, args.device, args.threads) as model:
             if not args.quick:
                 model.bundle.verify()
-                find_engines(model.bundle, made(args.backend or model.bundle.manifest.default, args.device), quick=False)
+                find_engines(
+                    model.bundle, make_backend(args.backend or model.bundle.manifest.default, args.device), quick=False
+                )
             return 0 if run(model, args) else 1
 
     return run_command(work)
@@ -212,62 +216,68 @@ def results(
     progress: Callable[[str], object] = lambda _: None,
     deadline: float = inf,
 ) -> Iterator[Result]:
-    """Every property as it is confirmed or not.
+    """Runs the checks and yields each result.
 
-    count, tokens: prompts per setting and tokens to compare of each; draws: texts for the chi-squared test. deadline: in seconds of
-    ``time.monotonic``; after it each property is judged by one prompt, or 200 texts.
+    count: prompts per setting; tokens: to compare per prompt; draws: texts for the chi-squared test. progress: gets a line now
+    and then. deadline: in seconds of ``time.monotonic``; after it each check uses one prompt, or 200 texts.
     """
     for settings in _SETTINGS:
         yield _identity(model, settings, prompts(model, count), tokens, deadline)
     if model.decoder.passes.graphs["target"].precision == "int8":
-        found = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
-        rows, unlike = (sum(counts) for counts in zip(*found, strict=True))
+        compared = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
+        rows, unequal = (sum(numbers) for numbers in zip(*compared, strict=True))
         yield Result(
-            "rows", rows > 0 and not unlike, f"{rows - unlike} of {rows} in trees are what they are alone, to the last bit"
+            "rows",
+            rows > 0 and not unequal,
+            f"{rows - unequal} of {rows} in trees are bitwise equal to the same rows computed one by one",
         )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
-    expected, counts, told = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
+    expected, counts, reported = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
     for text in drawn(model, prompt, draws):
         counts[text] += 1
-        if monotonic() - told > 10:
-            told = monotonic()
-            progress(f"drawn {counts.total()} of {draws}")
+        if monotonic() - reported > 10:
+            reported = monotonic()
+            progress(f"sampled {counts.total()} of {draws} texts")
         if counts.total() >= _FEWEST and monotonic() > deadline:
             break
     value, freedom, chance = chi_squared(counts, expected, counts.total())
     yield Result(
         "distribution",
-        chance > _SUSPICIOUS and freedom > 0,
-        f"{counts.total()} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} degrees of freedom, p = {chance:.3g}",
+        chance > _SIGNIFICANCE and freedom > 0,
+        f"{counts.total()} texts of {_TOKENS} tokens, chi-squared {value:.1f} at {freedom} degrees of freedom, "
+        f"p = {chance:.3g}",
     )
 
 
-def _identity(model: Model, settings: Mapping[str, Any], given: Sequence[list[int]], tokens: int, deadline: float) -> Result:
-    made = [compare(model, prompt, tokens, settings) for prompt in _until(deadline, given)]
+def _identity(
+    model: Model, settings: Mapping[str, Any], all_prompts: Sequence[list[int]], tokens: int, deadline: float
+) -> Result:
+    """Whether the settings give the same tokens with and without speculation."""
+    comparisons = [compare(model, prompt, tokens, settings) for prompt in _until(deadline, all_prompts)]
     compared, ties, defects = (
-        sum(numbers) for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in made), strict=True)
+        sum(numbers) for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in comparisons), strict=True)
     )
-    named = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
-    return Result(f"identity, {named}", not defects, f"{compared} tokens, {ties} near-ties, {defects} defects")
+    description = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
+    return Result(f"identity, {description}", not defects, f"{compared} tokens, {ties} near-ties, {defects} defects")
 
 
-def _until(deadline: float, given: Sequence[list[int]]) -> Iterator[list[int]]:
-    """The first, and the others as long as there is time."""
-    for i, one in enumerate(given):
+def _until(deadline: float, all_prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+    """The first prompt, and more until the deadline."""
+    for i, prompt in enumerate(all_prompts):
         if i and monotonic() > deadline:
             return
-        yield one
+        yield prompt
 
 
 def run(model: Model, args: argparse.Namespace) -> bool:
-    """Prints every result. Returns whether all is well."""
-    well = True
+    """Prints every result. Returns whether all checks passed."""
+    passed = True
     for result in results(
-        model, args.prompts, args.max_new_tokens, args.draws, lambda what: print(f"{what} ...", file=sys.stderr)
+        model, args.prompts, args.max_new_tokens, args.draws, lambda step: print(f"{step} ...", file=sys.stderr)
     ):
-        well &= result.holds
+        passed &= result.holds
         print(f"{'ok    ' if result.holds else 'FAILED'}  {result.name}: {result.found}")
-    return well
+    return passed
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from runtime.decoding.grammar import Grammar, GrammarMatcher, GrammarMatchers
-from runtime.errors import GumihoError
-from tests.test_spelling import DEMO, metaspace
+from runtime.errors import GumihoError, InputError, MisuseError, UnavailableError
+from tests.test_token_bytes import DEMO, metaspace
 
 Node = tuple[str, Any]
 PADDING = 5  # rows of logits behind the tokenizer's last id
@@ -227,7 +227,7 @@ def test_rewinding_further_than_the_start() -> None:
     matcher = TINY.start(Grammar.regex("ab*"))
     matcher.accept(TEXT[0])
     for count in (2, -1):
-        with pytest.raises(GumihoError, match="1 were accepted"):
+        with pytest.raises(MisuseError, match="1 were accepted"):
             matcher.rewind(count)
     matcher.rewind(1)
     assert allowed(matcher) == {i for i, t in zip(TEXT, SPELLED, strict=True) if t in (b"a", b"ab")}
@@ -543,7 +543,7 @@ def test_text_at_the_first_and_the_last_id() -> None:
 # ---- what is wrong with a grammar ----
 
 WRONG = {
-    "the JSON schema is no JSON": Grammar.json("{'a': 1}"),
+    "the JSON schema is not JSON": Grammar.json("{'a': 1}"),
     "the json grammar is wrong \\(failed to compile JSON schema: Invalid type: text\\): correct it": Grammar.json(
         {"type": "text"}
     ),
@@ -555,20 +555,20 @@ WRONG = {
     'the lark grammar is wrong \\(at 2\\(4\\): unknown name: "y"\\)': Grammar.lark("start: x\nx: y"),
     "no start rule": Grammar.lark(""),
     "lexer error": Grammar.lark('start: "a'),
-    "'yaml' is no kind of grammar: give json, regex or lark": Grammar("yaml", "a: 1"),
+    "'yaml' is not a kind of grammar: give json, regex or lark": Grammar("yaml", "a: 1"),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_grammars(message: str) -> None:
-    with pytest.raises(GumihoError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         TINY.start(WRONG[message])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_a_schema_that_is_no_json() -> None:
-    with pytest.raises(GumihoError, match="the JSON schema holds what JSON does not"):
+    with pytest.raises(GumihoError, match="the JSON schema has a value that JSON cannot express .*: correct it"):
         Grammar.json({"enum": {1, 2}})
 
 
@@ -590,14 +590,14 @@ def test_a_grammar_that_the_vocabulary_cannot_spell() -> None:
 
 def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GumihoError, match="pip install 'llguidance>=1.1.2'"):
+    with pytest.raises(UnavailableError, match="pip install 'llguidance>=1.1.2'"):
         TINY.start(Grammar.regex("a"))
 
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from runtime.decoding.grammar import Grammar, Guides; assert 'llguidance' not in sys.modules; "
-        "Guides(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
+        "import sys; from runtime.decoding.grammar import Grammar, GrammarMatchers; assert 'llguidance' not in sys.modules; "
+        "GrammarMatchers(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
         "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], input=DEMO, text=True, check=True)

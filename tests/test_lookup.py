@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.decoding.planner import Planner
 from runtime.decoding.prices import Costs
-from runtime.decoding.prompt_lookup import MOST, Lookup
+from runtime.decoding.prompt_lookup import LONGEST_MATCH, Lookup
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import BACKENDS, opened
 
@@ -24,7 +24,7 @@ class Clocked(Planner):
         super().decoded(10**6, rows)
 
     def drafted(
-        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], late: int = 0
+        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
     ) -> None:
         super().drafted(scores, depths, accepted, (3 * 10**6, 10**6, 0))
 
@@ -35,7 +35,7 @@ def naive(text: list[int], most: int) -> tuple[int, list[int]]:
         for end in range(len(text) - 1, run - 1, -1):
             if text[end - run : end] == text[-run:]:
                 length = run
-                while length < min(MOST, end) and text[end - length - 1] == text[-length - 1]:
+                while length < min(LONGEST_MATCH, end) and text[end - length - 1] == text[-length - 1]:
                     length += 1
                 copied = list(text)
                 for i in range(most):

@@ -18,6 +18,7 @@ from runtime.decoding.planner import Planner
 from runtime.decoding.prices import FILE, Costs, Prices, sizes
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
+from runtime.errors import DamageError
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
 
@@ -35,7 +36,7 @@ class Any:
         lookup: Callable[[int], Sequence[int]] = lambda i: (),
     ) -> None:
         self._drafts, self._rows, self._lookup, self.cycles, self.steps, self._emitted = drafts, rows, lookup, 0, 0, 0
-        self.due = False
+        self.plain_pass_due = False
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = 0
@@ -45,10 +46,10 @@ class Any:
         return self._lookup(self._emitted)[:most]
 
     @property
-    def drafts(self) -> bool:
+    def drafting(self) -> bool:
         return self._drafts(self.cycles + self.steps)
 
-    def rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
+    def choose_rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
         return self._rows(self.cycles)
 
     def drafted(self, *_: object) -> None:
@@ -171,7 +172,7 @@ def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
     depths = [0]
     while len(depths) < 8:
         depths.append(1 + random.choice([depth for depth in depths if depth < 4]))
-    found = planner.rows(scores, depths)
+    found = planner.choose_rows(scores, depths)
     expected = [1.0]
     for score, depth in zip(scores[1:], depths[1:], strict=True):
         above, beside = (sum(e for e, d in zip(expected, depths, strict=False) if d == depth - up) for up in (1, 0))
@@ -194,8 +195,8 @@ def simulate(
     while made < tokens:
         if made % text == 0:
             planner.begin()
-        if planner.drafts and not planner.due:
-            rows = planner.rows(scores, depths)
+        if planner.drafting and not planner.plain_pass_due:
+            rows = planner.choose_rows(scores, depths)
             depth = min(rows - 1, accepted())
             planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), int(cost.host)))
             spent, made, drafted = spent + cost.draft + cost.target[rows] + cost.host, made + depth + 1, drafted + 1
@@ -221,10 +222,10 @@ def test_looked_up_tokens_that_pay(most: int, draft: float, row: float, drafts: 
     planner, pace = Planner(cost, 7) if drafts else resting(cost), 1 / cost.target[1]
     if drafts:
         scores = [-score * depth for depth in range(8)]
-        planner.rows(scores, range(8))
+        planner.choose_rows(scores, range(8))
         expected = np.cumsum(np.minimum.accumulate([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)]))
         pace = max(pace, *(expected[rows - 1] / (spent + draft) for rows, spent in cost.target.items()))
-    assert planner.drafts == drafts
+    assert planner.drafting == drafts
     planner.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1])
     found = planner.lookup([2], most)
     paces = dict[int, float]()
@@ -243,7 +244,7 @@ def looked_up(text: Sequence[int], planner: Planner, cost: Costs) -> float:
     planner.begin(text[:1])
     spent, made, emitted = 0.0, 1, [text[0]]
     while made < len(text) - 8:
-        found = planner.lookup(emitted, 0 if planner.due else 7)
+        found = planner.lookup(emitted, 0 if planner.plain_pass_due else 7)
         alike = 0
         while alike < len(found) and found[alike] == text[made + alike]:
             alike += 1
@@ -276,12 +277,12 @@ def test_a_lookup_pays_for_what_the_drafter_has_to_read_then() -> None:
 
     def found(late: int) -> int:
         planner.drafted([0.0, -0.1], [0, 1], 1, (10**5, int(cost.target[2]), 0), late)
-        planner.rows([0.0] + [-9.0] * 7, [0, *[1] * 7])
+        planner.choose_rows([0.0] + [-9.0] * 7, [0, *[1] * 7])
         planner.begin([1, 2, 3, 4, 5, 1])
         planner.drafted([0.0, -0.1], [0, 1], 1, (10**5, int(cost.target[2]), 0))
         return len(planner.lookup([2], 7))
 
-    planner._right = [0.9 * seen for seen in planner._seen]
+    planner._lookups.hits = [0.9 * trials for trials in planner._lookups.trials]
     assert found(0) > 0
     planner.decoded(int(cost.target[1]))
     assert found(10**8) == 0
@@ -334,8 +335,8 @@ def test_pauses_of_the_machine_change_nothing() -> None:
     planner = Planner(cost, 7)
     scores, depths = -0.3 * np.arange(8.0), np.arange(8)
     for _ in range(300):
-        assert planner.drafts
-        rows, late = planner.rows(scores, depths), 100 if next(turn) % 10 == 0 else 1
+        assert planner.drafting
+        rows, late = planner.choose_rows(scores, depths), 100 if next(turn) % 10 == 0 else 1
         planner.drafted(scores[:rows], depths[:rows], rows - 1, (200_000 * late, int(cost.target[rows]) * late, 0))
     assert rows == 8
 
@@ -408,7 +409,7 @@ def test_plain_passes_are_measured_while_drafting() -> None:
     """The first pass of a process, another one soon, and then one of a hundred."""
     cost, planner, at = costs(draft=1e5), Planner(costs(draft=1e5), 7), []
     for i in range(300):
-        if planner.due:
+        if planner.plain_pass_due:
             at.append(i)
             planner.decoded(int(cost.target[1]))
         elif i % 3:
@@ -442,7 +443,7 @@ def test_prices_that_are_kept_are_those_reckoned_anew(measured: list[tuple[int, 
         for _ in range(times):
             prices.measured(rows, elapsed)
             kept = prices.now
-            prices._reckon()
+            prices._update()
             assert prices.now == kept
 
 
@@ -465,10 +466,10 @@ def test_the_first_drafts_of_a_process_verify_neither_few_rows_nor_many() -> Non
         planner = Planner(costs(draft=1e5, row=row, rows=most), 63)
         planner.decoded(10**6)
         for _ in range(2):
-            assert planner.rows(scores[:most], depths[:most]) == min(4, most)
+            assert planner.choose_rows(scores[:most], depths[:most]) == min(4, most)
             planner.drafted(scores[:4], depths[:4], 3, (10**5, 10**6, 0))
         if most > 4:
-            assert planner.rows(scores[:most], depths[:most]) > 4
+            assert planner.choose_rows(scores[:most], depths[:most]) > 4
 
 
 def test_a_slow_first_draft_does_not_put_drafting_to_rest() -> None:
@@ -478,10 +479,10 @@ def test_a_slow_first_draft_does_not_put_drafting_to_rest() -> None:
         planner, scores, depths = Planner(cost, 7), -0.3 * np.arange(8.0), np.arange(8)
         planner.decoded(int(cost.target[1]))
         for at in range(6):
-            rows = planner.rows(scores, depths)
+            rows = planner.choose_rows(scores, depths)
             late = 1 if at else slow
             planner.drafted(scores[:rows], depths[:rows], rows - 1, (200_000 * late, int(cost.target[rows]) * late, 0))
-            assert planner.drafts
+            assert planner.drafting
         assert rows == 8
 
 
@@ -494,8 +495,8 @@ def test_random_pauses_change_little() -> None:
         plain.append(0)
         for _ in range(400):
             late = random.uniform(2, 100) if random.random() < 0.1 else 1.0
-            if planner.drafts and not planner.due:
-                rows = planner.rows(scores, depths)
+            if planner.drafting and not planner.plain_pass_due:
+                rows = planner.choose_rows(scores, depths)
                 times = int(cost.draft * late), int(cost.target[rows] * late), 0
                 planner.drafted(scores[:rows], depths[:rows], rows - 1, times)
             else:
@@ -554,7 +555,7 @@ def stored(target: object = ((1, 1e6), (8, 2e6)), draft: object = 1e5, host: obj
 ])  # fmt: skip
 def test_damaged_costs(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(GumihoError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
+    with pytest.raises(DamageError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
         Costs.load(tmp_path, 8)
     assert len(str(error.value)) < 300 + len(str(tmp_path))
 

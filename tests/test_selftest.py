@@ -48,7 +48,11 @@ def test_rows_of_a_quantized_target(
     ]
     assert main(argv) == 0
     line = capsys.readouterr().out.splitlines()[-2]
-    assert (found := re.fullmatch(r"ok      rows: (\d+) of (\d+) in trees are what they are alone, to the last bit", line))
+    assert (
+        found := re.fullmatch(
+            r"ok      rows: (\d+) of (\d+) in trees are bitwise equal to the same rows computed one by one", line
+        )
+    )
     assert int(found[1]) == int(found[2]) >= 16
     feed = decoder.Decoder.feed
 
@@ -61,7 +65,7 @@ def test_rows_of_a_quantized_target(
     assert main(argv) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line[:6] for line in lines] == ["ok    "] * 6 + ["FAILED", "ok    "]
-    assert lines[-2] == f"FAILED  rows: 0 of {found[2]} in trees are what they are alone, to the last bit"
+    assert lines[-2] == f"FAILED  rows: 0 of {found[2]} in trees are bitwise equal to the same rows computed one by one"
 
 
 def test_a_walk_that_prefers_what_was_drafted(

@@ -118,7 +118,36 @@ def test_records() -> None:
         "scores": [0.0, -0.5, -0.75, -1.0, -1.12346, None],
     }
     assert (cycles[1]["rows"], cycles[1]["path"], cycles[3]["finish_reason"]) == (6, [0, 1, 2, 3, 4], "length")
-    assert end == {"type": "end", "finish_reason": "length", "stats": stats}
+    assert end == {"type": "end", "finish_reason": "length", "plain": None, "stats": stats}
+
+
+# A prefill, three plain passes of 2, 9 and 4 ms, and a cycle with a draft: 8 tokens in 20 ms.
+MEASURED = [
+    Cycle((3,), 0, (), None, (0, 50_000_000, 0)),
+    Cycle((4,), 1, (0,), None, (1_000_000, 2_000_000, 400_000)),
+    Cycle((4, 5, 6, 7, 9), 6, (0, 1, 2, 3, 4), None, (500_000, 2_500_000, 100_000), TREE),
+    Cycle((1,), 1, (0,), None, (0, 9_000_000, 200_000)),
+    Cycle((1,), 1, (0,), "length", (0, 4_000_000, 300_000)),
+]
+
+
+def end_record(cycles: Sequence[Cycle], plain_pass_ns: float | None = None) -> Any:
+    made = Trace([0], 2, plain_pass_ns=plain_pass_ns)
+    for cycle in cycles:
+        made.add(cycle)
+    return list(made.records({}))[-1]["plain"]
+
+
+def test_the_comparison_with_plain_decoding() -> None:
+    """The median of the generation's own plain passes, or else the stored price, and the least host time: for every token but the
+    first one. Nothing is compared if nothing was measured, and plain decoding is not compared with itself."""
+    own = {"passes": 8, "pass_us": 4100, "measured": 3, "total_us": 32_800, "decoding_us": 20_000, "speedup": 1.64}
+    assert end_record(MEASURED) == end_record(MEASURED, 7e6) == own
+    stored = {"passes": 8, "pass_us": 2020, "measured": 0, "total_us": 16_160, "decoding_us": 3960.5, "speedup": 4.08}
+    assert end_record(RUN, 2e6) == stored
+    assert end_record(RUN) is None
+    for cycles in (plain([1, 2, 3]), plain([1]), []):
+        assert end_record(cycles, 2e6) is None
 
 
 LOOKED_UP = Cycle((4, 5, 9), 4, (0, 1, 2), None, (0, 1_000_000, 20_000), Tree.chain((3, 4, 5, 6)), lookup=True)
@@ -403,6 +432,66 @@ def test_page_of_lookups(browser: Any, tmp_path: Path) -> None:
     assert page.tab.locator(".column span").all_text_contents() == ["pending", "lookup", "lookup", "lookup"]
     assert page.tab.locator("#tree .score").all_text_contents() == ["target"]
     page.quiet()
+
+
+def test_page_compares_with_plain_decoding(browser: Any, tmp_path: Path) -> None:
+    trace(MEASURED).write(tmp_path / "measured.html", {})
+    page = Page(browser, tmp_path / "measured.html")
+    assert page.text("#plain") == (
+        "Plain decoding would have taken 8 passes of 4.10 ms (the median of 3 plain passes in this generation), 32.80 ms in all. "
+        "This generation took 20.00 ms after the first token: 1.64× the speed."
+    )
+    for index, told in (
+        (1, "Cycle 1: 1 token in 3.40 ms"),
+        (2, "Cycle 2: 5 tokens in 3.10 ms, by plain decoding 20.50 ms"),
+    ):
+        page.tab.locator(".bar").nth(index).hover()
+        assert page.text("#whose") == told
+    page.quiet()
+    stored = Trace([0], 2, plain_pass_ns=2e6)
+    for cycle in RUN:
+        stored.add(cycle)
+    for name, made, told in (
+        ("stored", stored, "8 passes of 2.02 ms (the price measured beforehand), 16.16 ms in all"),
+        ("nothing", trace(RUN), "No plain pass was measured"),
+        ("plain", trace(plain([1, 2])), "this is plain decoding"),
+    ):
+        made.write(tmp_path / f"{name}.html", {})
+        assert told in Page(browser, tmp_path / f"{name}.html").text("#plain")
+
+
+def test_page_explains_its_marks(browser: Any, tmp_path: Path) -> None:
+    """Those that it shows, in the colours that they have in the text, light and dark; and it can be folded."""
+    cycles = [*plain([1, HOSTILE.index("\n"), HOSTILE.index("")]), *RUN[1:], LOOKED_UP]
+    trace(cycles, [30], words(HOSTILE)).write(tmp_path / "trace.html", {})
+    page = Page(browser, tmp_path / "trace.html")
+    legend = page.tab.locator("#legend p").all_text_contents()
+    for told in (
+        "target" + "the target’s own token: no accepted row proposed it",
+        "serial 1serial 2head 1head 2" + "accepted drafted tokens, one colour per depth",
+        "lookup" + "accepted looked-up tokens, which followed the same tokens earlier in the text",
+        "row" + "a row that was verified and rejected",
+        "a token that begins with a new line",
+        "a token without visible characters",
+        "draft: time in the drafter",
+    ):
+        assert told in legend
+    for scheme in ("dark", "light"):
+        page.tab.emulate_media(color_scheme=scheme)
+        for kind in ("d0", "d1", "d2", "d3", "d4", "found"):
+            colours = [
+                page.tab.locator(f"{place}.{kind}:not(.same)").first.evaluate("e => getComputedStyle(e).backgroundImage")
+                for place in ("#legend .chip", "#text .token")
+            ]
+            assert colours[0] == colours[1] != "none"
+    assert page.tab.locator("#legend p").first.is_visible()
+    page.tab.locator("#legend summary").click()
+    assert page.tab.locator("#legend p").first.is_hidden()
+    page.quiet()
+
+    trace(plain([1, 2])).write(tmp_path / "plain.html", {})
+    legend = Page(browser, tmp_path / "plain.html").tab.locator("#legend p").all_text_contents()
+    assert not [line for line in legend if "drafted" in line or "looked" in line or "row that" in line]
 
 
 def test_page_by_keyboard(browser: Any, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from .token_selector import TokenSelector
 
 
 def accept_path(tokens: Sequence[int], parents: Sequence[int], next_token: NextToken) -> list[int]:
-    """The path of the target's own choices down the tree, the root first. Parents come before children, so one pass finds it.
+    """The rows whose tokens the target itself chooses, the root first. Parents come before children, so one loop finds them.
 
-    next_token: the target's token after a row, None if the text ends with it; it is called for the rows of the path only.
+    next_token: the target's token after a row, None if the text ends with it; called only for rows of the path.
     """
     path, token = [0], next_token(0)
     for row in range(1, len(tokens)):
@@ -24,7 +24,7 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], next_token: NextT
 def accept(
     tokens: Sequence[int], parents: Sequence[int], next_token: NextToken, selector: TokenSelector, passes: EnginePasses
 ) -> list[int]:
-    """The accepted rows in the way that the text's settings name: the lossless one, or a lossy one (``lossy``)."""
+    """The accepted rows, by the method of the text's settings: lossless, or one of ``lossy``."""
     settings = selector.settings
     if settings.accept == "typical":
         return lossy.typical(tokens, parents, next_token, selector.add, passes.row, settings.temperature)

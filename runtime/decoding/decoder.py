@@ -102,12 +102,12 @@ class Decoder:
     ) -> Proposer:
         """The proposer with the highest expected speed. emitted: tokens of the last cycle."""
         assert self.selector
-        settings, continuation.found = self.selector.settings, ()
+        settings, continuation.looked_up = self.selector.settings, ()
         if planner is None:
             return draft_tree if settings.speculate else continuation
         if settings.looks_up:
-            continuation.found = planner.lookup(emitted, 0 if planner.due else self.room - 1)
-        return continuation if continuation.found or planner.due or not planner.drafts else draft_tree
+            continuation.looked_up = planner.lookup(emitted, 0 if planner.plain_pass_due else self.room - 1)
+        return continuation if continuation.looked_up or planner.plain_pass_due or not planner.drafting else draft_tree
 
     def _accept(self, proposal: Proposal) -> list[int]:
         """The accepted rows of a verified proposal; the tokens after them join the text."""

@@ -1,4 +1,4 @@
-"""What the drafter has read of the text, and the accepted tokens that it has still to read."""
+"""Which tokens of the text the drafter has read, and which accepted tokens it still has to read."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,17 +7,17 @@ import numpy as np
 from .engine_passes import EnginePasses
 from .kv_cache import runs
 
-_MOST_DEFERRED = 32  # tokens that the drafter reads when it drafts again
+_MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts again
 
 
 class DraftHistory:
-    """The drafter reads, for every accepted token, the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
+    """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
 
-    The rows of the last pass stay in ``EnginePasses.hidden`` and are read by the next draft: the accepted ones. Those of earlier
-    passes are copied to ``hidden_history`` and read by ``catch_up``.
+    The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
+    Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
-    hidden_history: [1, capacity, H], the target's hidden rows by position. pending_range: positions whose rows are there and not yet
-    read. valid_length: rows of the drafter's cache, from the first, that follow the text without a gap.
+    hidden_history: [1, capacity, H], the target's hidden rows by position. pending_range: positions in it that the drafter
+    still has to read. valid_length: rows of the drafter's cache, from the first, that follow the text without a gap.
     """
 
     def __init__(self, passes: EnginePasses) -> None:
@@ -28,32 +28,33 @@ class DraftHistory:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is to be read."""
+        """Leaves nothing to read."""
         self.pending_range = range(0)
         self.valid_length = self._passes.manifest.capacity
 
     @property
     def length(self) -> int:
-        """Rows of the drafter's cache that belong to the text from its beginning."""
+        """Rows of the drafter's cache, from the first, that belong to the text without a gap."""
         return min(self.valid_length, int(self._passes.draft_cache.length[0]))
 
     def record(self, position: int, rows: int, pending: range) -> None:
-        """Keeps the first ``rows`` hidden rows of the last pass, which began at ``position``, for ``catch_up``. pending: positions
-        that it is to read."""
+        """Copies the first ``rows`` hidden rows of the last pass, which began at ``position``, to ``hidden_history``. pending:
+        the new ``pending_range``."""
         self._device.move(self.hidden_history, position, self._last_hidden, 0, rows)
         self.pending_range = pending
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Leaves accepted rows of the target's last pass, and the token after each, for the next draft."""
+        """Sets what the next draft reads. rows: accepted ones of the target's last pass; tokens: the one after each row."""
         passes, n = self._passes, len(rows)
         passes.accepted_count[0] = n
         passes.accepted_rows[:n], passes.accepted_tokens[:n] = rows, tokens
 
     def defer(self, kept: int = 0) -> None:
-        """The drafter reads what was accepted when it drafts again, and of that no more than the last few tokens: reading everything
-        that plain decoding has added could take longer than drafting gains. The gap in its text costs acceptance only.
+        """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. It reads no more than the
+        last few tokens: reading everything that plain decoding has added could take longer than drafting gains. The gap in its
+        text costs acceptance and nothing else.
 
-        kept: so many tokens, the last, stay accepted.
+        kept: the number of last rows that stay for the next draft itself.
         """
         passes = self._passes
         rows, tokens = passes.accepted_rows, passes.accepted_tokens
@@ -68,22 +69,23 @@ class DraftHistory:
         rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]
 
     def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Reads ``pending_range``, until interrupted between two chunks. What was accepted last stays for the next draft.
+        """The drafter reads ``pending_range``, until it is interrupted between two chunks. The rows that ``accept`` has set
+        stay for the next draft.
 
         text: gives all token ids so far.
         """
         if not self.pending_range:
             return
-        passes, ids = self._passes, text()
+        passes, token_ids = self._passes, text()
         rows, tokens, count = passes.accepted_rows, passes.accepted_tokens, passes.accepted_count
         accepted = rows.copy(), tokens.copy(), int(count[0])
         while self.pending_range:
             at, n = self.pending_range.start, min(passes.form.chunk, len(self.pending_range))
             count[0] = n
             self._device.move(passes.history_chunk, 0, self.hidden_history, at, n)
-            rows[:n], tokens[:n] = np.arange(n), ids[at + 1 : at + 1 + n]
+            rows[:n], tokens[:n] = np.arange(n), token_ids[at + 1 : at + 1 + n]
             passes.run_draft(passes.extend(n))
-            # It returns nothing to the host, which is about to change what it reads.
+            # The pass returns nothing, so nothing else waits for it; its inputs change in the next turn.
             passes.run_draft(self._device.synchronize)
             passes.draft_cache.commit(passes.graphs["extend"], range(n))
             self.pending_range = range(at + n, self.pending_range.stop)

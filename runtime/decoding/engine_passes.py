@@ -17,12 +17,13 @@ _DRAFT, _TARGET = 0, 1
 class EnginePasses:
     """Passes of target and drafter, by their number of rows.
 
-    If the form is static, every pass is padded to its size: rows after those that count are computed and ignored.
+    If the form is static, every pass has a fixed size: padding rows are computed and ignored.
 
-    tokens, depth: int64 [widest], the target's inputs. choice: int64 [widest]; logits: [widest, V]; hidden: [widest, H]: what the
-    target's last pass returned by row. tree: the draft graph's ``tree_*`` outputs. accepted_rows, accepted_tokens: int64 [widest], rows
-    of ``hidden`` that the next draft reads and the token after each; accepted_count: int64 [1], how many of them count.
-    history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds in the engines of drafter and target.
+    tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
+    [widest, H]: outputs of the target's last pass by row. tree: the draft graph's ``tree_*`` outputs. accepted_rows,
+    accepted_tokens: int64 [widest], rows of ``hidden`` that the next draft reads, and the token after each; accepted_count:
+    int64 [1], how many of them it reads. history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns:
+    nanoseconds spent in the drafter's and the target's engines.
     """
 
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
@@ -50,27 +51,27 @@ class EnginePasses:
         self._cycles = [device.fuse(self._bind_draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
 
     def causal(self, rows: int) -> Call:
-        """The target's pass over so many rows, at most a chunk, each of which attends to those before it."""
+        """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it."""
         size = self.form.chunk if self.form.static else rows
         return self._once("causal", size, lambda: self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_)))
 
     def verification(self, rows: int) -> Call:
-        """The target's pass over the tree's first rows, which are the best tree of that size."""
+        """The target's pass over the draft tree's first rows, which are the best tree of that size."""
         return self._once("verify", self.manifest.rows if self.form.static else rows, lambda: self._bind_verification(rows))
 
     def extend(self, rows: int) -> Call:
-        """The drafter's pass over ``history_chunk``, which only fills its cache."""
+        """The drafter's pass over the first rows of ``history_chunk``; it fills the cache and drafts nothing."""
         size = self.form.chunk if self.form.static else rows
         hidden = self.history_chunk.reshape(self.form.chunk, self.manifest.hidden)
         return self._once("extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
 
     def draft_and_verify(self, accepted: int) -> tuple[Call, Call]:
-        """Drafting a tree behind so many accepted rows, and verifying all of it. On some devices they are one launch, and the second
-        call waits for it."""
+        """Two calls: drafting a tree after so many accepted rows, and verifying all of it. Some devices launch both with the
+        first call; the second one then waits for the result."""
         return self._cycles[min(accepted, len(self._cycles)) - 1]
 
     def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
-        """Not ``functools.cache``, which would keep the engines alive until garbage is collected."""
+        """Binds at the first use. Not ``functools.cache``, which would keep the engines alive until garbage is collected."""
         if (kind, rows) not in self._bound:
             self._bound[kind, rows] = bind()
         return self._bound[kind, rows]
@@ -82,14 +83,14 @@ class EnginePasses:
         return self.engines["target"].bind({**inputs, **outputs, **self.target_cache.bindings(self.graphs["target"])})
 
     def _bind_verification(self, rows: int) -> Call:
-        whole = self.tree["tree_mask"]
+        tree_mask = self.tree["tree_mask"]
         if self.form.static or rows == self.manifest.rows:
-            return self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], whole)
+            return self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], tree_mask)
         mask = np.zeros((rows, rows), np.bool_)
         call = self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], mask)
 
         def verify() -> None:
-            mask[...] = whole[:rows, :rows]
+            mask[...] = tree_mask[:rows, :rows]
             call()
 
         return verify
@@ -111,12 +112,12 @@ class EnginePasses:
         self.engine_ns[engine] += perf_counter_ns() - started
 
     def read(self, tokens: Sequence[int]) -> None:
-        """One causal pass of the target over at most a chunk of tokens after its cache; commit the rows to keep."""
+        """One causal pass of the target over the next tokens, at most a chunk. The caller commits the rows to keep."""
         self.tokens[: len(tokens)] = tokens
         self.run_target(self.causal(len(tokens)))
 
     def row(self, row: int) -> np.ndarray:
-        """The target's logits [V] after a row of its last pass; only these are fetched from the device."""
+        """The target's logits [V] of one row of its last pass; no other row is fetched from the device."""
         return self.device.read(self.logits[row])
 
     def scored(self) -> tuple[list[float], list[int]]:
@@ -134,7 +135,8 @@ class EnginePasses:
         return Tree(*(tuple(self.device.read(self.tree[name])[:rows].tolist()) for name in names))
 
     def close(self) -> None:
-        """Frees bindings, engines and buffers, in this order: bound calls hold the engine, and both use the device's stream."""
+        """Frees bindings, engines and buffers, in this order: bound calls hold the engines, and both use the device's
+        stream."""
         engines, device = self.engines, self.device
         device.enter()
         try:

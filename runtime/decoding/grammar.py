@@ -1,4 +1,4 @@
-"""Guided decoding: which tokens may follow, so that the text is what a grammar wants (with the library llguidance)."""
+"""Guided decoding: masks the tokens that a grammar does not allow (with the library llguidance)."""
 
 import json
 import re
@@ -10,26 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GumihoError
+from ..errors import InputError, MisuseError, UnavailableError
 from .token_bytes import spell
 
-# The library would rather force its own tokenization wherever the text is certain; here the grammar decides what the text is
-# and the model how it is cut into tokens. Options may stand anywhere in a grammar, and at its end they leave its lines counted.
+# By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
+# model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the grammar.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# What a message says of the place in a grammar that the user has not written.
+# The line and column at the beginning of a message; meaningless in a grammar that the user has not written.
 _PLACE = r"^(at )?\d+\(\d+\): "
-_NOTHING = "nothing can follow by the grammar: stop here, or change it to what this vocabulary can spell"
-# For eight tokens' bits, what each one's logit is cut down to: float32 [256, 8], infinite either way.
+_NOTHING = "the grammar allows no next token, so nothing can follow: stop here, or change it to what this vocabulary can spell"
+# The upper bounds of eight tokens' logits, by the byte that holds their bits: float32 [256, 8], inf if allowed, otherwise -inf.
 _BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _BOUNDS = _BOUNDS.astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text must be.
+    """A grammar that the whole text must match.
 
-    kind: ``json``, ``regex`` or ``lark``. text: the JSON schema; the regular expression, for the whole text, in the syntax of
-    Rust's regex; or the grammar in llguidance's dialect of Lark. Whitespace between JSON's tokens is free unless the schema has
+    kind: ``json``, ``regex`` or ``lark``. text: a JSON schema, a regular expression in the syntax of Rust's regex, or a grammar
+    in llguidance's dialect of Lark. JSON may have any whitespace between its tokens unless the schema contains
     ``"x-guidance": {"whitespace_flexible": false}``.
     """
 
@@ -38,11 +38,11 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: str | Mapping[str, Any]) -> "Grammar":
-        """schema: its text, or the object itself. Raises GumihoError for an object that cannot be written as JSON."""
+        """schema: its text, or the object itself. Raises InputError for an object that cannot be written as JSON."""
         try:
             return cls("json", schema if isinstance(schema, str) else json.dumps(schema))
         except (TypeError, ValueError, RecursionError) as error:
-            raise GumihoError(f"the JSON schema holds what JSON does not ({error}): correct it") from None
+            raise InputError(f"the JSON schema has a value that JSON cannot express ({error}): correct it") from None
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
@@ -54,42 +54,43 @@ class Grammar:
 
 
 class _Vocabulary:
-    """The tokenizer as the library sees it, built once, since that takes a while for a big one.
+    """The tokenizer in the library's form. Built once, because that takes long for a large vocabulary.
 
-    size: ids of a row of logits. ends: those that end a text, and end_ids the same as an array. stands_for: int64 [size], the id
-    by which the library knows a token, the first of those spelled alike; -1 for one that spells nothing. twins: int64, the ids
-    that have another one, and firsts which. plain: int32 [words], a bit for each id that the library may allow.
+    size: width of a row of logits. ends, end_ids: the ids that end a text, as a tuple and as int64. library_ids: int64 [size],
+    the id that the library has for each token: the lowest id with the same spelling, -1 for a token without a spelling.
+    duplicates: int64, the ids whose library id is another one; originals: int64, that other id. spellable: int32 [words], a bit
+    for each id that the library may allow.
     """
 
     def __init__(self, tokenizer_json: str, size: int, ends: Sequence[int]) -> None:
         llguidance = _library()
         self.size, self.ends = size, tuple(sorted({end for end in ends if 0 <= end < size}))
-        self.stands_for = np.full(size, -1, np.int64)
-        first: dict[bytes, int] = {}
+        self.library_ids = np.full(size, -1, np.int64)
+        first_ids: dict[bytes, int] = {}
         for token, spelled in sorted(spell(tokenizer_json).items()):
-            # A byte that UTF-8 does not know is in no text, and the library has its own use for it.
+            # The byte 0xff occurs in no UTF-8 text, and the library uses it as a mark.
             if 0 <= token < size and token not in self.ends and spelled and not spelled.startswith(b"\xff"):
-                self.stands_for[token] = first.setdefault(spelled, token)
-        known = np.zeros((size // 32 + 1) * 32, bool)
-        known[:size] = self.stands_for == np.arange(size)
-        self.plain = np.packbits(known, bitorder="little").view(np.int32)
-        self.twins = np.flatnonzero((self.stands_for >= 0) & ~known[:size])
-        self.firsts, self.end_ids = self.stands_for[self.twins], np.array(self.ends, np.int64)
-        # The library ends a text by one token, which must be none of the model's: it gets its own behind them. The name starts
-        # with the byte that marks special tokens, and cannot be written in a grammar.
+                self.library_ids[token] = first_ids.setdefault(spelled, token)
+        is_first = np.zeros((size // 32 + 1) * 32, bool)
+        is_first[:size] = self.library_ids == np.arange(size)
+        self.spellable = np.packbits(is_first, bitorder="little").view(np.int32)
+        self.duplicates = np.flatnonzero((self.library_ids >= 0) & ~is_first[:size])
+        self.originals, self.end_ids = self.library_ids[self.duplicates], np.array(self.ends, np.int64)
+        # The library needs one token that ends a text, and it must not be one of the model's: it gets an additional id after
+        # them. Its name begins with the mark of special tokens, so no grammar can contain it.
         tokens = [b""] * size + [b"\xffend"]
-        for spelled, token in first.items():
+        for spelled, token in first_ids.items():
             tokens[token] = spelled
         vocabulary = SimpleNamespace(tokens=tokens, eos_token_id=size, bos_token_id=None, special_token_ids=())
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
-        tokens.clear()  # copied by the library, which holds on to the list
+        tokens.clear()  # the library has copied the tokens, but keeps a reference to the list
 
 
 class GrammarMatchers:
-    """Creates the grammar matchers of a loaded bundle; the first one builds what they share."""
+    """Creates the grammar matchers of a loaded bundle, which share one vocabulary."""
 
     def __init__(self, tokenizer_json: str, vocabulary: int, ends: Sequence[int]) -> None:
-        """tokenizer_json: its text. vocabulary: width of a row of logits. ends: ids that end a text; may be none."""
+        """tokenizer_json: its text. vocabulary: width of a row of logits. ends: ids that end a text; may be empty."""
         self._source = (tokenizer_json, vocabulary, tuple(ends))
 
     @cached_property
@@ -99,8 +100,8 @@ class GrammarMatchers:
     def start(self, grammar: Grammar) -> "GrammarMatcher":
         """A matcher for one generation.
 
-        Raises GumihoError for what is wrong with the grammar, where llguidance is missing, and where the tokenizer is one whose
-        tokens spell nothing on their own.
+        Raises InputError for a wrong grammar, UnavailableError without llguidance, and GumihoError for a tokenizer whose tokens
+        have no spelling of their own.
         """
         llguidance = _library()
         text, limits = _lark(grammar), llguidance.LLParserLimits(verbose_errors=False)
@@ -111,68 +112,72 @@ class GrammarMatchers:
 
         first = new_state()
         if first.is_error():
-            where = "" if grammar.kind == "lark" else _PLACE
-            raise GumihoError(f"the {grammar.kind} grammar is wrong ({_brief(first.get_error(), where)}): correct it")
+            place = "" if grammar.kind == "lark" else _PLACE
+            raise InputError(f"the {grammar.kind} grammar is wrong ({_brief(first.get_error(), place)}): correct it")
         return GrammarMatcher(vocabulary, new_state, first)
 
 
 class GrammarMatcher:
-    """What may follow in one generation. An end of the text counts among the tokens accepted."""
+    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too."""
 
     def __init__(self, vocabulary: _Vocabulary, new_state: Callable[[], Any], first: Any) -> None:
-        """``GrammarMatchers.start`` creates one. new_state: creates the library's, at the start of the text; first: one of them."""
-        self._vocabulary, self._make, self._state = vocabulary, new_state, first
+        """``GrammarMatchers.start`` creates one. new_state: creates a state of the library, at the start of the text; first:
+        such a state."""
+        self._vocabulary, self._new_state, self._state = vocabulary, new_state, first
         self._accepted: list[int] = []
         self._ended = False
-        self._bits = np.zeros_like(vocabulary.plain)
+        self._bits = np.zeros_like(vocabulary.spellable)  # the allowed tokens, if they are current
         self._bounds = np.empty((self._bits.nbytes, 8), np.float32)
         self._current = False
 
     def mask(self, row: np.ndarray) -> None:
-        """Sets what must not follow to -inf. row: float32 [vocabulary], changed in place.
+        """Sets the logits of tokens that the grammar does not allow to -inf. row: float32 [vocabulary], changed in place.
 
-        Raises GumihoError where nothing may follow: behind the end, where no token of the vocabulary leads on, and where the
-        grammar got too complex.
+        Raises InputError if no token is allowed: after the end, if the vocabulary cannot spell what must follow, and if the
+        grammar became too complex.
         """
         vocabulary, bits, may_end = self._vocabulary, self._allowed(), self._may_end()
         if self._ended or not (bits.any() or (may_end and vocabulary.ends)):
-            raise GumihoError(_NOTHING)
-        # Far cheaper than a mask of bools, whose branches a processor cannot guess; so is the mode, which takes without a copy.
+            raise InputError(_NOTHING)
+        # Far cheaper than a mask of bools, whose branches a processor cannot predict. mode="clip" avoids a copy.
         np.take(_BOUNDS, bits.view(np.uint8), axis=0, out=self._bounds, mode="clip")
         bounds = self._bounds.reshape(-1)[: vocabulary.size]
-        bounds[vocabulary.twins] = bounds[vocabulary.firsts]
+        bounds[vocabulary.duplicates] = bounds[vocabulary.originals]
         bounds[vocabulary.end_ids] = np.inf if may_end else -np.inf
         np.minimum(row, bounds, out=row)
 
     def accept(self, token: int) -> None:
-        """The token follows. Raises GumihoError where the grammar does not allow it; the matcher is then as it was."""
+        """Appends a token to the text. Raises InputError if the grammar does not allow it; the matcher is then unchanged."""
         if token in self._vocabulary.ends and self._may_end():
             self._ended = True
         elif not self._continue(token):
-            raise GumihoError(f"token {token} cannot follow by the grammar: accept only what mask leaves")
+            raise InputError(f"token {token} cannot follow by the grammar: accept only a token that mask leaves finite")
         self._accepted.append(token)
 
     def rewind(self, count: int) -> None:
-        """Takes back the last ``count`` tokens. Raises GumihoError where fewer were accepted."""
+        """Takes back the last ``count`` tokens. Raises MisuseError if fewer were accepted."""
         if not 0 <= count <= len(self._accepted):
-            raise GumihoError(f"{count} tokens cannot be taken back: {len(self._accepted)} were accepted")
-        kept = self._accepted[: len(self._accepted) - count]
-        # The end is not the library's. Grammars with limits on tokens cannot go back: they start anew.
+            raise MisuseError(
+                f"{count} tokens cannot be taken back, because {len(self._accepted)} were accepted: take back no more"
+            )
+        remaining = self._accepted[: len(self._accepted) - count]
+        # The library never saw the token that ended the text. Grammars that limit the number of tokens cannot go back: they
+        # start anew.
         if not self._state.rollback(count - (self._ended and count > 0)):
-            self._state = self._make()
-            self._state.consume_tokens([int(self._vocabulary.stands_for[token]) for token in kept])
-        self._accepted, self._ended, self._current = kept, self._ended and count == 0, False
+            self._state = self._new_state()
+            self._state.consume_tokens([int(self._vocabulary.library_ids[token]) for token in remaining])
+        self._accepted, self._ended, self._current = remaining, self._ended and count == 0, False
 
     @property
     def done(self) -> bool:
-        """The text is complete, and nothing but its end can follow."""
+        """Whether the text is complete: only its end can follow."""
         return self._ended or (self._may_end() and not self._allowed().any())
 
     def _continue(self, token: int) -> bool:
-        known = int(self._vocabulary.stands_for[token]) if 0 <= token < self._vocabulary.size else -1
-        if self._ended or known < 0:
+        library_id = int(self._vocabulary.library_ids[token]) if 0 <= token < self._vocabulary.size else -1
+        if self._ended or library_id < 0:
             return False
-        accepted = bool(self._state.try_consume_tokens([known]))
+        accepted = bool(self._state.try_consume_tokens([library_id]))
         self._check()
         self._current = self._current and not accepted
         return accepted
@@ -184,23 +189,23 @@ class GrammarMatcher:
         if not self._current:
             self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             self._check()
-            self._bits &= self._vocabulary.plain
+            self._bits &= self._vocabulary.spellable
             self._current = True
         return self._bits
 
     def _check(self) -> None:
-        # Where the library gives up it allows the end, wherever the text is.
+        # A state with an error allows the end of the text anywhere, so it must not be used.
         if self._state.is_error():
             problem = _brief(self._state.get_error())
             dead = problem.startswith("NoExtensionBias")
-            raise GumihoError(_NOTHING if dead else f"the grammar cannot be followed further ({problem}): simplify it")
+            raise InputError(_NOTHING if dead else f"the grammar cannot be followed further ({problem}): simplify it")
 
 
 def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise GumihoError("guided decoding needs llguidance: pip install 'llguidance>=1.1.2'") from None
+        raise UnavailableError("guided decoding needs llguidance: pip install 'llguidance>=1.1.2'") from None
     return llguidance
 
 
@@ -209,19 +214,19 @@ def _lark(grammar: Grammar) -> str:
         try:
             schema = json.dumps(json.loads(grammar.text))
         except ValueError as error:
-            raise GumihoError(f"the JSON schema is no JSON ({error}): correct it") from None
+            raise InputError(f"the JSON schema is not JSON ({error}): correct it") from None
         except RecursionError:
-            raise GumihoError("the JSON schema is nested too deeply: make it flatter") from None
+            raise InputError("the JSON schema is nested too deeply: make it flatter") from None
         return f"start: %json {schema}{_OPTIONS}"
     if grammar.kind == "regex":
         if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
-            raise GumihoError("the regex grammar ends with a backslash that escapes nothing: double it or leave it out")
+            raise InputError("the regex grammar ends with a backslash that escapes nothing: double it or remove it")
         return f"start: /{_library().regex_to_lark(grammar.text, '')}/{_OPTIONS}"
     if grammar.kind == "lark":
         return grammar.text + _OPTIONS
-    raise GumihoError(f"'{grammar.kind}' is no kind of grammar: give json, regex or lark")
+    raise InputError(f"'{grammar.kind}' is not a kind of grammar: give json, regex or lark")
 
 
 def _brief(problem: str, place: str = "") -> str:
-    """The library's message without the source and the state it appends. place: pattern of what to leave out in front."""
+    """The library's message without the source and state that it appends. place: pattern to remove at the beginning."""
     return " ".join(re.sub(place, "", re.split(r"\n *\d+ \| |\n<", problem)[0]).split())

@@ -1,4 +1,4 @@
-"""The KV slab, and what it means to keep a path."""
+"""The KV cache of one model, and how it keeps the rows of an accepted path."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,14 +6,17 @@ import numpy as np
 
 from ..bundle.manifest import Graph
 from ..devices import Array, Device
-from ..errors import GumihoError
+from ..errors import DamageError
 
 
 class KVCache:
-    """The key-value cache of one model: one contiguous array [layers, 2, kv heads, S, d].
+    """Keys and values by position, in one contiguous array [layers, 2, kv heads, S, d].
 
-    Graphs either write their rows into it, behind ``length``, or return them, to be appended from a slab of their own.
-    ``length``: int64 [1] on the host, the positions filled so far; it is itself bound to the graphs' ``past_length``.
+    A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own. ``commit``
+    keeps some of them.
+
+    data: the array, as [layers * 2 * kv heads, S, d]. length: int64 [1] on the host, the positions filled so far; the graphs'
+    ``past_length`` is bound to it.
     """
 
     def __init__(self, device: Device, *graphs: Graph) -> None:
@@ -25,13 +28,13 @@ class KVCache:
         self.data, views = self._allocate(len(tensors), self.capacity)
         past = {tensor.name: view for tensor, view in zip(tensors, views, strict=True)}
         self._bindings: dict[str, dict[str, Array]] = {}
-        self._fresh: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
+        self._new_rows: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
         for graph in graphs:
             if graph.appends:
-                self._fresh[graph.file], views = self._allocate(len(tensors), int(graph.fresh[0].shape[2]))
+                self._new_rows[graph.file], views = self._allocate(len(tensors), int(graph.fresh[0].shape[2]))
                 written = {tensor.name: view for tensor, view in zip(graph.fresh, views, strict=True)}
             else:
-                self._fresh[graph.file] = self.data
+                self._new_rows[graph.file] = self.data
                 written = {name.replace("past", "present"): view for name, view in past.items()}
             self._bindings[graph.file] = past | written | {"past_length": self.length}
 
@@ -46,19 +49,20 @@ class KVCache:
         return self._bindings[graph.file]
 
     def commit(self, graph: Graph, path: Sequence[int]) -> None:
-        """Of the rows that a graph has just made, keeps those of the path, in its order, and counts them.
+        """Appends the rows of a path to the cache, in the path's order. path: rows of the graph's last pass.
 
         ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
         """
-        start, fresh = int(self.length[0]), self._fresh[graph.file]
+        start, new_rows = int(self.length[0]), self._new_rows[graph.file]
         first = 0 if graph.appends else start
         for at, row, count in runs(path, graph.appends):
             if graph.appends or row != at:
-                self._device.move(self.data, start + at, fresh, first + row, count)
+                self._device.move(self.data, start + at, new_rows, first + row, count)
         self.length[0] = start + len(path)
 
     def fill_garbage(self) -> None:
-        """Fills it with numbers that no model made, as a graph must not mind: it attends to positions below ``length`` only."""
+        """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below ``length``
+        only."""
         views = [
             view
             for name, view in next(iter(self._bindings.values())).items()
@@ -73,26 +77,27 @@ class KVCache:
         return self._device.read(self.data)[:, :count].copy()
 
     def fill(self, rows: np.ndarray) -> None:
-        """Holds what ``rows`` gave and nothing else. Raises GumihoError where they are another cache's."""
-        whole = np.zeros(self.data.shape, self._dtype)
-        if rows.dtype != whole.dtype or rows.shape[::2] != whole.shape[::2] or rows.shape[1] > whole.shape[1]:
-            raise GumihoError(
-                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {whole.dtype} {whole.shape}: save them again"
+        """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype or shape
+        does not fit the cache."""
+        content = np.zeros(self.data.shape, self._dtype)
+        if rows.dtype != content.dtype or rows.shape[::2] != content.shape[::2] or rows.shape[1] > content.shape[1]:
+            raise DamageError(
+                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {content.dtype} {content.shape}: save them again"
             )
-        whole[:, : rows.shape[1]] = rows
-        self._device.write(self.data, whole)
+        content[:, : rows.shape[1]] = rows
+        self._device.write(self.data, content)
         self.length[0] = rows.shape[1]
 
 
-def runs(path: Sequence[int], apart: bool) -> Iterator[tuple[int, int, int]]:
-    """A path in pieces that one copy can move: place, first row, and how many rows follow one another.
+def runs(path: Sequence[int], separate: bool) -> Iterator[tuple[int, int, int]]:
+    """Splits a path into runs of consecutive rows, which one copy can move: index in the path, first row, number of rows.
 
-    apart: whether rows are copied to other memory; within the same, a piece must end before the rows it would overwrite.
+    separate: whether rows are copied to other memory; if not, a run ends before the rows that its copy would overwrite.
     """
     at = 0
     while at < len(path):
         row, count = path[at], 1
-        longest = len(path) - at if apart or row == at else min(len(path) - at, row - at)
+        longest = len(path) - at if separate or row == at else min(len(path) - at, row - at)
         while count < longest and path[at + count] == row + count:
             count += 1
         yield at, row, count

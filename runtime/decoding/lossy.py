@@ -1,41 +1,41 @@
-"""Ways to accept drafted tokens that gain speed by changing the output. Off unless asked for by name."""
+"""Lossy acceptance: it gains speed and changes the output. Off by default."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-NextToken = Callable[[int], int | None]  # the target's token behind a row; None where the text ends with it
+NextToken = Callable[[int], int | None]  # the target's token after a row; None if the text ends with it
 
 _EPSILON, _DELTA = 0.09, 0.3  # Medusa's posterior_threshold and posterior_alpha (arXiv 2401.10774, section 2.3.1)
 
 
 def full_tree(tokens: Sequence[int], parents: Sequence[int], next_token: NextToken) -> list[int]:
-    """Full Tree Attention as published (arXiv 2503.10135, section 3.3, and the official code): a path that ends early is filled
-    up with each deeper column's commonest node, the one that most paths go through.
+    """Full Tree Attention as published (arXiv 2503.10135, section 3.3, and the official code): a path that ends early is
+    extended with the most common row of each deeper level, the one that most paths go through.
 
-    A node that fills is accepted when its token is the target's choice, though the target read it under ancestors of its own;
-    what it says comes next is taken from there. Returns the accepted rows, the root first.
+    Such a row is accepted if its token is the target's choice, although the target computed it under other ancestors; the
+    target's next choice is taken from it. Returns the accepted rows, the root first.
     """
-    depths, paths, ends = [0] * len(tokens), [0] * len(tokens), [True] * len(tokens)
+    depths, path_counts, is_leaf = [0] * len(tokens), [0] * len(tokens), [True] * len(tokens)
     for row in range(1, len(tokens)):
         depths[row] = depths[parents[row]] + 1
-        ends[parents[row]] = False
+        is_leaf[parents[row]] = False
     for row in reversed(range(len(tokens))):
-        paths[row] += ends[row]
+        path_counts[row] += is_leaf[row]
         if row:
-            paths[parents[row]] += paths[row]
+            path_counts[parents[row]] += path_counts[row]
     deepest = max(depths)
-    columns = [[row for row in range(len(tokens)) if depths[row] == depth] for depth in range(deepest + 1)]
-    commonest = [max(column, key=lambda row: (paths[row], -row)) for column in columns]
-    path, token, filled = [0], next_token(0), False
+    levels = [[row for row in range(len(tokens)) if depths[row] == depth] for depth in range(deepest + 1)]
+    most_common = [max(level, key=lambda row: (path_counts[row], -row)) for level in levels]
+    path, token, extended = [0], next_token(0), False
     for depth in range(1, deepest + 1):
-        filled = filled or ends[path[-1]]
-        options = [commonest[depth]] if filled else [row for row in columns[depth] if parents[row] == path[-1]]
-        found = [row for row in options if tokens[row] == token]
-        if not found:
+        extended = extended or is_leaf[path[-1]]
+        candidates = [most_common[depth]] if extended else [row for row in levels[depth] if parents[row] == path[-1]]
+        accepted = next((row for row in candidates if tokens[row] == token), None)
+        if accepted is None:
             break
-        path.append(found[0])
-        token = next_token(found[0])
+        path.append(accepted)
+        token = next_token(accepted)
     return path
 
 
@@ -47,26 +47,26 @@ def typical(
     row: Callable[[int], np.ndarray],
     temperature: float,
 ) -> list[int]:
-    """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1): a drafted token is accepted where the target gives it more
-    than min(epsilon, delta * exp(-entropy)).
+    """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1): a drafted token is accepted if the target's probability of
+    it is greater than min(epsilon, delta * exp(-entropy)).
 
-    add: puts an accepted token (not a row) into the text; row: the target's logits [V] behind a row; temperature: of the
-    distribution they stand for, 1 where it is 0. Takes the longest path of accepted rows, of several the likeliest. Returns it,
-    the root first, as far as the text went.
+    add: appends an accepted token (not a row) to the text; returns None if the text ends with it. row: the target's logits [V]
+    after a row. temperature: of the target's distribution; 0 stands for 1. Returns the longest path of accepted rows, the
+    likeliest if there are several, the root first, cut off where the text ends.
     """
     accepted, best = {0: (0, 0.0)}, 0
-    known: dict[int, tuple[np.ndarray, float]] = {}
+    distributions: dict[int, tuple[np.ndarray, float]] = {}  # by row: log-probabilities [V], and the threshold
     for i in range(1, len(tokens)):
         if parents[i] not in accepted:
             continue
-        if parents[i] not in known:
+        if parents[i] not in distributions:
             values = row(parents[i]).astype(np.float64)
             with np.errstate(over="ignore"):
                 log_p = (values - values.max()) / (temperature or 1.0)
             log_p -= np.log(np.exp(log_p).sum())
             possible = log_p[log_p > -np.inf]
-            known[parents[i]] = log_p, min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum())))
-        log_p, threshold = known[parents[i]]
+            distributions[parents[i]] = log_p, min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum())))
+        log_p, threshold = distributions[parents[i]]
         if log_p[tokens[i]] > np.log(threshold):
             depth, likelihood = accepted[parents[i]]
             accepted[i] = depth + 1, likelihood + float(log_p[tokens[i]])

@@ -1,16 +1,23 @@
-"""How many rows of a tree are worth verifying, and whether drafting pays at all: from what passes cost on this device and from
-what the target accepts of this text.
+"""Decides in every cycle whether to draft, to verify looked-up tokens or to decode plainly, and how many rows to verify.
 
-A tree's rows come best first, each with a score: the drafter's log-probability that the target takes the path to it. How often it
-does is counted by depth, so scores become probabilities. Of the sizes that can be verified the one with the most expected tokens
-per time is taken, tree by tree. Where drafting loses more than it had gained before, it rests, and is tried again after a while.
+The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow from
+counts of what the target has accepted, in which older cycles weigh less.
 
-Where the text repeats itself, what followed before is verified instead, if that promises more: it costs no draft. How often it is
-right is counted by how many tokens are alike already, whether it was verified or not.
+Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path
+to it. For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores
+into probabilities (``_Calibration``). Of the sizes that can be verified, the planner takes the one with the most expected
+tokens per time.
 
-The prices measured at compile time are only a first guess: a busy machine may have falsified any of them. The first pass of each kind
-in this process replaces its guess, and ``due`` asks for a plain pass often enough that the price of plain decoding stays current
-while drafting.
+Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). When it falls too low,
+drafting pauses. After the pause a few trees decide whether it goes on. Pauses get longer until drafting pays again.
+
+Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified without a
+draft. Every cycle updates the hit rate per match length, even if the lookup was not verified (``_LookupForecast``). A lookup is
+verified if it promises more tokens per time than drafting and plain decoding.
+
+Plain passes. The prices measured at compile time are only a first guess, because the machine may have been busy. The first
+pass of each kind in this process replaces its guess. A draft does not show what a plain pass costs, so now and then a plain
+pass is due.
 """
 
 from collections.abc import Sequence
@@ -18,183 +25,274 @@ from itertools import accumulate
 from math import exp, inf
 
 from .prices import Costs, Price, Prices
-from .prompt_lookup import MOST, Lookup
+from .prompt_lookup import LONGEST_MATCH, Lookup
 
-_MEMORY = 0.97  # of a cycle ago, in what is counted
-# How much more often than its score says a row is accepted, for each step of its depth, before anything was counted: a target that
-# takes its likeliest token takes what the drafter thinks likely more often than not. Where it draws, 1 would be right, and is soon
-# found; to think too little of a drafter is worse, since rows that are not verified teach nothing.
-_HOPE = 1.5
-_DOUBT = 1.0  # cycles for which that is believed
-_AGAIN = 2.0  # cycles that what was known weighs when drafting is tried again
-_STAKE, _SAVED = 1.5, 3.0  # plain passes that drafting may lose before it rests, and that it can save up against it
-_LESS = 0.5  # by which it may lose less when it is tried again
-_TURN = 0.2  # of the pace, by which each tree changes it
-_REST = 32, 512  # passes without a draft before drafting is tried again: at first, and at most
-_LONGER = 4  # times as long is the next rest if drafting does not pay again
-_DEAR = 50  # and at least so many for each plain pass that a draft takes, so that a try costs a fiftieth
-_REPEATS = 1.0, 2.0  # repetitions that went on, of how many: before any was seen, one of two
-_UNLIKELY = 0.02  # no tokens are looked up that are as unlikely as this
-_PAUSE = 16.0  # times the price of a pass: it was held up by something else
-_TRY = 2, 1, 4  # drafts of a process, and after each rest, that verify so many rows to learn from little what drafting costs
-_CHECK = 8, 96  # drafts and lookups after which a plain pass is measured: again for the first time, and from then on
+_DECAY = 0.97  # weight of a cycle in every count, relative to the cycle after it
+# Before anything is counted, rows of depth d are accepted _PRIOR_GAIN**d times as often as their scores say: a target that
+# takes its likeliest token accepts likely drafts more often than the drafter predicts. Where the target samples, 1 would be
+# right and is soon learned. A pessimistic prior verifies too few rows to correct itself.
+_PRIOR_GAIN = 1.5
+_PRIOR_WEIGHT = 1.0  # cycles that the prior counts for
+_RESUMED_WEIGHT = 2.0  # cycles that the counts before a pause count for after it
+_MAX_LOSS, _MAX_SAVING = 1.5, 3.0  # plain passes: drafting pauses below a balance of -1.5; the balance is capped at 3
+_RESUMED_BALANCE = -0.5  # of drafting after a pause
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # passes without a draft
+_PAUSE_GROWTH = 4  # factor by which the next pause is longer if drafting does not pay after this one
+_PROBE_SPACING = 50  # a pause takes at least so many times the price of a draft, so that trying costs 2 % of the time
+_EMA_RATE = 0.2  # weight of the latest value in moving averages
+_LOOKUP_PRIOR = 1.0, 2.0  # hits and trials of every match length before anything is counted
+_LEAST_CHANCE = 0.02  # no token is looked up that is less likely
+_OUTLIER = 16.0  # a pass that took so many times its price was held up by something else
+# The first drafts of a process and after a pause verify few rows: they show at little cost what drafting and verification take.
+_FIRST_PROBES, _RESUMED_PROBES, _PROBE_ROWS = 2, 1, 4
+_FIRST_INTERVAL, _INTERVAL = 8, 96  # drafts and lookups between two plain passes: after the first one, and later
 
 
 class Planner:
-    """Plans the cycles of one decoder; what it has learnt stays from text to text, and fades.
+    """Plans the cycles of one decoder. What it has learned stays from text to text, and fades.
 
-    In plain Python: behind a pass, which leaves nothing else in the processor's caches, numpy took three times as long.
+    In plain Python: right after a pass, which empties the processor's caches, numpy took three times as long.
     """
 
     def __init__(self, costs: Costs, depth: int, padded: int = 0) -> None:
-        """depth: of the deepest row. padded: rows that every pass has, 0 where it has as many as it needs."""
+        """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
-        self._until, self._check = 0, _CHECK[0]  # drafts and lookups before a plain pass is due, and after it before the next
-        # By depth: how often rows there were accepted, and how often their scores say they should have been.
-        self._taken = [_DOUBT * _HOPE**at for at in range(depth + 1)]
-        self._hoped = [_DOUBT] * (depth + 1)
-        self._pace = 0.0  # of the last trees: tokens per nanosecond that they promised
-        self._left, self._rest, self._saved = 0.0, 0.0, 0.0
-        self._tries = _TRY[0]  # drafts to come that verify few rows
-        self._owed = 0  # cycles whose time is not yet taken off what was saved
-        self._lookup, self._prompt = Lookup(), list[int]()
-        self._found: tuple[int, Sequence[int]] = 0, ()
-        # By the length of a repetition: how often it went on, and how often that was looked at.
-        self._right, self._seen = ([weight] * (MOST + 1) for weight in _REPEATS)
-        self._late = 0.0  # nanoseconds that the drafter takes, before it drafts again, for what came without it
-        self._caught_up = True  # whether nothing did since it drafted last
         self._padded = padded
+        self._calibration = _Calibration(depth)
+        self._balance = _DraftBalance()
+        self._lookups = _LookupForecast()
+        self._draft_rate = 0.0  # tokens per nanosecond that the last trees promised, a moving average; 0 before the first tree
+        self._probes = _FIRST_PROBES  # drafts to come that verify few rows
+        # Drafts and lookups before the next plain pass, and from that one to the one after it.
+        self._until_plain_pass, self._interval = 0, _FIRST_INTERVAL
+        # The drafter has to read the tokens that came without it before it drafts again.
+        self._catch_up_ns = 0.0  # nanoseconds that this takes, a moving average
+        self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
 
     def begin(self, prompt: Sequence[int] = ()) -> None:
-        """Another text: what did not pay before may pay now."""
-        self._left = min(self._left, max(self._short, self._rest / 8))
-        if list(prompt[: len(self._lookup.text)]) != self._lookup.text:
-            self._lookup = Lookup()
-        self._prompt, self._found, self._caught_up = list(prompt[len(self._lookup.text) :]), (0, ()), True
+        """Another text begins, which shortens a pause: drafting may pay now. prompt: for lookups, empty if there are none."""
+        self._balance.begin(self._shortest_pause)
+        self._lookups.begin(prompt)
+        self._caught_up = True
+
+    @property
+    def plain_pass_due(self) -> bool:
+        """Whether the next cycle must be a plain pass, to measure its price."""
+        return self._until_plain_pass <= 0
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafting is on: the next cycle is to draft, unless a plain pass is due or a lookup is verified."""
+        return self._balance.pause_left <= 0
 
     def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Takes in what was emitted, in every cycle, and returns what to verify next instead of a draft: what followed the text's last
-        tokens before, as far as that promises more than anything else. Nothing, where it does not.
+        """The looked-up tokens to verify in the next cycle instead of a draft, at most ``most``; none if something else
+        promises more. To be called in every cycle of a text with lookups.
 
-        tokens: emitted since the last call; most: at most so many are returned.
+        tokens: emitted since the last call.
         """
-        length, found = self._found
-        for at, (before, token) in enumerate(zip(found, tokens, strict=False), length):
-            alike, at = before == token, min(at, MOST)
-            self._right[at], self._seen[at] = _MEMORY * self._right[at] + alike, _MEMORY * self._seen[at] + 1
-            if not alike:
-                break
-        self._lookup.extend((*self._prompt, *tokens))
-        self._prompt = []
-        length, found = self._found = self._lookup.find(most)
-        gained, chance = [1.0], 1.0
-        while len(gained) <= len(found) and chance > _UNLIKELY:
-            at = min(length + len(gained) - 1, MOST)
-            chance *= self._right[at] / self._seen[at]
-            gained.append(gained[-1] + chance)
-        best, pace = 0, max(self._pace or inf, self._plain) if self.drafts else self._plain
-        besides = self._host.value + (self._late if self.drafts and self._caught_up else 0)
-        for rows, cost in ({self._padded: self._target.now[1]} if self._padded else self._target.now).items():
-            count = min(rows, len(gained)) - 1
-            if count and gained[count] > pace * (cost + besides):
-                best, pace = count, gained[count] / (cost + besides)
-        return found[:best]
+        continuation, gains = self._lookups.extend(tokens, most)
+        plain_rate, drafting = self._plain_rate, self.drafting
+        best_count, best_rate = 0, max(self._draft_rate or inf, plain_rate) if drafting else plain_rate
+        # After a lookup the drafter must catch up, which it need not if it drafts now.
+        besides = self._host.value + (self._catch_up_ns if drafting and self._caught_up else 0)
+        for rows, price in ({self._padded: self._target.now[1]} if self._padded else self._target.now).items():
+            count = min(rows, len(gains)) - 1
+            if count and gains[count] > best_rate * (price + besides):
+                best_count, best_rate = count, gains[count] / (price + besides)
+        return continuation[:best_count]
 
-    @property
-    def due(self) -> bool:
-        """Whether the next cycle must be a plain pass, to measure what it costs."""
-        return self._until <= 0
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the next cycle is to draft, if no plain pass is due."""
-        return self._left <= 0
-
-    def rows(self, scores: Sequence[float], depths: Sequence[int]) -> int:
-        """How many of a tree's rows to verify, the tree having been drafted. scores, depths: of its R rows."""
-        gained = list(accumulate(self._expected(scores, depths)))
-        spent = {rows: target + self._host.value for rows, target in self._target.now.items()}
-        if self._tries and self._target.tried:
-            size = min((rows for rows in spent if rows >= _TRY[2]), default=max(spent))
-            spent = {size: spent[size]}
-        promised = max(gained[rows - 1] / (cost + self._draft.value) for rows, cost in spent.items())
-        self._pace += (promised - self._pace) * (_TURN if self._pace else 1.0)
-        # The draft is made: more rows pay as long as they bring more than the time would elsewhere.
-        pace = max(self._pace, self._plain)
-        return max(spent, key=lambda rows: gained[rows - 1] - pace * spent[rows])
-
-    def _expected(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
-        """Tokens that each row brings, the root the target's own. Of a depth no more are accepted than of the one before."""
-        scale = [taken / hoped for taken, hoped in zip(self._taken, self._hoped, strict=True)]
-        brought, found = [1.0] + [0.0] * (len(scale) - 1), [1.0]
-        for score, depth in zip(scores[1:], depths[1:], strict=True):
-            found.append(min(exp(score) * scale[depth], brought[depth - 1] - brought[depth]))
-            brought[depth] += found[-1]
-        return found
+    def choose_rows(self, scores: Sequence[float], depths: Sequence[int]) -> int:
+        """How many rows of a drafted tree to verify. scores, depths: of all its rows."""
+        gains = list(accumulate(self._calibration.expected(scores, depths)))
+        prices = {rows: target + self._host.value for rows, target in self._target.now.items()}
+        if self._probes and self._target.plain_measured:
+            size = min((rows for rows in prices if rows >= _PROBE_ROWS), default=max(prices))
+            prices = {size: prices[size]}
+        promised = max(gains[rows - 1] / (price + self._draft.value) for rows, price in prices.items())
+        self._draft_rate += (promised - self._draft_rate) * (_EMA_RATE if self._draft_rate else 1.0)
+        # The draft's price is spent by now: more rows pay if they bring more tokens than the same time would elsewhere.
+        rate = max(self._draft_rate, self._plain_rate)
+        return max(prices, key=lambda rows: gains[rows - 1] - rate * prices[rows])
 
     def drafted(
-        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], late: int = 0
+        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
     ) -> None:
-        """A cycle has drafted.
+        """Takes in a cycle that drafted.
 
-        scores, depths: of the rows that were verified; accepted: drafted tokens; times: nanoseconds of draft, target and host, 0 where it
-        is not known; late: of what the drafter had to read first.
+        scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times: nanoseconds of draft, target
+        and host, 0 where unknown. catch_up_ns: what the drafter took to read the tokens that came without it.
         """
-        self._late += (late - self._late) * (0 if self._caught_up else _TURN if self._late else 1)
-        self._caught_up = True
+        if not self._caught_up:
+            self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
+            self._caught_up = True
+        self._until_plain_pass -= 1
+        if self._probes:
+            self._probes -= 1
         draft, target, host = times
-        self._until, self._tries = self._until - 1, max(self._tries - 1, 0)
-        paused = target > _PAUSE * self._target.now.get(len(scores), target)
+        held_up = target > _OUTLIER * self._target.now.get(len(scores), target)
         self._draft.measured(draft)
         if host:
             self._host.measured(host)
-        spent = self._took(len(scores), target) + self._draft.value + self._host.value
-        # Of tokens that came: what is expected varies less, but long has a confident drafter pay that is never right.
-        # The first draft of a process may wait for the disk, and any pass for other programs: such a cycle is charged what the next takes.
-        self._saved, self._owed = self._saved + accepted + 1, self._owed + 1
-        if self._draft.count > 1 and not paused:
-            self._saved, self._owed = min(self._saved - self._owed * spent * self._plain, _SAVED), 0
-        self._taken = [_MEMORY * taken + (0 < depth <= accepted) for depth, taken in enumerate(self._taken)]
-        self._hoped = [_MEMORY * hoped for hoped in self._hoped]
-        for score, depth in zip(scores[1:], depths[1:], strict=True):
-            self._hoped[depth] += exp(score)
-        if self._saved < -_STAKE:
-            self._left = max(self._rest, self._short)
-            self._rest, self._saved = min(_LONGER * self._left, max(self._short, _REST[1])), -_LESS
-        elif self._saved >= _SAVED:
-            self._rest = 0.0  # it has paid for a while
+        spent = self._measured(len(scores), target) + self._draft.value + self._host.value
+        # The balance counts tokens that came, not expected ones: those vary less, but a confident drafter that is never right
+        # would seem to pay for long.
+        self._balance.credit(accepted + 1)
+        # The first draft of a process may wait for the disk, any pass for other programs: the next cycle's time stands in.
+        if self._draft.count > 1 and not held_up:
+            self._balance.charge(spent, self._plain_rate)
+        self._calibration.count(scores, depths, accepted)
+        if self._balance.must_pause():
+            self._balance.pause(self._shortest_pause)
 
     def decoded(self, target: int, rows: int = 1) -> None:
-        """A cycle did not draft: a pass of the target over so many rows took so many nanoseconds."""
+        """Takes in a cycle without a draft. target: nanoseconds of its pass; rows: that it verified, 1 for a plain pass."""
         rows = 1 if self._padded else rows
-        self._took(rows, target)
+        self._measured(rows, target)
         if rows == 1:
-            self._until, self._check = self._check, _CHECK[1]
+            self._until_plain_pass, self._interval = self._interval, _INTERVAL
         else:
-            self._until -= 1
-        resting = self._left > 0
-        self._left, self._caught_up = self._left - 1, False
-        if resting and self._left <= 0:
-            # Where nothing was accepted scores are half believed again: nothing would be verified, and nothing learnt. What was
-            # counted before the rest weighs little, so that few trees decide.
-            for depth, (taken, hoped) in enumerate(zip(self._taken, self._hoped, strict=True)):
-                weight = min(1.0, _AGAIN / hoped)
-                self._taken[depth], self._hoped[depth] = max(taken, (taken + hoped) / 2) * weight, hoped * weight
-            self._pace, self._tries = 0.0, _TRY[1]
+            self._until_plain_pass -= 1
+        self._caught_up = False
+        if self._balance.pass_ends_pause():
+            self._calibration.restart()
+            self._draft_rate, self._probes = 0.0, _RESUMED_PROBES
 
     @property
-    def _short(self) -> float:
-        """Passes of the shortest rest."""
-        return max(_REST[0], _DEAR * self._draft.value * self._plain)
+    def plain_pass_ns(self) -> float:
+        """The price of the target's pass in a plain cycle."""
+        return self._target.now[1]
 
     @property
-    def _plain(self) -> float:
+    def _shortest_pause(self) -> float:
+        return max(_SHORTEST_PAUSE, _PROBE_SPACING * self._draft.value * self._plain_rate)
+
+    @property
+    def _plain_rate(self) -> float:
+        """Tokens per nanosecond of plain decoding."""
         return 1 / (self._target.now[1] + self._host.value)
 
-    def _took(self, rows: int, elapsed: int) -> float:
-        """What a pass over so many rows costs, one having taken so many nanoseconds."""
+    def _measured(self, rows: int, elapsed: int) -> float:
+        """Takes in the nanoseconds of a target pass. Returns the price of such passes."""
         if rows not in self._target.now:
             return float(elapsed)
         if self._target.measured(rows, elapsed):
-            self._pace = 0.0  # what was promised rests on a guess
+            self._draft_rate = 0.0  # it was computed with a guessed price
         return self._target.now[rows]
+
+
+class _Calibration:
+    """What rows of each depth bring, from how many were accepted and how many their scores predicted."""
+
+    def __init__(self, deepest: int) -> None:
+        self._accepted = [_PRIOR_WEIGHT * _PRIOR_GAIN**depth for depth in range(deepest + 1)]
+        self._predicted = [_PRIOR_WEIGHT] * (deepest + 1)
+
+    def expected(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
+        """Expected tokens by row; the root brings the target's own. A depth brings no more in all than the depth above it."""
+        gain = [accepted / predicted for accepted, predicted in zip(self._accepted, self._predicted, strict=True)]
+        by_depth, by_row = [1.0] + [0.0] * (len(gain) - 1), [1.0]
+        for score, depth in zip(scores[1:], depths[1:], strict=True):
+            by_row.append(min(exp(score) * gain[depth], by_depth[depth - 1] - by_depth[depth]))
+            by_depth[depth] += by_row[-1]
+        return by_row
+
+    def count(self, scores: Sequence[float], depths: Sequence[int], accepted: int) -> None:
+        """scores, depths: of the verified rows. accepted: drafted tokens that were accepted."""
+        self._accepted = [_DECAY * count + (0 < depth <= accepted) for depth, count in enumerate(self._accepted)]
+        self._predicted = [_DECAY * count for count in self._predicted]
+        for score, depth in zip(scores[1:], depths[1:], strict=True):
+            self._predicted[depth] += exp(score)
+
+    def restart(self) -> None:
+        """Drafting resumes after a pause. The counts are cut to a low weight, so that few trees decide. Where little was
+        accepted, scores are half believed again: otherwise nothing would be verified and nothing learned."""
+        for depth, (accepted, predicted) in enumerate(zip(self._accepted, self._predicted, strict=True)):
+            weight = min(1.0, _RESUMED_WEIGHT / predicted)
+            self._accepted[depth] = max(accepted, (accepted + predicted) / 2) * weight
+            self._predicted[depth] = predicted * weight
+
+
+class _DraftBalance:
+    """The time that drafting saved, in plain passes, and the pauses that follow when it has lost too much.
+
+    pause_left: passes without a draft before drafting resumes; 0 or less while drafting is on.
+    """
+
+    def __init__(self) -> None:
+        self.pause_left = 0.0
+        self._next_pause = 0.0  # passes; the next pause is the shortest one if that is longer
+        self._balance = 0.0  # the tokens that drafting brought, less the plain passes that its time was worth
+        self._uncharged = 0  # cycles whose tokens are in the balance and whose time is not
+
+    def begin(self, shortest_pause: float) -> None:
+        """Another text begins, which shortens a pause."""
+        self.pause_left = min(self.pause_left, max(shortest_pause, self._next_pause / 8))
+
+    def credit(self, tokens: int) -> None:
+        """A cycle that drafted emitted so many tokens."""
+        self._balance += tokens
+        self._uncharged += 1
+
+    def charge(self, spent: float, plain_rate: float) -> None:
+        """Charges all uncharged cycles. spent: nanoseconds of one; plain_rate: tokens per nanosecond of plain decoding."""
+        self._balance = min(self._balance - self._uncharged * spent * plain_rate, _MAX_SAVING)
+        self._uncharged = 0
+
+    def must_pause(self) -> bool:
+        """Judges the balance after a cycle. Returns whether drafting has lost too much."""
+        if self._balance >= _MAX_SAVING:
+            self._next_pause = 0.0  # drafting has paid for a while: the next pause is a short one
+        return self._balance < -_MAX_LOSS
+
+    def pause(self, shortest: float) -> None:
+        """Drafting pauses. shortest: passes that the pause takes at least."""
+        self.pause_left = max(self._next_pause, shortest)
+        self._next_pause = min(_PAUSE_GROWTH * self.pause_left, max(shortest, _LONGEST_PAUSE))
+        self._balance = _RESUMED_BALANCE
+
+    def pass_ends_pause(self) -> bool:
+        """Counts a pass without a draft. Returns whether a pause ended with it."""
+        paused = self.pause_left > 0
+        self.pause_left -= 1
+        return paused and self.pause_left <= 0
+
+
+class _LookupForecast:
+    """Looks up what followed the text's last tokens earlier, and how many of those tokens to expect.
+
+    hits, trials: by match length, how often the next token was the looked-up one, and how often there was one.
+    """
+
+    def __init__(self) -> None:
+        self._lookup = Lookup()
+        self._new_prompt = list[int]()  # tokens of the prompt that the lookup has not read
+        self._match_length = 0  # of the last lookup
+        self._continuation: Sequence[int] = ()  # its tokens
+        self.hits, self.trials = ([weight] * (LONGEST_MATCH + 1) for weight in _LOOKUP_PRIOR)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Another text begins; it may continue the last one."""
+        if list(prompt[: len(self._lookup.text)]) != self._lookup.text:
+            self._lookup = Lookup()
+        self._new_prompt = list(prompt[len(self._lookup.text) :])
+        self._match_length, self._continuation = 0, ()
+
+    def extend(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], list[float]]:
+        """Takes in emitted tokens and looks up the next ones. Returns at most ``most`` looked-up tokens, and the expected
+        number of tokens of a pass that verifies the first 0, 1, 2, … of them, the target's own token included."""
+        hits, trials = self.hits, self.trials
+        for length, (looked_up, token) in enumerate(zip(self._continuation, tokens, strict=False), self._match_length):
+            hit, length = looked_up == token, min(length, LONGEST_MATCH)
+            hits[length], trials[length] = _DECAY * hits[length] + hit, _DECAY * trials[length] + 1
+            if not hit:
+                break
+        self._lookup.extend((*self._new_prompt, *tokens))
+        self._new_prompt = []
+        length, continuation = self._match_length, self._continuation = self._lookup.find(most)
+        gains, chance = [1.0], 1.0
+        while len(gains) <= len(continuation) and chance > _LEAST_CHANCE:
+            matched = min(length + len(gains) - 1, LONGEST_MATCH)
+            chance *= hits[matched] / trials[matched]
+            gains.append(gains[-1] + chance)
+        return continuation, gains

@@ -1,4 +1,4 @@
-"""What passes cost: the table measured at compile time (``costs.json``), and the prices that follow this process."""
+"""What passes cost: the table measured at compile time (``costs.json``), and prices that are measured in this process."""
 
 import json
 from bisect import bisect
@@ -9,25 +9,26 @@ from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 
-from ..errors import GumihoError
+from ..errors import DamageError
 
 FILE = "costs.json"
 _SIZES = 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64
-_LAST = 5  # measurements of a pass of which the shortest is its price
-_OLD = 4, 128  # passes after which prices that were measured once, or more often, are guesses again
-_LONGEST = 1e15  # nanoseconds that a pass may take, eleven days
+_WINDOW = 5  # measurements of a pass, the shortest of which is its price
+_EXPIRE_ONCE, _EXPIRE = 4, 128  # passes after which a price that was measured once, or more often, is a guess again
+_LONGEST = 1e15  # nanoseconds that a stored price may be, eleven days
 _LARGEST = 1 << 20  # bytes of a costs.json
-_MOST_ROWS = 1 << 16  # of a tree, if its size is not known
+_MOST_ROWS = 1 << 16  # of a tree if its size is unknown
 
 
 def sizes(rows: int) -> tuple[int, ...]:
-    """Numbers of rows to choose from, for trees of so many."""
+    """The numbers of rows to choose from, ascending. rows: of the trees."""
     return tuple(sorted({size for size in _SIZES if size < rows} | {rows}))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. target: of a pass, by its rows; draft: of drafting a tree; host: of a cycle, outside the engines."""
+    """Nanoseconds. target: of a pass, by its number of rows; draft: of drafting a tree; host: of a cycle, outside the
+    engines."""
 
     target: Mapping[int, float]
     draft: float
@@ -39,9 +40,9 @@ class Costs:
 
     @staticmethod
     def read(folder: Path, rows: int = 0) -> "Costs | None":
-        """What is stored beside the engines in a folder, None if nothing is.
+        """The costs stored in a folder of engines, None if there are none.
 
-        rows: of the bundle's trees, 0 if unknown. Raises GumihoError if the file is damaged.
+        rows: of the bundle's trees, 0 if unknown. Raises DamageError if the file is damaged.
         """
         file = folder / FILE
         if not file.is_file():
@@ -51,129 +52,135 @@ class Costs:
                 raise ValueError("too large")
             raw = json.loads(file.read_text("utf-8"))
             if not isinstance(raw, dict) or not {"target", "draft", "host"} <= raw.keys():
-                raise ValueError("target, draft and host are not all there")
+                raise ValueError("target, draft or host is missing")
             target = _table(raw["target"], rows)
             return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0))
         except (OSError, ValueError, RecursionError) as error:
-            raise GumihoError(f"{file} is damaged ({error}): compile the engines again") from None
+            raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
 
     @staticmethod
     def load(folder: Path, rows: int = 0) -> "Costs | None":
-        """The same, made to never fall with rows."""
+        """``read``, with prices that never fall with rows (``rising``)."""
         costs = Costs.read(folder, rows)
         return costs and Costs(rising(costs.target), costs.draft, costs.host)
 
     def lines(self) -> list[str]:
         """The table and warnings about odd entries, for people."""
         target = sorted(self.target.items())
-        plain, found = (
-            self.target[1] / 1e6,
-            [f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}"],
-        )
-        found.append(f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}")
-        for (few, dear), (more, cheap) in pairwise(target):
-            if cheap < dear:
-                found.append(
-                    f"warning: {few} {'row was' if few == 1 else 'rows were'} measured at {dear / 1e6:.3g} ms and {more} rows at "
-                    f"{cheap / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
+        lines = [
+            f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}",
+            f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}",
+        ]
+        for (fewer, price), (more, lower) in pairwise(target):
+            if lower < price:
+                lines.append(
+                    f"warning: {fewer} {'row was' if fewer == 1 else 'rows were'} measured at {price / 1e6:.3g} ms "
+                    f"and {more} rows at {lower / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
                 )
-        if self.draft / 1e6 > plain:
-            found.append("warning: a draft takes longer than a plain pass, so drafting will hardly pay")
-        return found
+        if self.draft > self.target[1]:
+            lines.append("warning: a draft takes longer than a plain pass, so drafting will hardly pay")
+        return lines
 
 
 def rising(target: Mapping[int, float]) -> dict[int, float]:
-    """Costs that never fall with rows. Of two that contradict each other the lower one holds: other load only lengthens a pass."""
-    more = sorted(target, reverse=True)
-    least = dict(zip(more, accumulate((target[rows] for rows in more), min), strict=True))
-    return {rows: least[rows] for rows in target}
+    """Prices by rows that never fall with rows. Of two that contradict each other the lower one holds: other load only
+    lengthens a pass."""
+    descending = sorted(target, reverse=True)
+    lowest = dict(zip(descending, accumulate((target[rows] for rows in descending), min), strict=True))
+    return {rows: lowest[rows] for rows in target}
 
 
 def _price(name: str, value: object, least: float) -> float:
     """A stored price in nanoseconds. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LONGEST:
-        raise ValueError(f"{name} is no time in nanoseconds")
+        raise ValueError(f"{name} is not a time in nanoseconds")
     return float(value)
 
 
 def _table(raw: object, rows: int) -> dict[int, float]:
-    """Stored prices by rows, of trees of so many rows if that is known. Raises ValueError."""
+    """Stored prices by rows. rows: of the trees, 0 if unknown. Raises ValueError."""
     if not isinstance(raw, list):
-        raise ValueError("target is no list")
-    found = dict[int, float]()
+        raise ValueError("target is not a list")
+    prices = dict[int, float]()
     for entry in raw:
         if not isinstance(entry, list) or len(entry) != 2:
-            raise ValueError("target is no list of pairs")
+            raise ValueError("target is not a list of pairs")
         size, cost = entry
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= (rows or _MOST_ROWS) or size in found:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= (rows or _MOST_ROWS) or size in prices:
             raise ValueError("target has an impossible number of rows")
-        found[size] = _price("an entry of target", cost, 1)
+        prices[size] = _price("an entry of target", cost, 1)
     for size in (1, rows or 1):
-        if size not in found:
+        if size not in prices:
             raise ValueError(f"target has no entry for {size} {'row' if size == 1 else 'rows'}")
-    return found
+    return prices
 
 
 class Price:
-    """What one kind of pass takes: the shortest of the last few measurements, since other load only lengthens a pass. Before the
-    first, a guess."""
+    """The price of one kind of pass: the shortest of the last few measurements, since other load only lengthens a pass.
+
+    value: nanoseconds; a guess before the first measurement. count: measurements so far.
+    """
 
     def __init__(self, guess: float) -> None:
-        self.value, self.count, self._last = guess, 0, deque[tuple[int, float]](maxlen=_LAST)
+        self.value, self.count, self._last = guess, 0, deque[tuple[int, float]](maxlen=_WINDOW)
 
-    def measured(self, elapsed: float, at: int = 0) -> None:
-        """at: passes so far. Measurements long ago no longer count."""
-        self._last.append((at, elapsed))
-        while at - self._last[0][0] > _OLD[1]:
+    def measured(self, elapsed: float, clock: int = 0) -> None:
+        """Takes in a measurement in nanoseconds. clock: passes so far; measurements made long ago no longer count."""
+        self._last.append((clock, elapsed))
+        while clock - self._last[0][0] > _EXPIRE:
             self._last.popleft()
         self.value, self.count = min(elapsed for _, elapsed in self._last), self.count + 1
 
     @property
-    def until(self) -> int:
-        """At how many passes the last measurement is forgotten, -1 if there is none."""
-        return self._last[-1][0] + _OLD[len(self._last) > 1] if self._last else -1
+    def valid_until(self) -> int:
+        """The clock up to which the price is no guess; -1 before the first measurement."""
+        return self._last[-1][0] + (_EXPIRE if len(self._last) > 1 else _EXPIRE_ONCE) if self._last else -1
 
 
 class Prices:
     """Prices of passes by their rows, which never fall with rows.
 
-    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately costs
-    what was known of it or what a line through measured sizes says, whichever is less: a price that is too low is soon corrected, since
-    that size is then chosen and measured, and one that is too high never would be.
+    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately
+    costs its last known price or the value of a line through measured sizes, whichever is less. A price that is too low is soon
+    corrected, because that size is then chosen and measured; one that is too high never would be.
+
+    now: nanoseconds by rows.
     """
 
     def __init__(self, guesses: Mapping[int, float]) -> None:
-        self._passes = {rows: Price(cost) for rows, cost in sorted(rising(guesses).items())}
-        self._clock, self._until = 0, 0  # passes; and at how many what is known now will be partly forgotten
+        self._passes = {rows: Price(price) for rows, price in sorted(rising(guesses).items())}
+        self._clock, self._valid_until = 0, 0  # passes so far, and the clock up to which every measured price is valid
         self.now = {rows: price.value for rows, price in self._passes.items()}
 
     def measured(self, rows: int, elapsed: float) -> bool:
-        """A pass took so many nanoseconds. Returns whether the price was a guess before."""
+        """Takes in the nanoseconds of a pass. Returns whether its price was a guess before."""
         self._clock += 1
         price = self._passes[rows]
-        guessed, before = self._clock > price.until, price.value
+        was_guess, before = self._clock > price.valid_until, price.value
         price.measured(elapsed, self._clock)
-        if guessed or price.value != before or self._clock > self._until:
-            self._reckon()
-        return guessed
+        if was_guess or price.value != before or self._clock > self._valid_until:
+            self._update()
+        return was_guess
 
-    def _reckon(self) -> None:
-        fresh = {n: price for n, price in self._passes.items() if self._clock <= price.until}
-        self._until = min(price.until for price in fresh.values())
-        known = rising({n: price.value for n, price in fresh.items()})
-        known = {1: min(self._passes[1].value, *known.values()), **known}
-        sizes = list(known)
-        self.now = {n: known[n] if n in known else _between(n, price.value, known, sizes) for n, price in self._passes.items()}
+    def _update(self) -> None:
+        valid = {n: price for n, price in self._passes.items() if self._clock <= price.valid_until}
+        self._valid_until = min(price.valid_until for price in valid.values())
+        measured = rising({n: price.value for n, price in valid.items()})
+        measured = {1: min(self._passes[1].value, *measured.values()), **measured}
+        sizes = list(measured)
+        self.now = {
+            n: measured[n] if n in measured else _between(n, price.value, measured, sizes) for n, price in self._passes.items()
+        }
 
     @property
-    def tried(self) -> bool:
+    def plain_measured(self) -> bool:
         """Whether a plain pass was measured."""
         return self._passes[1].count > 0
 
 
-def _between(rows: int, guess: float, known: Mapping[int, float], sizes: Sequence[int]) -> float:
-    """A price that is not measured. known: those of ``sizes``, ascending from 1."""
+def _between(rows: int, guess: float, measured: Mapping[int, float], sizes: Sequence[int]) -> float:
+    """A price that is not measured. measured: prices of ``sizes``, ascending from 1."""
     at = bisect(sizes, rows)
     below, other = sizes[at - 1], sizes[at] if at < len(sizes) else 1
-    slope = (known[other] - known[below]) / (other - below) if other != below else inf
-    return max(known[below], min(guess, known[below] + (rows - below) * slope))
+    slope = (measured[other] - measured[below]) / (other - below) if other != below else inf
+    return max(measured[below], min(guess, measured[below] + (rows - below) * slope))

@@ -1,34 +1,41 @@
-"""Where the rows of a pass come from: a drafted tree, the text itself (prompt lookup), or the pending token only.
+"""Where the rows of a pass come from: a draft tree, the text itself (prompt lookup), or the pending token only.
 
-A proposer gives a ``Proposal``, and is told which of its rows were accepted once the target's cache holds them. What it has to keep
-or read for that is its own business, so adding one touches no other.
+A proposer makes a proposal for one cycle. The proposal is told which of its rows were accepted, after the target's cache holds
+them. A new proposer needs no change in the others.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..devices import Call
 from .cycle import Tree
 from .draft_history import DraftHistory
 from .engine_passes import EnginePasses
 from .planner import Planner
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Rows to verify in one pass, the pending token first.
+class Proposal(Protocol):
+    """Rows to verify in one pass, the pending token first."""
 
-    count: of the rows. verify: runs the target over them. tree: tokens and parents by row, valid after ``verify``. trace: the rows
-    as a trace shows them; None for the pending token only. lookup: whether rows were found in the text. committed: is told the
-    accepted rows, once the target's cache holds them and the text the tokens after them.
-    """
+    @property
+    def count(self) -> int:
+        """The number of rows."""
 
-    count: int
-    verify: Callable[[], None]
-    tree: Callable[[], tuple[Sequence[int], Sequence[int]]]
-    trace: Callable[[], Tree | None]
-    committed: Callable[[Sequence[int]], None] = field(repr=False)
-    lookup: bool = False
+    @property
+    def lookup(self) -> bool:
+        """Whether the rows were found in the text."""
+
+    def verify(self) -> None:
+        """Runs the target over the rows."""
+
+    def tree(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens and parents by row; valid after ``verify``."""
+
+    def trace(self) -> Tree | None:
+        """The rows as a trace shows them; None if only the pending token was verified."""
+
+    def committed(self, path: Sequence[int]) -> None:
+        """To be called when the target's cache holds the accepted rows and the text their tokens. path: these rows."""
 
 
 class Proposer(Protocol):
@@ -39,76 +46,105 @@ class Proposer(Protocol):
 
 
 class DraftTree:
-    """The drafter's tree (``graphs.tree``), of which the planner verifies as many rows as pay."""
+    """Proposes the drafter's tree (``graphs.tree``): as many of its rows as the planner chooses."""
 
     def __init__(
         self, passes: EnginePasses, history: DraftHistory, text: Callable[[], Sequence[int]], planner: Planner | None, rows: int
     ) -> None:
-        """text: gives all token ids so far. rows: to verify of every tree where no planner decides."""
-        self._passes, self._history, self._text, self._planner, self._rows = passes, history, text, planner, rows
+        """text: gives all token ids so far. rows: to verify of every tree without a planner."""
+        self.passes, self._history, self._text, self._planner, self._rows = passes, history, text, planner, rows
         self.host_ns = 0  # of the last cycle, outside the engines; 0 if unknown
 
     def propose(self, most: int) -> Proposal:
-        passes = self._passes
+        passes = self.passes
         self._history.catch_up(self._text)
-        caught_up, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
+        catch_up_ns, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
         draft, verify_all = passes.draft_and_verify(accepted)
         passes.run_draft(draft)
         static, rows = passes.form.static, self._rows
         if self._planner and not static:
-            rows = self._planner.rows(*passes.scored())
+            rows = self._planner.choose_rows(*passes.scored())
         rows = min(rows, most)
         verify = verify_all if static or rows == passes.manifest.rows else passes.verification(rows)
+        return _DraftedRows(self, rows, verify, accepted, catch_up_ns)
 
-        def committed(path: Sequence[int]) -> None:
-            passes.draft_cache.commit(passes.graphs["draft"], range(accepted))
-            self._learn(rows, path, caught_up)
-
-        return Proposal(
-            rows,
-            lambda: passes.run_target(verify),
-            lambda: passes.drafted(rows),
-            lambda: passes.drafted_tree(rows),
-            committed,
-        )
-
-    def _learn(self, rows: int, path: Sequence[int], caught_up: int) -> None:
-        """Tells the planner what came of a tree. caught_up: nanoseconds that the drafter took to read what it had missed."""
+    def learn(self, rows: int, accepted: int, catch_up_ns: int) -> None:
+        """Tells the planner how a tree did. accepted: drafted tokens; catch_up_ns: time to read the tokens without a draft."""
         if self._planner:
-            scores, depths = self._passes.scored()
-            if self._passes.form.static:
-                self._planner.rows(scores, depths)  # all rows are verified; the planner learns what they promised
-            draft_ns, target_ns = self._passes.engine_ns
-            times = draft_ns - caught_up, target_ns, self.host_ns
-            self._planner.drafted(scores[:rows], depths[:rows], len(path) - 1, times, caught_up)
+            scores, depths = self.passes.scored()
+            if self.passes.form.static:
+                self._planner.choose_rows(scores, depths)  # all rows are verified; the planner learns what they promised
+            draft_ns, target_ns = self.passes.engine_ns
+            times = draft_ns - catch_up_ns, target_ns, self.host_ns
+            self._planner.drafted(scores[:rows], depths[:rows], accepted, times, catch_up_ns)
+
+
+class _DraftedRows:
+    """The first rows of a draft tree."""
+
+    __slots__ = "_accepted", "_catch_up_ns", "_proposer", "_verify", "count"
+    lookup = False
+
+    def __init__(self, proposer: DraftTree, count: int, verify: Call, accepted: int, catch_up_ns: int) -> None:
+        """accepted: rows that the draft read; catch_up_ns: see ``DraftTree.learn``."""
+        self._proposer, self.count, self._verify = proposer, count, verify
+        self._accepted, self._catch_up_ns = accepted, catch_up_ns
+
+    def verify(self) -> None:
+        self._proposer.passes.run_target(self._verify)
+
+    def tree(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self._proposer.passes.drafted(self.count)
+
+    def trace(self) -> Tree:
+        return self._proposer.passes.drafted_tree(self.count)
+
+    def committed(self, path: Sequence[int]) -> None:
+        passes = self._proposer.passes
+        passes.draft_cache.commit(passes.graphs["draft"], range(self._accepted))
+        self._proposer.learn(self.count, len(path) - 1, self._catch_up_ns)
 
 
 class Continuation:
-    """The pending token, and tokens found in the text if there are any, each the child of the one before: a causal pass. Without any
-    this is plain decoding."""
+    """Proposes the pending token and looked-up tokens, if there are any, each the child of the one before it: a causal pass.
+    Without looked-up tokens this is plain decoding.
+
+    looked_up: tokens for the next proposal.
+    """
 
     def __init__(self, passes: EnginePasses, history: DraftHistory, planner: Planner | None) -> None:
-        """planner: that may want to draft later; without one nobody will."""
-        self._passes, self._history, self._planner = passes, history, planner
-        self.found: Sequence[int] = ()
+        """planner: if it may choose to draft later; None if nothing will be drafted."""
+        self.passes, self.history, self.planner = passes, history, planner
+        self.looked_up: Sequence[int] = ()
 
     def propose(self, most: int) -> Proposal:
-        passes, found = self._passes, tuple(self.found[: most - 1])
-        tokens = [int(passes.accepted_tokens[int(passes.accepted_count[0]) - 1]), *found]
-        if self._planner:
-            self._history.defer()
+        passes = self.passes
+        pending = int(passes.accepted_tokens[int(passes.accepted_count[0]) - 1])
+        if self.planner:
+            self.history.defer()
+        return _Chain(self, [pending, *self.looked_up[: most - 1]])
 
-        def committed(path: Sequence[int]) -> None:
-            if self._planner:
-                if len(path) > passes.manifest.depth + 1:  # more than a draft reads
-                    self._history.defer(kept=1)
-                self._planner.decoded(passes.engine_ns[1], len(tokens))
 
-        return Proposal(
-            len(tokens),
-            lambda: passes.read(tokens),
-            lambda: (tokens, range(-1, len(found))),
-            lambda: Tree.chain(tokens) if found else None,
-            committed,
-            bool(found),
-        )
+class _Chain:
+    """The pending token, and after it looked-up tokens."""
+
+    __slots__ = "_proposer", "_tokens", "count", "lookup"
+
+    def __init__(self, proposer: Continuation, tokens: list[int]) -> None:
+        self._proposer, self._tokens, self.count, self.lookup = proposer, tokens, len(tokens), len(tokens) > 1
+
+    def verify(self) -> None:
+        self._proposer.passes.read(self._tokens)
+
+    def tree(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self._tokens, range(-1, self.count - 1)
+
+    def trace(self) -> Tree | None:
+        return Tree.chain(self._tokens) if self.lookup else None
+
+    def committed(self, path: Sequence[int]) -> None:
+        passes, history, planner = self._proposer.passes, self._proposer.history, self._proposer.planner
+        if planner:
+            if len(path) > passes.manifest.depth + 1:  # more than a draft reads
+                history.defer(kept=1)
+            planner.decoded(passes.engine_ns[1], self.count)
