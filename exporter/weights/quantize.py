@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, turned
+from graphs.dialects.quantization import FP8, Scheme, flip_top_bits
 
 from .source import Location, Source, require_fp16
 
@@ -32,7 +32,7 @@ def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor
         return codes.T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
     codes, scale = (_quantize8 if scheme.bits == 8 else _quantize4)(blocks, dtype)
-    return (codes if scheme.codes == torch.int8 else turned(codes, scheme.bits)).view(scheme.codes), scale
+    return (codes if scheme.codes == torch.int8 else flip_top_bits(codes, scheme.bits)).view(scheme.codes), scale
 
 
 def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,6 +109,6 @@ def recoded(place: Location, bundle: Path, bits: int) -> Source:
 
     def slices() -> Iterator[Tensor]:
         for part in place.mapped(bundle).view(torch.uint8).split(rows):
-            yield turned(part, bits).view(other)
+            yield flip_top_bits(part, bits).view(other)
 
     return Source(place.shape, slices, other)
