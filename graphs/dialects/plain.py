@@ -1,7 +1,7 @@
 """The tensor operations that backends spell differently, and their spelling in plain operators.
 
-A dialect is a class of static methods. Run eagerly, every dialect computes the torch expressions of ``Plain``. Traced, it emits
-the operators that its backends support. Rows are [n, heads * head dim] throughout.
+A dialect is a class of static methods. Run eagerly, every dialect computes the torch expressions of ``Plain``, so golden runs
+do not depend on it. Traced, it emits the operators that its backends support. Rows are [n, heads * head dim] throughout.
 """
 
 from collections.abc import Sequence
