@@ -22,8 +22,8 @@ from .backends import operators
 from .backends.specs import BACKENDS
 from .checkpoints.pair import Pair
 from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
-from .staging import NOTES
 from .trace import handed, trace
+from .weights.notes import NOTES
 from .weights.packer import Packer
 from .weights.quantize import recoded
 from .weights.source import Location

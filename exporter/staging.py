@@ -14,7 +14,8 @@ from runtime.bundle.locks import locked
 from runtime.bundle.manifest import MANIFEST
 from runtime.errors import GumihoError
 
-NOTES = ".notes"  # in an unfinished folder: what has been written, see ``weights.packer.Packer``
+from .weights.notes import NOTES
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 _SAME = f"{NOTES}/same"  # what is to be written
 

@@ -1,1 +1,1 @@
-"""The math that is traced: a Llama target, its Gumiho drafter and the draft tree, as torch modules of static shape."""
+"""The modules that are traced to ONNX: a Llama target, its Gumiho drafter and the draft tree, all of static shape."""

@@ -1,4 +1,4 @@
-"""The Gumiho drafter (arXiv 2503.10135): serial Llama layers, then parallel MLP heads whose blocks are fused."""
+"""The Gumiho drafter (arXiv 2503.10135): serial Llama layers, then parallel MLP heads whose blocks are batched."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from .tree import TreeConfig, grow
 
 
 class Heads(nn.Module):
-    """All heads at once: one GEMM for their first block, a batched one for each block after it.
+    """All heads at once: one GEMM for their first block, and a batched GEMM for each residual block.
 
-    first: [n * H, 2H], the heads' first weights stacked; blocks: [n, H, H] each, stored input-major, or output-major where they
-    are quantized.
+    first: [n * H, 2H], the first weights of all n heads stacked. weight: [n, H, H] per residual block, stored input-major, or
+    output-major if quantized.
     """
 
     def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.count, self.ops = heads, ops
         self.first = Linear(2 * hidden, heads * hidden, True, ops, scheme)
-        made = [matrix((heads, hidden, hidden), scheme) for _ in range(blocks)]
-        self.weight = nn.ParameterList([weight for weight, _ in made])
-        self.scale = nn.ParameterList([scale for _, scale in made if scale is not None])
+        matrices = [matrix((heads, hidden, hidden), scheme) for _ in range(blocks)]
+        self.weight = nn.ParameterList([weight for weight, _ in matrices])
+        self.scale = nn.ParameterList([scale for _, scale in matrices if scale is not None])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
 
     def forward(self, pairs: Tensor) -> Tensor:
@@ -35,11 +35,12 @@ class Heads(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The drafter of a pair; without a tree it is cut off before it, and only extends its caches.
+    """The drafter of a pair. Without a tree it only extends its caches.
 
-    shape: of the serial layers. tree: ``None`` to cut off. blocks: residual blocks of a head behind its first. scheme: how its
-    matrices are quantized, all but the embedding. trimmed: how many tokens it may draft, where that is not the whole vocabulary:
-    rows of lm_head, whose tokens are ``token_ids``, int64 [trimmed].
+    shape: that of the serial layers. tree: None for the graph that only extends the caches. blocks: residual blocks of a
+    head, after its first block. scheme: how all matrices except the embedding are quantized. trimmed: size of the draft
+    vocabulary, or None if the drafter may propose every token; lm_head has a row for each of its tokens, whose ids are
+    ``token_ids``, int64 [trimmed].
     """
 
     token_ids: nn.Parameter | None
@@ -58,9 +59,9 @@ class Drafter(nn.Module):
             self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, scheme)
             ids = nn.Parameter(torch.empty(trimmed, dtype=torch.int64), requires_grad=False) if trimmed else None
             self.register_parameter("token_ids", ids)
-            used = tree.depth - tree.serial_steps
-            if used > 0:
-                self.heads = Heads(used, shape.hidden, blocks, ops, scheme)
+            heads = tree.depth - tree.serial_steps
+            if heads > 0:
+                self.heads = Heads(heads, shape.hidden, blocks, ops, scheme)
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""
@@ -68,7 +69,7 @@ class Drafter(nn.Module):
         return self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
 
     def log_probs(self, y: Tensor) -> Tensor:
-        """Of the tokens it may draft. y: [n, H] -> fp32 [n, V], or [n, trimmed]."""
+        """Log-probabilities of the draft vocabulary. y: [n, H] -> fp32 [n, V], or [n, trimmed]."""
         return self.lm_head(y).float().log_softmax(-1)
 
     def forward(
@@ -76,10 +77,10 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Extends the caches with the newly accepted tokens, then grows the tree of the next cycle.
 
-        tokens: int64 [A], the token after each accepted row; hidden: [R, H], the target's output; path: int64 [A], which of
-        its rows were accepted; count: int64 [1], how many of the A are real; past_length: int64 [1]; caches: key and value
-        of every serial layer in turn, [1, kv heads, S, d]. Returns the tree (``tree.grow``) unless cut off, and what the dialect
-        returns of the caches.
+        tokens: int64 [A], the token after each accepted row; hidden: [R, H], the target's output; path: int64 [A], the
+        accepted rows; count: int64 [1], how many of the A rows are not padding; past_length: int64 [1]; caches: key and value
+        of the serial layers, layer by layer, each [1, kv heads, S, d]. Returns the outputs of ``tree.grow`` if it has a tree,
+        then the keys and values that the dialect's ``attend`` returns.
         """
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
@@ -97,16 +98,16 @@ class Drafter(nn.Module):
             return tuple(present)
 
         length = past_length + count
-        beside: list[list[Cache]] = [[] for _ in self.layers]
+        drafted: list[list[Cache]] = [[] for _ in self.layers]
 
-        def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-            """A serial step whose rows stay beside the cache: they are gone when the cycle is."""
+        def step(tokens: Tensor, hidden: Tensor, visible: Tensor) -> Tensor:
+            """A serial step. Its keys and values are not written to the cache, as they are only needed in this cycle."""
             x = self.fuse(tokens, hidden)
-            position = (length + len(beside[0])).expand(tokens.shape[0])
-            for layer, past, siblings in zip(self.layers, pasts, beside, strict=True):
+            position = (length + len(drafted[0])).expand(tokens.shape[0])
+            for layer, past, uncached in zip(self.layers, pasts, drafted, strict=True):
                 rows = layer.project(x, self.rotary, position, past.cache[0].dtype)
-                attended, own = self.ops.attend_readonly(rows, past, siblings, slots)
-                siblings.append(own)
+                attended, new = self.ops.attend_readonly(rows, past, uncached, visible)
+                uncached.append(new)
                 x = layer.finish(x, attended)
             return x
 

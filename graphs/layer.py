@@ -12,7 +12,7 @@ from .dialects.quantization import Scheme
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """What a Llama configuration says of shapes. Sizes are in elements, ``eps`` is the norms' epsilon."""
+    """The sizes in a Llama configuration, in elements. ``eps`` is the epsilon of the norms."""
 
     vocabulary: int
     hidden: int
@@ -27,7 +27,7 @@ class LlamaShape:
 
 
 def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Parameters of matrices of a shape [..., N, K]: numbers, or codes and their scales where the scheme fits."""
+    """Parameters of matrices [..., N, K]: codes and scales if the scheme fits the shape, else plain values and None."""
     if scheme is None or not scheme.fits(shape[-1]):
         return nn.Parameter(torch.empty(shape)), None
     codes, scales = scheme.shapes(shape)
@@ -35,7 +35,7 @@ def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter,
 
 
 class Linear(nn.Module):
-    """weight: see ``matrix``; its scale bears its name with ``scale`` in place of ``weight``."""
+    """A linear layer. ``weight`` and ``scale`` are the parameters of ``matrix``; ``scale`` is None if it is not quantized."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Precomputed tables, so that no backend computes its own. cos, sin: [positions, head dim / 2]."""
+    """Precomputed rotary tables, so that all backends use the same values. cos, sin: [positions, head dim / 2]."""
 
     def __init__(self, positions: int, head_dim: int) -> None:
         super().__init__()
@@ -68,16 +68,16 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Only the projections: which rows and caches attend to each other is the caller's business."""
+    """The projections of an attention block. The caller does the attention itself (``Plain.attend``)."""
 
     def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        how = shape.attention_bias, ops, scheme
-        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *how)
-        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
-        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *how)
-        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, *how)
+        options = shape.attention_bias, ops, scheme
+        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *options)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, *options)
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""
@@ -88,17 +88,17 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
-        how = shape.mlp_bias, ops, scheme
-        self.gate_proj = Linear(shape.hidden, shape.intermediate, *how)
-        self.up_proj = Linear(shape.hidden, shape.intermediate, *how)
-        self.down_proj = Linear(shape.intermediate, shape.hidden, *how)
+        options = shape.mlp_bias, ops, scheme
+        self.gate_proj = Linear(shape.hidden, shape.intermediate, *options)
+        self.up_proj = Linear(shape.hidden, shape.intermediate, *options)
+        self.down_proj = Linear(shape.intermediate, shape.hidden, *options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    """A decoder layer in two halves, with the attention itself between them. Parameter names are the checkpoints'."""
+    """A decoder layer in two halves; the caller does the attention between them. Parameters are named as in checkpoints."""
 
     def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None, input_norm: bool = True) -> None:
         super().__init__()

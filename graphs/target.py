@@ -1,4 +1,4 @@
-"""Llama as one pass over R rows and a cache: prefill, verification and plain decoding are the same graph."""
+"""Llama as one pass over R rows and a cache. Prefill, verification and plain decoding use the same graph."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,12 @@ _LARGEST_SUM = 3e38  # just below the largest fp32
 
 
 def choose(logits: Tensor, hidden: Tensor) -> Tensor:
-    """The token of the largest logit, ties to the lowest id; -1 for rows with a NaN or an infinity. logits: [R, V]; hidden: [R, H], of
-    which they were made -> int64 [R].
+    """The token with the largest logit, ties to the lowest id; -1 for rows with a NaN or an infinity.
+
+    logits: [R, V]; hidden: [R, H], the rows that the logits were computed from. Returns int64 [R].
     """
-    # Whatever is not finite carries over to the sum, and no compiler may simplify the comparison. The sum is in fp32, since finite
-    # fp16 logits can have an infinite one, and includes ``hidden``, since products that round their rows can lose a NaN.
+    # A NaN or infinity makes the sum NaN or infinite, and no compiler may simplify the comparison. The sum is in fp32, because
+    # finite fp16 logits can have an infinite sum. It includes ``hidden``, because products that quantize rows can lose a NaN.
     finite = (logits.float().sum(-1) + hidden.float().sum(-1)).abs() < _LARGEST_SUM
     return torch.where(finite, logits.argmax(-1), -1)
 
@@ -26,7 +27,7 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of Llama checkpoints, without their leading ``model.``.
 
-    scheme: how its matrices are quantized, all but the embedding.
+    scheme: how all matrices except the embedding are quantized; None for unquantized weights.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Target(nn.Module):
     ) -> tuple[Tensor, ...]:
         """One pass.
 
-        tokens, depth: int64 [R]; mask: bool [R, R]; past_length: int64 [1]; caches: key and value of every layer in turn,
-        [1, kv heads, S, d]. Row r sits at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (see
-        ``choose``), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and what the dialect returns of the caches.
+        tokens, depth: int64 [R]; mask: bool [R, R]; past_length: int64 [1]; caches: key and value, layer by layer,
+        each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (see
+        ``choose``), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and the keys and values that the dialect's
+        ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, tokens.shape[0], past_length, caches[0])

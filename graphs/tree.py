@@ -1,13 +1,14 @@
-"""Candidates -> the R-row tree, from TopK, Gather and comparisons on static shapes, so that it grows inside the graph.
+"""Builds the draft tree of R rows inside the graph, with TopK, Gather and comparisons on static shapes.
 
-Node scores are cumulative log-probabilities under the drafter. A level keeps its best nodes; the best ``beam`` of a serial
-level are carried on; the tree is the root and the best R - 1 nodes of all levels, best first. Two facts carry the rest:
+The score of a node is its cumulative log-probability under the drafter. Each level keeps its best nodes. Only the best
+``beam`` nodes of a serial level are expanded. The tree consists of the root and the best R - 1 nodes of all levels, best
+first. Two facts make this exact:
 
-- A node's score never exceeds its parent's and ties go to the lower index, so a parent always comes before its children
+- A node's score never exceeds its parent's, and ties go to the lower index. So a parent always comes before its children,
   and every prefix of the rows is itself the best tree of that size.
-- A chosen node of depth d has d - 1 chosen ancestors, so of each level only the best R - d nodes can be chosen. Keeping
-  those makes the choice exact over all candidates, at every R: the serial levels' best ``top_k`` nodes, and every
-  continuation by the heads of the nodes carried on.
+- A chosen node of depth d has d - 1 chosen ancestors, so only the best R - d nodes of each level can be chosen. Keeping
+  those makes the choice exact over all candidates at every R: the best ``top_k`` nodes of the serial levels, and every
+  continuation of the expanded nodes by the heads.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,10 @@ class TreeConfig:
 
     rows: R, root included. serial_steps: levels drafted by the serial layers. heads: levels drafted by the heads. top_k:
     tokens tried per serial node, and nodes of a serial level. head_top_k: tokens tried per path and head. beam: nodes of a
-    serial level that are carried on, into the next serial step and into the heads; the drafter's cost grows with it.
-    reference: the official code's two departures from the method (siblings of a serial step attend causally to each other;
-    the heads pair level-1 and level-2 tokens by rank instead of by parenthood), and its pruning to ``head_top_k`` nodes a
-    head level.
+    serial level that are expanded by the next serial step or the heads; the drafter's cost grows with it.
+    reference: reproduces the official code, which differs from the paper in two ways (the siblings of a serial step attend
+    causally to each other; the heads pair level-1 and level-2 tokens by rank instead of by parent) and keeps only
+    ``head_top_k`` nodes per head level.
     """
 
     rows: int
@@ -44,55 +45,57 @@ class TreeConfig:
         """Drafted tokens on the longest path that R rows can hold."""
         return min(self.serial_steps + self.heads, self.rows - 1)
 
-    def _width(self, depth: int) -> int:
-        """The most nodes a level keeps. The reference code's serial rows see one another, so all of them stay, whether the
-        tree can hold them or not."""
+    def _largest_level(self, depth: int) -> int:
+        """The most nodes that a level keeps. In the reference code the rows of a serial step attend to each other, so it keeps
+        all of them, even those that the tree cannot hold."""
         if depth <= self.serial_steps:
             return self.top_k if self.reference else min(self.top_k, self.rows - depth)
         return min(self.head_top_k, self.rows - depth) if self.reference else self.rows - depth
 
-    def expanded(self, depth: int) -> int:
-        """How many nodes of serial level ``depth`` are carried on: of those that can be chosen together with a child."""
-        return min(self.beam, self.kept(depth), self.top_k if self.reference else self.rows - 1 - depth)
+    def expanded_nodes(self, depth: int) -> int:
+        """How many nodes of serial level ``depth`` are expanded: only those that can be chosen together with a child."""
+        return min(self.beam, self.level_size(depth), self.top_k if self.reference else self.rows - 1 - depth)
 
-    def tried(self, depth: int) -> int:
-        """How many tokens each node of the level before tries at level ``depth``."""
-        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._width(depth))
+    def tokens_per_node(self, depth: int) -> int:
+        """How many tokens are tried at level ``depth`` for each node of the previous level."""
+        return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._largest_level(depth))
 
-    def kept(self, depth: int) -> int:
+    def level_size(self, depth: int) -> int:
         """How many nodes level ``depth`` keeps."""
         if depth == 1:
-            return self.tried(1)
-        parents = self.expanded(depth - 1) if depth <= self.serial_steps + 1 else self.kept(depth - 1)
-        return min(parents * self.tried(depth), self._width(depth))
+            return self.tokens_per_node(1)
+        parents = self.expanded_nodes(depth - 1) if depth <= self.serial_steps + 1 else self.level_size(depth - 1)
+        return min(parents * self.tokens_per_node(depth), self._largest_level(depth))
 
     def fitted(self, vocabulary: int) -> "TreeConfig":
-        """The same tree with no more tokens per node, and no more rows, than there are candidates."""
+        """The same tree, with tokens per node and rows limited to the number of candidates."""
         small = replace(self, top_k=min(self.top_k, vocabulary), head_top_k=min(self.head_top_k, vocabulary))
-        candidates = sum(small.kept(d) for d in range(1, small.depth + 1))
+        candidates = sum(small.level_size(d) for d in range(1, small.depth + 1))
         return replace(small, rows=min(small.rows, 1 + candidates))
 
 
 def default_beam(rows: int) -> int:
-    """The official 14 at 64 rows, and in proportion for smaller trees, whose cost must stay small."""
+    """The official beam of 14 at 64 rows, scaled down for smaller trees to keep drafting cheap."""
     return max(1, round(14 * rows / 64))
 
 
 def default_depth(rows: int) -> int:
-    """Levels worth drafting: 8 with 64 rows, more than there are heads for, and one fewer for every half. With 8 rows one path in a
-    thousand is accepted to the fifth (demo pair)."""
+    """Levels that are worth drafting: 8 with 64 rows (more than the 7 that Gumiho drafts), one fewer each time the rows halve.
+
+    With 8 rows, one path in a thousand is accepted up to level 5 (demo pair).
+    """
     return 2 + rows.bit_length() - 1
 
 
-# (tokens [k], parents' hidden [k, H], which slot sees which bool [k, n]) -> y [k, H]
+# (tokens [k], parents' hidden [k, H], attention mask over the serial rows bool [k, n]) -> y [k, H]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and how many heads -> log-probabilities [heads, P, V]
+# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and the number of heads -> log-probabilities [heads, P, V]
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass
 class _Nodes:
-    """Every candidate so far, the root first. parent: index among all candidates; depth is known when tracing."""
+    """All candidates so far, the root first. parent: index among all candidates. depth: a list, as it is known when tracing."""
 
     token: list[Tensor]
     score: list[Tensor]
@@ -110,10 +113,10 @@ def grow(
     tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor], Tensor], step: Step, heads: Heads,
     token_ids: Tensor | None = None, ops: type[Plain] = Plain,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Grows the tree below the pending token.
+    """Grows the draft tree from the pending token.
 
     pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] -> fp32 [n, V].
-    token_ids: int64 [V], the target's tokens that those are of, where they are not all of them.
+    token_ids: int64 [V], the target's token ids of the V columns if the drafter has its own vocabulary, else None.
     Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32 [R]); parents come before children.
     """
     device = pending.device
@@ -123,52 +126,54 @@ def grow(
         return index if token_ids is None else ops.gather(token_ids, index)
 
     def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the level's best nodes: scores, tokens, and the rank of each one's parent among the expanded nodes."""
-        score, index = ops.top_k(options.reshape(-1), tree.kept(depth))
-        # A table instead of a quotient: MIGraphX up to ROCm 7.2.4 computes int64 in fp32 on a GPU and leaves out the rounding.
+        """Keeps the level's best nodes. Returns their scores, tokens, and parents' ranks among the expanded nodes."""
+        score, index = ops.top_k(options.reshape(-1), tree.level_size(depth))
+        # A table instead of a division: on GPUs, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 without rounding.
         parents = torch.arange(options.shape[0], device=device)[:, None].expand_as(options).reshape(-1)
         return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
 
-    # Level 1: the best tokens of the serial step that has just read the newly accepted tokens.
-    score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tried(1)))
+    # Level 1: the best tokens of the serial step that has just read the accepted tokens.
+    score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tokens_per_node(1)))
     token = target_id(token)
     nodes.add(token, score, torch.zeros_like(token), 1)
-    first, made = 1, hidden.expand(token.shape[0], -1)  # where the level begins among the nodes; what drafted each token
+    # Index of the level's first node, and the hidden row that drafted each token.
+    first, drafted_by = 1, hidden.expand(token.shape[0], -1)
     previous: tuple[Tensor, Tensor] | None = None
-    slots = torch.zeros(token.shape[0], 0, dtype=torch.bool, device=device)
+    visible = torch.zeros(token.shape[0], 0, dtype=torch.bool, device=device)
 
     for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
-        width, tried = tree.expanded(depth - 1), tree.tried(depth)
-        own = torch.ones(width, width, dtype=torch.bool, device=device)
-        own = own.tril() if tree.reference else own & torch.eye(width, dtype=torch.bool, device=device)
-        before = torch.ones_like(slots[:width]) if tree.reference else slots[:width]
-        slots = torch.cat((before, own), dim=1)
-        y = step(token[:width], made[:width], slots)
-        previous = token, made
-        log_p, tokens = ops.top_k(log_probs(y), tried)
+        width = tree.expanded_nodes(depth - 1)
+        siblings = torch.ones(width, width, dtype=torch.bool, device=device)
+        siblings = siblings.tril() if tree.reference else siblings & torch.eye(width, dtype=torch.bool, device=device)
+        ancestors = torch.ones_like(visible[:width]) if tree.reference else visible[:width]
+        visible = torch.cat((ancestors, siblings), dim=1)
+        y = step(token[:width], drafted_by[:width], visible)
+        previous = token, drafted_by
+        log_p, tokens = ops.top_k(log_probs(y), tree.tokens_per_node(depth))
         score, token, parent = select(score[:width, None] + log_p, tokens, depth)
         nodes.add(token, score, parent + first, depth)
         first += previous[0].shape[0]
-        made, slots = ops.gather(y, parent), ops.gather(slots, parent)
+        drafted_by, visible = ops.gather(y, parent), ops.gather(visible, parent)
         origin = torch.arange(token.shape[0], device=device) if tree.reference else parent
 
     if tree.depth > tree.serial_steps:
         assert previous is not None
-        width, count = tree.expanded(tree.serial_steps), tree.depth - tree.serial_steps
+        width, count = tree.expanded_nodes(tree.serial_steps), tree.depth - tree.serial_steps
         pair = origin[:width]
-        first_token, first_made = ops.gather(previous[0], pair), ops.gather(previous[1], pair)
+        first_token, first_hidden = ops.gather(previous[0], pair), ops.gather(previous[1], pair)
         log_p, tokens = ops.top_k(
-            heads(first_token, first_made, token[:width], made[:width], count), tree.tried(tree.serial_steps + 1)
+            heads(first_token, first_hidden, token[:width], drafted_by[:width], count),
+            tree.tokens_per_node(tree.serial_steps + 1),
         )
         score, path = score[:width], torch.arange(width, device=device)
-        kept = token.shape[0]
+        size = token.shape[0]
         for i in range(count):
             depth = tree.serial_steps + 1 + i
-            tried = tree.tried(depth)
-            options = score[:, None] + ops.gather(log_p[i], path)[:, :tried]
-            score, token, parent = select(options, ops.gather(tokens[i], path)[:, :tried], depth)
+            per_node = tree.tokens_per_node(depth)
+            options = score[:, None] + ops.gather(log_p[i], path)[:, :per_node]
+            score, token, parent = select(options, ops.gather(tokens[i], path)[:, :per_node], depth)
             nodes.add(token, score, parent + first, depth)
-            first, kept = first + kept, token.shape[0]
+            first, size = first + size, token.shape[0]
             path = ops.gather(path, parent)
 
     return _rows(tree, nodes, ops)
@@ -182,10 +187,10 @@ def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Plain]) -> tuple[Tensor, Te
     chosen = torch.cat((torch.zeros_like(best[:1]), best + 1))
     row = torch.arange(tree.rows, device=device)
 
-    # Sums of floats in place of a maximum and an "any": not every backend has those for these types.
+    # Sums of floats instead of ArgMax and "any", which not every backend has for these types.
     parent_node = ops.gather(torch.cat(nodes.parent), chosen)
-    at = (parent_node[:, None] == chosen[None, :]).float() * row
-    parent = at.sum(1).to(torch.int64)
+    parent_row = (parent_node[:, None] == chosen[None, :]).float() * row
+    parent = parent_row.sum(1).to(torch.int64)
     ancestors = [row]
     for _ in range(tree.depth):
         ancestors.append(ops.gather(parent, ancestors[-1]))

@@ -226,7 +226,7 @@ def test_ours_beside_transformers(
     ("argv", "message"),
     [
         (["--pair", "nowhere"], "nowhere has no target/tokenizer.json"),
-        (["--new-tokens", "5000"], "leave no room for a prompt"),
+        (["--new-tokens", "5000"], "leaves no room for a prompt"),
         (["no/bundle"], "no/bundle"),
         (["--again", "--out", "nowhere"], "run without --again first"),
     ],
@@ -252,7 +252,7 @@ def test_costs_of_a_bundle(demo_bundle: Path) -> None:
         assert [[len(spent) for spent in found[name]] for name in ("target", "draft")] == [[3, 3], [3]]
         assert all(0 < ms < 1e5 for spent in (*found["target"], *found["draft"]) for ms in spent)
         most, capacity = len(decoder.passes.choice), decoder.manifest.capacity
-        with pytest.raises(costs.GumihoError, match=f"takes {most} rows and not {most + 1}"):
+        with pytest.raises(costs.InputError, match=f"takes at most {most} rows, not {most + 1}"):
             costs.costs(decoder, [most + 1], [0], 1)
-        with pytest.raises(costs.GumihoError, match="exceed the capacity"):
+        with pytest.raises(costs.InputError, match="exceed the capacity"):
             costs.costs(decoder, [1], [capacity - decoder.manifest.rows + 1], 1)

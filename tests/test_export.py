@@ -38,7 +38,7 @@ import runtime.engines.store
 from exporter.backends import specs as forms
 from exporter.cli import main
 from exporter.options import open_pair, parser, plan, tree_config
-from exporter.staging import NOTES
+from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
 from runtime.errors import GumihoError

@@ -190,9 +190,9 @@ def test_every_head_keeps_its_keys() -> None:
         ("--layers 5", "--layers 5 is less than the target has: give 6 or more"),
         ("--vocabulary 0", "--vocabulary 0 is less than the target has: give 2048 or more"),
         ("--heads 4", "--heads 4 is less than the target has: give 6 or more"),
-        ("--head-dim 48", "--head-dim 48 is no multiple of the target's 32"),
+        ("--head-dim 48", "--head-dim 48 is not a multiple of the target's 32"),
         ("--heads 8 --kv-heads 3", "--heads 8 cannot share --kv-heads 3 evenly"),
-        ("--heads 10", "--hidden 192 is no multiple of --heads 10"),
+        ("--heads 10", "--hidden 192 is not a multiple of --heads 10"),
         ("--heads 6 --kv-heads 3", "give --heads 8 --kv-heads 4, or more heads"),
     ],
 )
@@ -244,7 +244,7 @@ def test_nothing_is_half_written(
         torch.save(state, drafter / "pytorch_model.bin")
         options, message = (
             ["--dtype", "fp16"],
-            "drafter: tensor 'fc.weight' goes beyond what torch.float16 holds: use --dtype fp32",
+            "drafter: tensor 'fc.weight' has values too large for torch.float16: use --dtype fp32",
         )
     else:
         save, saved = grow_pair.save_file, list[str]()

@@ -17,8 +17,8 @@ import exporter.bundle
 from exporter import cli
 from exporter.backends.operators import refusals
 from exporter.plan import Plan
-from exporter.staging import NOTES
 from exporter.trace import _external, _name_codes, _quiet, _split_parts
+from exporter.weights.notes import NOTES
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized, recoded, scale_of
 from exporter.weights.source import Location, Source

@@ -268,7 +268,7 @@ def test_heads_that_vllm_does_not_know_are_refused(tmp_path: Path) -> None:
     pair, _ = made(tmp_path, RandomPair(SMALL, heads=2), shorten)
     (tmp_path / "out").mkdir()
     for call in (lambda: vllm.size(pair), lambda: vllm.write(pair, tmp_path / "out")):
-        with pytest.raises(GumihoError, match=r"heads of 4 residual blocks and vLLM knows heads of 5 only: .*--backend$"):
+        with pytest.raises(GumihoError, match=r"heads of 4 residual blocks, but vLLM supports only 5: .*--backend$"):
             call()
     assert not list((tmp_path / "out").iterdir())
 

@@ -124,13 +124,13 @@ def test_long_texts_are_counted_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("name", "content", "parts"), [
     ("a.txt", None, ("a.txt cannot be read (No such file",)),
-    ("a.txt", b"\xff\xfe\x00", ("a.txt is no text in UTF-8",)),
+    ("a.txt", b"\xff\xfe\x00", ("a.txt is not UTF-8 text",)),
     ("a.txt", b"", ("--draft-text hold no text",)),
-    ("a.jsonl", b'{"text": "a"}\n{"text": ', ("a.jsonl, line 2: ", "'prompt', 'text' or 'turns'")),
-    ("a.jsonl", b'{"content": "a"}', ("a.jsonl, line 1: ",)),
-    ("a.jsonl", b'["a"]', ("a.jsonl, line 1: ",)),
-    ("a.jsonl", b'{"turns": [{"content": "a"}]}', ("a.jsonl, line 1: ",)),
-    ("a.jsonl", b'{"text": "a"}\n\xff', ("a.jsonl is no text in UTF-8",)),
+    ("a.jsonl", b'{"text": "a"}\n{"text": ', ("a.jsonl, line 2 has no text", "'prompt', 'text' or 'turns'")),
+    ("a.jsonl", b'{"content": "a"}', ("a.jsonl, line 1 has no text",)),
+    ("a.jsonl", b'["a"]', ("a.jsonl, line 1 has no text",)),
+    ("a.jsonl", b'{"turns": [{"content": "a"}]}', ("a.jsonl, line 1 has no text",)),
+    ("a.jsonl", b'{"text": "a"}\n\xff', ("a.jsonl is not UTF-8 text",)),
 ])  # fmt: skip
 def test_files_that_cannot_be_counted_are_one_sentence(
     tmp_path: Path, name: str, content: bytes | None, parts: tuple[str, ...]
@@ -252,7 +252,7 @@ def test_without_a_map_everything_is_drafted(tmp_path: Path, own: dict[str, Tens
 
 
 @pytest.mark.parametrize(("own", "parts"), [
-    ({"token_map": torch.tensor([1, 2, 1])}, ("names a token twice", "vocabulary of 61")),
+    ({"token_map": torch.tensor([1, 2, 1])}, ("has a token twice", "vocabulary of 61")),
     ({"token_map": torch.tensor([1, 61])}, ("outside the vocabulary of 61",)),
     ({"token_map": torch.tensor([-1, 6])}, ("outside",)),
     ({"token_map": torch.tensor([1.0, 2.0])}, ("torch.float32 of shape [2]",)),

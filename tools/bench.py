@@ -1,15 +1,15 @@
-"""Ours beside other ways to run the same weights, in one run: speed, tau, time to first token, memory, and whether texts are equal.
+"""Compares this project with other programs that run the same weights: speed, tau, time to first token, memory, equal texts.
 
     python -m tools.bench build/demo [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
 
-decodes every prompt greedily by every way in turn: bundles speculatively (with and without lookups) and plainly, transformers (greedy, prompt lookup,
-assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and llama.cpp (plain, prompt lookup), each
-peer in an environment and in processes of its own (``tools/peers``). Writes ``bench.md``, ``bench.json``, and plots. What
-cannot run is listed with the reason. Where memory does not hold all processes at once, as many as fit take turns, prompt by
-prompt, and every round goes through all of them.
+decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and plain),
+transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and
+llama.cpp (plain, prompt lookup). Each peer has its own environment and processes (``tools/peers``). Writes ``bench.md``,
+``bench.json`` and plots; ways that cannot run are listed with the reason. If memory does not hold all processes at once, those
+that fit alternate prompt by prompt, and every round includes all of them.
 
-Environments and converted models are made once. llama.cpp is compiled, which CMAKE_ARGS in the environment may steer: where its
-AMX kernels crash (its issue 20824), as CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile".
+Environments and converted models are created once. llama.cpp is compiled with CMAKE_ARGS of the environment. If its AMX kernels
+crash (its issue 20824), use CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile".
 """
 
 import argparse
@@ -25,21 +25,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runtime import GumihoError
 from runtime.bundle.reader import Bundle
 from runtime.command import run as run_command
+from runtime.errors import InputError, UnavailableError
 from tools import report
 from tools.bench_setup import ROOT, Prompt, about, digest, environment, tokenized
 from tools.peers import ours
 from tools.peers.protocol import PeerError, Way, Worker
 
 PEERS = "transformers", "optimum", "genai", "llama_cpp"
-TUNING, TRIED, WARM_UP = 2, 48, 16  # prompts to choose settings by, and tokens of each; tokens before anything is timed
+TRIED, WARM_UP = 48, 16  # tokens per prompt for choosing settings, and tokens before anything is timed
 
 
 @dataclass
 class Program:
-    """Ways that share a process, what starts it and what it is to load; and what is found of them, by way."""
+    """Ways that share a process: its command, the arguments of its ``load``, and the results of each way."""
 
     peer: str
     command: Sequence[str | Path]
@@ -57,17 +57,17 @@ class Program:
 
 @dataclass
 class Bench:
-    """A run: where things are made, and what was found so far."""
+    """A run of the benchmark and its results so far."""
 
     args: argparse.Namespace
     results: list[dict[str, Any]] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
-    broken: dict[Path, str] = field(default_factory=dict)  # conversions that failed, and why: none is tried twice
+    broken: dict[Path, str] = field(default_factory=dict)  # failed conversions and their errors; none is tried twice
 
-    # --- what runs -------------------------------------------------------------------------------------------------------------
+    # --- setting up ---------------------------------------------------------------------------------------------------------
 
     def add(self, peer: str, module: ModuleType, ways: Iterable[Way]) -> None:
-        """Readies a peer's environment and models. What fails is noted with the ways that need it."""
+        """Prepares a peer's environment and models. A failure is noted in the results of the ways that need them."""
         by_loading: dict[str, Program] = {}
         try:
             python, unready = environment(peer, module.REQUIREMENTS, self.args.envs), ""
@@ -101,7 +101,7 @@ class Bench:
             by_loading[key].results.append(result)
 
     def model(self, peer: str, module: ModuleType, command: Sequence[str | Path], weights: str, checkpoint: Path) -> str:
-        """The checkpoint as the peer reads it, converted if it was not before."""
+        """The path of the checkpoint in the peer's format; converts it if that has not been done before."""
         if not hasattr(module, "convert"):
             return str(checkpoint.resolve())
         out = self.args.models.resolve() / digest(checkpoint) / f"{peer}-{weights}"
@@ -128,10 +128,10 @@ class Bench:
         variables = {"OMP_NUM_THREADS": str(self.args.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return Worker(command, self.args.out / f"{log}.log", ROOT, variables)
 
-    # --- how it runs -----------------------------------------------------------------------------------------------------------
+    # --- running ------------------------------------------------------------------------------------------------------------
 
     def measure(self, prompts: Sequence[Prompt], tuning: Sequence[Prompt], save: Callable[[], None]) -> None:
-        """Every prompt by every way, those that are alive at once taking turns. save: what is found so far, behind every prompt."""
+        """Decodes every prompt in every way; the processes that fit into memory alternate. save: called after every prompt."""
         size = -(-len(prompts) // self.args.rounds)
         for start in range(0, len(prompts), size):
             waiting = [program for program in self.programs if program.sound]
@@ -143,7 +143,7 @@ class Bench:
                     alive.append(waiting.pop(0))
                 for prompt in prompts[start : start + size]:
                     for program in alive:
-                        # Whoever comes first finds the caches full of other processes' numbers.
+                        # The order alternates, because the first way finds the CPU caches filled by another process.
                         for way, result in program.sound[:: -1 if prompt.number % 2 else 1]:
                             self.text(program, way, result, prompt)
                     save()
@@ -154,7 +154,7 @@ class Bench:
         save()
 
     def fits(self, program: Program) -> bool:
-        """Whether memory holds another process, by the most that this one, or else any so far, has held."""
+        """Whether memory holds another process, judged by its own earlier peak, or by the largest peak of any."""
         if program.worker:
             return True
         target = sum(file.stat().st_size for file in (self.args.pair / "target").glob("*.safetensors")) / 2**20
@@ -163,7 +163,7 @@ class Bench:
         return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) / 1024 > expected + 1024
 
     def start(self, program: Program, tuning: Sequence[Prompt]) -> None:
-        """Loads, warms up, and chooses among settings where that was not done before."""
+        """Starts a program's process, loads and warms up, and chooses settings unless they have been chosen."""
         if program.worker:
             return
         names = [way.name for way in program.ways]
@@ -184,7 +184,7 @@ class Bench:
                     result["tried"] = [
                         {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)} for setting in way.settings
                     ]
-                    result["setting"] = max(result["tried"], key=lambda one: one["speed"])["setting"]
+                    result["setting"] = max(result["tried"], key=lambda trial: trial["speed"])["setting"]
                 result["setting"] = result["setting"] or way.settings[0]
             except PeerError as error:
                 self.fail(program, str(error), result)
@@ -204,12 +204,12 @@ class Bench:
         result["peak_mb"] = program.peak_mb = max(program.peak_mb, program.worker.peak_mb)
 
     def fail(self, program: Program, reason: str, result: dict[str, Any] | None = None) -> None:
-        """One way failed; all of its process where that is gone, or none is named."""
+        """Notes that a way failed, or all ways of its process if the process has ended or ``result`` is None."""
         assert program.worker
         dead = program.worker.process.poll() is not None
-        for one in program.results if dead or result is None else [result]:
-            one["failed"] = one["failed"] or reason
-            print(f"{one['name']}: {reason}", file=sys.stderr)
+        for failed in program.results if dead or result is None else [result]:
+            failed["failed"] = failed["failed"] or reason
+            print(f"{failed['name']}: {reason}", file=sys.stderr)
 
     @staticmethod
     def close(programs: Iterable[Program]) -> None:
@@ -250,38 +250,38 @@ def main(argv: list[str] | None = None) -> int:
         "--models",
         type=Path,
         default=ROOT / "build/bench-models",
-        help="folder for converted models, made once (default: build/bench-models)",
+        help="folder for converted models, created once (default: build/bench-models)",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="only make the table and plots again from OUT/bench.json, which a run saves after every prompt",
+        help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
     )
     args = parser.parse_args(argv)
     for name in ("count", "new_tokens", "threads", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
     if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
-        parser.error("two bundles' folders have one name, by which they are told apart: rename one")
+        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
     return run_command(lambda: again(args) if args.again else fresh(args))
 
 
 def again(args: argparse.Namespace) -> int:
     file = args.out / "bench.json"
     if not file.is_file():
-        raise GumihoError(f"{file} is not there: run without --again first")
-    found = json.loads(file.read_text("utf-8"))
-    text = report.markdown(found)
+        raise InputError(f"{file} does not exist: run without --again first")
+    results = json.loads(file.read_text("utf-8"))
+    text = report.markdown(results)
     (args.out / "bench.md").write_text(text, "utf-8")
-    report.plot(found, args.out)
+    report.plot(results, args.out)
     print(text)
     return 0
 
 
 def fresh(args: argparse.Namespace) -> int:
     if not importlib.util.find_spec("matplotlib"):
-        raise GumihoError("matplotlib is missing, which draws the plots: pip install '.[bench]'")
+        raise UnavailableError("matplotlib, which draws the plots, is missing: pip install '.[bench]'")
     for bundle in args.bundles:
         Bundle(bundle)
     prompts, tuning, cut = tokenized(args)
@@ -291,13 +291,13 @@ def fresh(args: argparse.Namespace) -> int:
     for name in args.peers:
         peer = importlib.import_module(f"tools.peers.{name}")
         bench.add(name, peer, peer.ways())
-    known = {"about": about(args, cut), "prompts": dict(Counter(prompt.set for prompt in prompts))}
+    setup = {"about": about(args, cut), "prompts": dict(Counter(prompt.set for prompt in prompts))}
 
     def save() -> None:
         plain = [result["name"] for result in bench.results if not result["failed"] and not result["plain"]]
         reference = next((name for name in plain if name == "transformers, greedy"), plain[0] if plain else "")
         partial = args.out / ".bench.json.partial"
-        partial.write_text(json.dumps({**known, "reference": reference, "ways": bench.results}), "utf-8")
+        partial.write_text(json.dumps({**setup, "reference": reference, "ways": bench.results}), "utf-8")
         partial.replace(args.out / "bench.json")
 
     try:

@@ -1,4 +1,4 @@
-"""What a benchmark runs on: prompts, environments of the peers, the machine."""
+"""The setup of a benchmark: prompts, environments of the peers, a description of the machine."""
 
 import argparse
 import hashlib
@@ -17,15 +17,15 @@ from typing import Any
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from runtime import GumihoError
 from runtime.bundle.hashes import file_hash
 from runtime.bundle.reader import Bundle
+from runtime.errors import InputError
 from tools import measure
 from tools.parity import read
 from tools.peers.protocol import PeerError
 
 ROOT = Path(__file__).parent.parent
-TUNING, TRIED, WARM_UP = 2, 48, 16  # prompts to choose settings by, and tokens of each; tokens before anything is timed
+TUNING = 2  # prompts for choosing settings
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
 
 
 def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) -> Path:
-    """The Python of a virtual environment with a peer's packages, installed unless they were before. Raises PeerError."""
+    """The Python of a virtual environment with a peer's packages. Installs them if needed. Raises PeerError if that fails."""
     if not requirements:
         return Path(sys.executable)
     home = folder.resolve() / peer
@@ -56,59 +56,64 @@ def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) 
 
 @cache
 def digest(checkpoint: Path) -> str:
-    """Names what is converted from a checkpoint: another for other weights."""
+    """The folder name for models converted from a checkpoint; it depends on the weights."""
     files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
     whole = hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
     return f"{checkpoint.resolve().parent.name}-{checkpoint.name}-{whole[:8]}"
 
 
 def described(checkpoint: Path) -> str:
+    """Digest and number of parameters of a checkpoint."""
     count = 0
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, "numpy") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  it is no dict
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  not a dict
     return f"{digest(checkpoint)}, {count / 1e6:.1f} M parameters"
 
 
 def machine() -> str:
+    """Processor, cores and memory of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{name}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
 
 
 def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
-    """The prompts, those to choose settings by, and how many were cut to fit."""
+    """The prompts, the prompts for choosing settings, and the number of prompts that were shortened to fit.
+
+    Raises InputError if there are no prompts or no tokenizer.
+    """
     file = args.pair / "target/tokenizer.json"
     if not file.is_file():
-        raise GumihoError(f"{args.pair} has no target/tokenizer.json: give --pair a folder with target/ and drafter/")
+        raise InputError(f"{args.pair} has no target/tokenizer.json: give --pair a folder with target/ and drafter/")
     tokenizer = Tokenizer.from_file(str(file))
     context = json.loads((args.pair / "target/config.json").read_text("utf-8"))["max_position_embeddings"]
     room = min(context, *(Bundle(path).manifest.capacity for path in args.bundles), context) - args.new_tokens
     if room < 1:
-        raise GumihoError(f"--new-tokens {args.new_tokens} leave no room for a prompt: give less than {room + args.new_tokens}")
-    wanted = args.count + TUNING
-    sets = {file.stem: read(file)[:wanted] for file in args.prompts} or {"held-out": measure.prompts(wanted)}
+        raise InputError(f"--new-tokens {args.new_tokens} leaves no room for a prompt: give less than {room + args.new_tokens}")
+    per_file = args.count + TUNING
+    sets = {file.stem: read(file)[:per_file] for file in args.prompts} or {"held-out": measure.prompts(per_file)}
     prompts, spare, cut = list[Prompt](), list[Prompt](), 0
     for name, texts in sets.items():
         if not texts:
-            raise GumihoError(f"{name} holds no prompts")
-        found = [Prompt(name, i, tokenizer.encode(text).ids[:room]) for i, text in enumerate(texts)]
-        cut += sum(len(prompt.ids) == room for prompt in found)
-        prompts += found[: args.count]
-        spare += found[-TUNING:]
+            raise InputError(f"{name} holds no prompts: give another file with --prompts")
+        tokenized_prompts = [Prompt(name, i, tokenizer.encode(text).ids[:room]) for i, text in enumerate(texts)]
+        cut += sum(len(prompt.ids) == room for prompt in tokenized_prompts)
+        prompts += tokenized_prompts[: args.count]
+        spare += tokenized_prompts[-TUNING:]
     return prompts, spare[:TUNING], cut
 
 
 def about(args: argparse.Namespace, cut: int) -> dict[str, Any]:
-    """What is measured, on what. cut: prompts that were too long."""
-    found = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
+    """Facts about the run for the report: machine, models and options. cut: number of shortened prompts."""
+    facts = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
              "target": described(args.pair / "target")}  # fmt: skip
     if args.draft_model:
-        found["draft model"] = described(args.draft_model)
+        facts["draft model"] = described(args.draft_model)
     for bundle in args.bundles:
         manifest = Bundle(bundle).manifest
         quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
-        found[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
+        facts[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
     if cut:
-        found["prompts cut to fit"] = cut
-    return found
+        facts["prompts cut to fit"] = cut
+    return facts

@@ -1,10 +1,10 @@
-"""What passes cost by their rows and by the context before them, measured and plotted.
+"""Measures and plots the time of passes by their number of rows and the context before them.
 
     python -m tools.costs BUNDLE ... [--rows 1 2 4 8 16 32 64] [--contexts 0 64 128 256 512 768] [--out build/costs]
 
-Of every bundle: a pass of the target over so many rows, and the draft of a tree, behind so many positions of the cache. The rows are a
-causal chunk's, which cost what a tree's do: only the mask is another. The fastest of several runs counts, as in
-``runtime/measure.py``, and all that is measured of a bundle takes turns. Writes ``costs.md``, ``costs.json`` and plots.
+For every bundle it measures passes of the target over each number of rows, and drafting a tree, after each number of cached
+positions. The rows are a causal chunk; those of a tree take as long, as only the mask differs. The fastest of several runs
+counts, and all measurements of a bundle alternate. Writes ``costs.md``, ``costs.json`` and plots.
 """
 
 import argparse
@@ -19,54 +19,56 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from runtime import GumihoError, load
+from runtime import load
 from runtime.command import run as run_command
 from runtime.decoding.decoder import Decoder
+from runtime.errors import InputError, UnavailableError
 
 ROOT = Path(__file__).parent.parent
 
 
 def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeats: int) -> dict[str, list[list[float]]]:
-    """Milliseconds. target: [rows][contexts]; draft: [1][contexts]. Raises GumihoError for what the bundle cannot do."""
+    """Milliseconds per pass. target: [rows][contexts]; draft: [1][contexts].
+
+    Raises InputError for a bundle with static shapes, and for more rows or positions than it has.
+    """
     if decoder.form.static:
-        raise GumihoError(
-            "the shapes of this backend are static, so a pass costs the same whatever its rows: give a bundle for cpu"
-        )
+        raise InputError("this backend has static shapes, so every pass has the same number of rows: give a bundle for cpu")
     chunk, capacity = len(decoder.passes.choice), decoder.manifest.capacity
-    most = max(*rows, decoder.manifest.rows)
+    largest = max(*rows, decoder.manifest.rows)
     if max(rows) > chunk:
-        raise GumihoError(f"a pass of this bundle takes {chunk} rows and not {max(rows)}: give smaller --rows")
-    if max(contexts) + most > capacity:
-        raise GumihoError(
-            f"{max(contexts)} positions and {most} rows exceed the capacity of {capacity}: give smaller --contexts"
+        raise InputError(f"a pass of this bundle takes at most {chunk} rows, not {max(rows)}: give smaller --rows")
+    if max(contexts) + largest > capacity:
+        raise InputError(
+            f"{max(contexts)} positions and {largest} rows exceed the capacity of {capacity}: give smaller --contexts"
         )
     draft, _ = decoder.passes.draft_and_verify(1)
     calls: list[Callable[[], None]] = [*(decoder.passes.causal(n) for n in rows), draft]
-    found = [[math.inf] * len(contexts) for _ in calls]
+    fastest_ms = [[math.inf] * len(contexts) for _ in calls]
     decoder.passes.accepted_count[0] = 1
-    for _ in range(repeats + 1):  # the first time, memory is still being touched
-        for at, context in enumerate(contexts):
+    for _ in range(repeats + 1):  # the first run maps memory
+        for column, context in enumerate(contexts):
             decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
-            for call, fastest in zip(calls, found, strict=True):
+            for call, fastest in zip(calls, fastest_ms, strict=True):
                 started = perf_counter_ns()
                 call()
                 decoder.device.synchronize()
-                fastest[at] = min(fastest[at], (perf_counter_ns() - started) / 1e6)
+                fastest[column] = min(fastest[column], (perf_counter_ns() - started) / 1e6)
     decoder.clear()
-    return {"target": found[:-1], "draft": found[-1:]}
+    return {"target": fastest_ms[:-1], "draft": fastest_ms[-1:]}
 
 
 def growth(sizes: Sequence[float], spent: Sequence[float]) -> float:
-    """The steepest exponent between neighbours: 1 where twice the size costs twice as much, less where it costs less."""
-    places = [(size, cost) for size, cost in zip(sizes, spent, strict=True) if size > 0]
-    return max((math.log(d / b) / math.log(c / a) for (a, b), (c, d) in pairwise(places)), default=0.0)
+    """The largest growth exponent between neighbouring sizes; 1 is linear."""
+    points = [(size, cost) for size, cost in zip(sizes, spent, strict=True) if size > 0]
+    return max((math.log(d / b) / math.log(c / a) for (a, b), (c, d) in pairwise(points)), default=0.0)
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    rows, contexts = found["rows"], found["contexts"]
-    lines = [f"Milliseconds, fastest of {found['repeats']}, {found['threads']} threads. growth: the steepest exponent between"
-             " neighbours, of the cost by the context at the right and by the rows at the bottom; 1 is linear."]  # fmt: skip
-    for name, bundle in found["bundles"].items():
+def markdown(results: Mapping[str, Any]) -> str:
+    rows, contexts = results["rows"], results["contexts"]
+    lines = [f"Milliseconds, fastest of {results['repeats']}, {results['threads']} threads. growth: the largest exponent"
+             " between neighbours, by context in the last column and by rows in the last line; 1 is linear."]  # fmt: skip
+    for name, bundle in results["bundles"].items():
         lines += ["", f"## {name}", "", "| rows \\ context | " + " | ".join(map(str, contexts)) + " | growth |"]
         lines.append("|" + "---|" * (len(contexts) + 2))
         for label, spent in [*zip(rows, bundle["target"], strict=True), (f"draft, R {bundle['tree rows']}", *bundle["draft"])]:
@@ -76,11 +78,11 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(found: Mapping[str, Any], out: Path) -> None:
-    """Cost against context, a line for every number of rows, and against rows, a line for every context."""
+def plot(results: Mapping[str, Any], out: Path) -> None:
+    """Plots time against context, one line per number of rows, and against rows, one line per context."""
     from matplotlib.figure import Figure
 
-    rows, contexts, bundles = found["rows"], found["contexts"], found["bundles"]
+    rows, contexts, bundles = results["rows"], results["contexts"], results["bundles"]
     figure = Figure(figsize=(12, 4 * len(bundles)), layout="constrained")
     for name, (left, right) in zip(bundles, figure.subplots(len(bundles), 2, squeeze=False), strict=True):
         for n, spent in zip(rows, bundles[name]["target"], strict=True):
@@ -89,8 +91,8 @@ def plot(found: Mapping[str, Any], out: Path) -> None:
         for at, context in enumerate(contexts):
             right.plot(rows, [spent[at] for spent in bundles[name]["target"]], marker=".", label=f"context {context}")
         right.set_xscale("log", base=2)
-        for axes, what in ((left, "context"), (right, "rows of a target pass")):
-            axes.set(title=name, xlabel=what, ylabel="ms", ylim=(0, None))
+        for axes, label in ((left, "context"), (right, "rows of a target pass")):
+            axes.set(title=name, xlabel=label, ylabel="ms", ylim=(0, None))
             axes.legend(fontsize=8)
     for kind in ("png", "svg"):
         figure.savefig(out / f"costs.{kind}")
@@ -114,26 +116,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build/costs", help="folder for the results (default: build/costs)")
     args = parser.parse_args(argv)
     if min(*args.rows, args.repeats, args.threads) < 1 or min(args.contexts) < 0:
-        parser.error("--rows, --repeats and --threads are 1 or more, --contexts 0 or more")
+        parser.error("--rows, --repeats and --threads must be 1 or more, --contexts 0 or more")
     if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
-        parser.error("two bundles' folders have one name, by which they are told apart: rename one")
+        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
     return run_command(lambda: measured(args))
 
 
 def measured(args: argparse.Namespace) -> int:
     if not importlib.util.find_spec("matplotlib"):
-        raise GumihoError("matplotlib is missing, which draws the plots: pip install '.[bench]'")
+        raise UnavailableError("matplotlib, which draws the plots, is missing: pip install '.[bench]'")
     rows, contexts = sorted(set(args.rows)), sorted(set(args.contexts))
     bundles = {}
     for bundle in args.bundles:
         with load(bundle, threads=args.threads) as model, model.exclusive() as decoder:
             bundles[bundle.name] = {"tree rows": decoder.manifest.rows, **costs(decoder, rows, contexts, args.repeats)}
-    found = {"rows": rows, "contexts": contexts, "repeats": args.repeats, "threads": args.threads, "bundles": bundles}
+    results = {"rows": rows, "contexts": contexts, "repeats": args.repeats, "threads": args.threads, "bundles": bundles}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "costs.json").write_text(json.dumps(found), "utf-8")
-    (args.out / "costs.md").write_text(markdown(found), "utf-8")
-    plot(found, args.out)
-    print(markdown(found))
+    (args.out / "costs.json").write_text(json.dumps(results), "utf-8")
+    (args.out / "costs.md").write_text(markdown(results), "utf-8")
+    plot(results, args.out)
+    print(markdown(results))
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Cross-check for people with ROCm: the modules that are exported, compiled by torch-migraphx instead of from ONNX.
+"""Cross-check for ROCm: compiles the exported modules with torch-migraphx instead of from ONNX.
 
     python tools/cross_check.py --ckpt DRAFTER --target TARGET [--rows 8] [--compiler migraphx] [--torch-device cuda]
 
-Runs target and drafter over random tokens, eagerly and through ``torch.compile``, and prints the largest differences. Where
-they are small and a bundle's engines still fail the golden run, the fault lies between ONNX and MIGraphX's parser. Needs
-torch-migraphx and a PyTorch for ROCm (https://github.com/ROCm/torch_migraphx); ``--compiler eager --torch-device cpu`` runs
-anywhere, and checks the tool itself.
+Runs target and drafter over random tokens, eagerly and with ``torch.compile``, and prints the largest differences. If they are
+small but a bundle's engines fail the golden run, the fault is in the ONNX graphs or MIGraphX's parser. Needs torch-migraphx and
+PyTorch for ROCm (https://github.com/ROCm/torch_migraphx); ``--compiler eager --torch-device cpu`` runs anywhere, to check the
+tool itself.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam
 from runtime.command import run
-from runtime.errors import GumihoError
+from runtime.errors import UnavailableError
 
 CAPACITY = 256
 
@@ -34,24 +34,24 @@ def load(module: nn.Module, sources: dict[str, Source], device: str, dtype: torc
 
 
 def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabulary: int, device: str) -> list[object]:
-    """Random values for a graph's inputs: a past of half the capacity, rows one behind the other."""
+    """Random values for a graph's inputs: a past of half the capacity, and rows in causal order."""
     draw = torch.Generator().manual_seed(0)
-    made: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, example, _ in signature(module, dtype, sizes)[0]:  # type: ignore[arg-type]
         if name == "tokens":
-            made[name] = torch.randint(0, vocabulary, example.shape, generator=draw)
+            values[name] = torch.randint(0, vocabulary, example.shape, generator=draw)
         elif name in ("depth", "path"):
-            made[name] = torch.arange(len(example))
+            values[name] = torch.arange(len(example))
         elif name == "mask":
-            made[name] = torch.ones_like(example).tril()
+            values[name] = torch.ones_like(example).tril()
         elif name == "past_length":
-            made[name] = torch.tensor([CAPACITY // 2])
+            values[name] = torch.tensor([CAPACITY // 2])
         elif name == "count":
-            made[name] = torch.tensor([sizes["accepted"]])
+            values[name] = torch.tensor([sizes["accepted"]])
         else:
-            made[name] = torch.randn(example.shape, generator=draw).to(dtype)
-    caches = [value.to(device) for name, value in made.items() if name.startswith(("past_key", "past_value"))]
-    return [*(v.to(device) for n, v in made.items() if not n.startswith(("past_key", "past_value"))), caches]
+            values[name] = torch.randn(example.shape, generator=draw).to(dtype)
+    caches = [value.to(device) for name, value in values.items() if name.startswith(("past_key", "past_value"))]
+    return [*(v.to(device) for n, v in values.items() if not n.startswith(("past_key", "past_value"))), caches]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,15 +71,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Prints how far the two are apart, output by output."""
+    """Prints the difference between eager and compiled modules, output by output."""
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[args.dtype]
     if args.compiler == "migraphx":
         try:
             import torch_migraphx  # noqa: F401  # registers the compiler
         except ImportError as error:
-            raise GumihoError(f"torch_migraphx cannot be imported ({error}): install it, and PyTorch for ROCm") from None
+            raise UnavailableError(f"torch_migraphx cannot be imported ({error}): install it and PyTorch for ROCm") from None
     if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
-        raise GumihoError(f"PyTorch {torch.__version__} sees no GPU: install the one for ROCm, or give --torch-device cpu")
+        raise UnavailableError(f"PyTorch {torch.__version__} finds no GPU: install it for ROCm, or give --torch-device cpu")
     pair = open_pair(args)
     vocabulary = pair.target_shape.vocabulary
     tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
@@ -95,8 +95,8 @@ def check(args: argparse.Namespace) -> int:
         names = signature(module, dtype)[1]  # type: ignore[arg-type]
         for output, a, b in zip(names, found, expected, strict=True):
             if a.dtype.is_floating_point:
-                off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
-                print(f"{name} {output}: largest difference {off:.1e} of the largest value")
+                relative_error = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+                print(f"{name} {output}: largest difference {relative_error:.1e} of the largest value")
             else:
                 print(f"{name} {output}: {int((a != b).sum())} of {a.numel()} differ")
     return 0

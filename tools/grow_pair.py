@@ -1,32 +1,32 @@
-"""Grows a trained pair to a larger Llama shape that computes the same.
+"""Grows a trained pair to a larger Llama shape that computes the same function.
 
     python tools/grow_pair.py PAIR OUT --hidden 1536 --intermediate 6144 --layers 20 --heads 12 --kv-heads 4 \\
         --head-dim 128 --vocabulary 32000 [--dtype fp32]
 
 reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head each,
-so that memory holds the largest tensor and little else. What is not given stays as it is. Greedy tokens are those of the old
-pair, and so are trees and tau but for near-ties: a small pair that was trained gives real acceptance to benchmarks of real
-shapes. What is added:
+so that memory holds little more than the largest tensor. Sizes that are not given do not change. Greedy tokens are those of the
+old pair, and so are trees and tau except for near-ties. So a small trained pair gives real acceptance to benchmarks of real
+shapes. These parts are added:
 
 - Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by
   the mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
-- Channels of a head: with a head k times as long, old channel c is channel k * c. So the rotary pair i, channels i and i + d/2,
-  becomes the pair k * i, whose frequency theta^(-2ki / kd) is the old one's, scaled by ``rope_scaling`` as before. Attention
+- Channels of a head: if the head is k times as long, old channel c becomes channel k * c. So the rotary pair i, channels i and
+  i + d/2, becomes the pair k * i, with the same frequency theta^(-2ki / kd), scaled by ``rope_scaling`` as before. Attention
   divides by sqrt(d'), so queries are multiplied by sqrt(k).
-- Heads: an old group of query heads goes to a group of its own or, where the new groups are smaller, to several, each with a
-  copy of its key-value head. The heads left over are zero.
+- Heads: an old group of query heads fills one new group or, if the new groups are smaller, several, each with a copy of its
+  key-value head. The remaining heads are zero.
 - Channels of the MLP are zero.
-- Layers stand behind the old ones. Their norms' weights are zero, so whatever the rest is, they add zero; their matrices are
-  noise, since an export stores equal tensors once and a benchmark would read fewer bytes than its shape says.
-- Tokens are copies of one that never wins, in embedding and ``lm_head``: the one whose largest probability is lowest over what
-  the target itself writes (16 samples of 128 tokens, at temperature 1). A copy has the logit of its original, whose lower id
-  wins a tie, so greedy decoding never takes one. Their share of the softmax is printed: drawn texts may hold one.
+- Layers follow the old ones. Their norms' weights are zero, so they add zero to the hidden state. Their matrices are noise,
+  because an export stores equal tensors once, and a benchmark would then read fewer bytes than the shape has.
+- Tokens are copies of an unlikely one in embedding and ``lm_head``: the one whose largest probability is lowest in texts of the
+  target (16 samples of 128 tokens at temperature 1). A copy has the same logit as the original, whose lower id wins the tie, so
+  greedy decoding never chooses a copy. Their total probability is printed, because sampled texts may contain one.
 
-Zeros are multiplied like other numbers on CPUs; a GPU draws less power over them, so where power bounds its clock it may run
-faster than on dense weights.
+CPUs multiply zeros like other numbers. A GPU uses less power for them, so if power limits its clock it may run faster than with
+dense weights.
 
-In fp32, the default, results are the same up to the rounding of other orders of summation and of the factors above. fp16, which
-takes half the disk, rounds norms and queries once more, unless H'/H and k are powers of four.
+In fp32, the default, results are equal up to rounding, which differs with the order of summation and the factors above. fp16
+needs half the disk space, and rounds norms and queries once more unless H'/H and k are powers of four.
 """
 
 import argparse
@@ -53,41 +53,39 @@ from exporter.checkpoints.pair import Pair
 from exporter.staging import staged
 from graphs.layer import LlamaShape
 from runtime.command import run
-from runtime.errors import GumihoError
+from runtime.errors import InputError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-SIZES = {  # of a LlamaShape: as config.json has them
+SIZES = {  # attribute of LlamaShape: field of config.json
     "hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_hidden_layers",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocabulary": "vocab_size",
 }  # fmt: skip
-BESIDE = "*.json", "tokenizer*", "*.jinja"  # tokenizer, generation_config.json
+COPIED = "*.json", "tokenizer*", "*.jinja"  # tokenizer, generation_config.json
 NOISE = 0.02  # standard deviation, Llama's initializer_range
 
 
-def grown_shape(old: LlamaShape, wanted: dict[str, int | None], kind: str) -> LlamaShape:
-    """The shape that is asked for, or the old one where nothing is. Raises GumihoError where the old one does not fit in."""
-    sizes = {name: size for name, size in wanted.items() if size is not None}
+def grown_shape(old: LlamaShape, requested: dict[str, int | None], kind: str) -> LlamaShape:
+    """The old shape with the requested sizes. Raises InputError if the old shape does not fit into it."""
+    sizes = {name: size for name, size in requested.items() if size is not None}
     for name, size in sizes.items():
-        found = getattr(old, name)
-        if size < found:
-            raise GumihoError(f"{_flag(name)} {size} is less than the {kind} has: give {found} or more")
+        current = getattr(old, name)
+        if size < current:
+            raise InputError(f"{_flag(name)} {size} is less than the {kind} has: give {current} or more")
     new = replace(old, **sizes)  # type: ignore[arg-type]
     if new.head_dim % old.head_dim:
-        raise GumihoError(
-            f"--head-dim {new.head_dim} is no multiple of the {kind}'s {old.head_dim}, as its rotary frequencies demand: "
+        raise InputError(
+            f"--head-dim {new.head_dim} is not a multiple of the {kind}'s {old.head_dim}, as its rotary frequencies require: "
             f"give {old.head_dim}, {2 * old.head_dim} or {4 * old.head_dim}"
         )
     if new.heads % new.kv_heads:
-        raise GumihoError(f"--heads {new.heads} cannot share --kv-heads {new.kv_heads} evenly: give a multiple of it")
+        raise InputError(f"--heads {new.heads} cannot share --kv-heads {new.kv_heads} evenly: give a multiple of it")
     if new.hidden % new.heads:
-        raise GumihoError(
-            f"--hidden {new.hidden} is no multiple of --heads {new.heads}, as transformers demands: give one that is"
-        )
-    share, needed = new.heads // new.kv_heads, old.kv_heads * _copies(old, new)
-    if new.kv_heads < needed:
-        raise GumihoError(
-            f"the {kind}'s {old.kv_heads} groups of {old.heads // old.kv_heads} heads take {needed} key-value heads "
-            f"with {share} heads each: give --heads {share * needed} --kv-heads {needed}, or more heads to each key-value head"
+        raise InputError(f"--hidden {new.hidden} is not a multiple of --heads {new.heads}, as transformers requires: give one")
+    share, required = new.heads // new.kv_heads, old.kv_heads * _copies(old, new)
+    if new.kv_heads < required:
+        raise InputError(
+            f"the {kind}'s {old.kv_heads} groups of {old.heads // old.kv_heads} heads need {required} key-value heads of "
+            f"{share} heads each: give --heads {share * required} --kv-heads {required}, or more heads per key-value head"
         )
     return replace(new, eps=old.eps * old.hidden / new.hidden)
 
@@ -97,57 +95,57 @@ def _flag(name: str) -> str:
 
 
 def _copies(old: LlamaShape, new: LlamaShape) -> int:
-    """How many new groups of query heads an old group fills."""
+    """The number of new groups of query heads that an old group fills."""
     return -(-(old.heads // old.kv_heads) // (new.heads // new.kv_heads))
 
 
 def head_sources(old: LlamaShape, new: LlamaShape) -> tuple[Tensor, Tensor]:
-    """The old query head of every new one, and the old key-value head, or -1. int64 [heads], [kv heads]."""
+    """The old query head of every new one, and the old key-value head, or -1 for added ones. int64 [heads], [kv heads]."""
     old_share, share, copies = old.heads // old.kv_heads, new.heads // new.kv_heads, _copies(old, new)
     kv = torch.arange(new.kv_heads) // copies
     kv = torch.where(kv < old.kv_heads, kv, -1)
     head = torch.arange(new.heads)
     group = head // share
-    within = group % copies * share + head % share  # the old group
+    within = group % copies * share + head % share  # index in the old group
     return torch.where((kv[group] >= 0) & (within < old_share), kv[group] * old_share + within, -1), kv
 
 
-def sources(old: LlamaShape, new: LlamaShape, never: int) -> dict[str, Tensor]:
-    """The old channel of every new one, or -1 for one that is added, for each kind of channel. never: the token to copy."""
+def sources(old: LlamaShape, new: LlamaShape, unlikely: int) -> dict[str, Tensor]:
+    """The old channel of every new one, or -1 for an added one, by kind of channel. unlikely: the token to copy."""
 
-    def longer(size: int, found: int) -> Tensor:
-        return torch.cat((torch.arange(found), torch.full((size - found,), -1)))
+    def longer(size: int, count: int) -> Tensor:
+        return torch.cat((torch.arange(count), torch.full((size - count,), -1)))
 
     def spread(heads: Tensor) -> Tensor:
         channel, k = torch.arange(new.head_dim), new.head_dim // old.head_dim
-        kept = (heads[:, None] >= 0) & (channel % k == 0)
-        return torch.where(kept, heads[:, None] * old.head_dim + channel // k, -1).flatten()
+        is_old = (heads[:, None] >= 0) & (channel % k == 0)
+        return torch.where(is_old, heads[:, None] * old.head_dim + channel // k, -1).flatten()
 
     query, key = map(spread, head_sources(old, new))
     hidden, vocabulary = longer(new.hidden, old.hidden), longer(new.vocabulary, old.vocabulary)
     return {
         "hidden": hidden,
-        "two": torch.cat((hidden, torch.where(hidden < 0, -1, hidden + old.hidden))),  # of fc and heads: concatenated
+        "two": torch.cat((hidden, torch.where(hidden < 0, -1, hidden + old.hidden))),  # two concatenated hidden rows
         "intermediate": longer(new.intermediate, old.intermediate),
         "query": query,
         "key": key,
-        "vocabulary": torch.where(vocabulary < 0, never, vocabulary),
+        "vocabulary": torch.where(vocabulary < 0, unlikely, vocabulary),
     }
 
 
 class Grown:
-    """A checkpoint of a larger shape, made of one of the old shape, a tensor at a time.
+    """A checkpoint grown to a larger shape, a tensor at a time.
 
-    new: its shape, as ``grown_shape`` gives it. tied: whether ``lm_head`` is the embedding. noise: makes added layers.
+    new: a result of ``grown_shape``. tied: whether ``lm_head`` is the embedding. noise: generator for the added layers.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, old: LlamaShape, new: LlamaShape, tied: bool, never: int, dtype: torch.dtype,
+        self, checkpoint: Checkpoint, old: LlamaShape, new: LlamaShape, tied: bool, unlikely: int, dtype: torch.dtype,
         noise: torch.Generator,
     ) -> None:  # fmt: skip
         self.checkpoint, self.old, self.new, self.dtype, self.noise = checkpoint, old, new, dtype, noise
         self.names = sorted(checkpoint.names() - ({"lm_head.weight"} if tied else set()))
-        by = sources(old, new, never)
+        by = sources(old, new, unlikely)
         self.sides = {  # module -> rows, columns
             "q_proj": (by["query"], by["hidden"]), "k_proj": (by["key"], by["hidden"]), "v_proj": (by["key"], by["hidden"]),
             "o_proj": (by["hidden"], by["query"]), "gate_proj": (by["intermediate"], by["hidden"]),
@@ -158,7 +156,7 @@ class Grown:
         }  # fmt: skip
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """All tensors, those of a layer or a head together."""
+        """All tensors, grouped by layer or head."""
         for names in self._groups():
             yield {name: self.tensor(name) for name in names}
         first = [name for name in self.names if name.startswith("layers.0.")]
@@ -168,16 +166,17 @@ class Grown:
     def _groups(self) -> list[list[str]]:
         groups = dict[str, list[str]]()
         for name in self.names:
-            found = re.match(r"(layers|mlp)\.\d+\.", name)
-            groups.setdefault(found[0] if found else name, []).append(name)
+            prefix = re.match(r"(layers|mlp)\.\d+\.", name)
+            groups.setdefault(prefix[0] if prefix else name, []).append(name)
         return list(groups.values())
 
     def _sides(self, name: str) -> tuple[Tensor, ...]:
-        """The old row of every new row of a tensor and, of a matrix, the old column of every new column."""
+        """The old row of every new row of a tensor, and for a matrix the old column of every new column."""
         module = "first" if re.fullmatch(r"mlp\.\d+\.0\.linear\.\w+", name) else name.split(".")[-2]
         return self.sides[module][: len(self.checkpoint.shape(name))]
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor of the old checkpoint, grown. Raises InputError if its values are too large for the dtype."""
         values = self.checkpoint.read(name).float()
         if "q_proj" in name:
             values *= math.sqrt(self.new.head_dim / self.old.head_dim)
@@ -185,19 +184,20 @@ class Grown:
             values *= math.sqrt(self.old.hidden / self.new.hidden)
         values = values.to(self.dtype)
         if not values.isfinite().all():
-            raise GumihoError(f"{self.checkpoint.kind}: tensor '{name}' goes beyond what {self.dtype} holds: use --dtype fp32")
+            raise InputError(f"{self.checkpoint.kind}: tensor '{name}' has values too large for {self.dtype}: use --dtype fp32")
         rows, *columns = self._sides(name)
-        padded = F.pad(values, (0, 1) * values.ndim)  # what -1 finds
+        padded = F.pad(values, (0, 1) * values.ndim)  # index -1 selects the padding
         return padded[rows][:, columns[0]] if columns else padded[rows]
 
     def added(self, name: str) -> Tensor:
-        """A tensor of an added layer, of the shape that it has in another one."""
+        """A tensor of an added layer. name: the tensor of an old layer with the same shape."""
         shape = [len(side) for side in self._sides(name)]
         if len(shape) == 1:
             return torch.zeros(shape, dtype=self.dtype)
         return torch.randn(shape, generator=self.noise).mul_(NOISE).to(self.dtype)
 
     def config(self) -> dict[str, Any]:
+        """config.json with the new sizes."""
         config = {key: value for key, value in self.checkpoint.config.items() if key not in ("dtype", "torch_dtype")}
         sizes = {key: getattr(self.new, name) for name, key in SIZES.items()}
         changed = {**sizes, "rms_norm_eps": self.new.eps, "dtype": str(self.dtype).removeprefix("torch.")}
@@ -206,7 +206,7 @@ class Grown:
         return {**config, **changed}
 
     def write(self, folder: Path) -> tuple[int, int]:
-        """A checkpoint folder in the Hugging Face layout. Returns its parameters and bytes."""
+        """Writes a checkpoint folder in the Hugging Face layout. Returns its numbers of parameters and bytes."""
         folder.mkdir()
         prefix = "model." if self.checkpoint.kind == "target" else ""
         places, count = dict[str, str](), 0
@@ -216,13 +216,13 @@ class Grown:
             try:
                 save_file(named, folder / shard, {"format": "pt"})
             except SafetensorError as error:
-                raise OSError(str(error)) from None  # which it was before the library wrapped it
+                raise OSError(str(error)) from None  # the library wraps OSError
             places |= dict.fromkeys(named, shard)
             count += sum(tensor.numel() for tensor in part.values())
         size = count * self.dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), "utf-8")
-        for file in {file for pattern in BESIDE for file in self.checkpoint.folder.glob(pattern)}:
+        for file in {file for pattern in COPIED for file in self.checkpoint.folder.glob(pattern)}:
             if file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2), "utf-8")
@@ -230,51 +230,51 @@ class Grown:
 
 
 @torch.no_grad()
-def never_chosen(folder: Path) -> tuple[int, float, float]:
-    """The token whose largest probability is lowest over what the target writes; that probability, and its mean."""
+def unlikely_token(folder: Path) -> tuple[int, float, float]:
+    """The token whose largest probability is lowest in sampled texts of the target; that probability, and its mean."""
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(128, model.config.max_position_embeddings - 1)
-    # Nothing of the folder's own: an end of text or a top-k would leave parts of the distribution unseen.
+    # Without the folder's generation settings, because an end of text or top-k would hide parts of the distribution.
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length, pad_token_id=0)
     begin = torch.full((16, 1), model.config.bos_token_id or 0)
     text = model.generate(begin, attention_mask=torch.ones_like(begin))
-    probability = torch.cat([model(one[None]).logits[0].softmax(-1) for one in text])
+    probability = torch.cat([model(sample[None]).logits[0].softmax(-1) for sample in text])
     token = int(probability.amax(0).argmin())
     return token, float(probability[:, token].max()), float(probability[:, token].mean())
 
 
-def grow(source: Path, out: Path, wanted: dict[str, int | None], dtype: torch.dtype) -> list[str]:
-    """Writes ``out/target`` and ``out/drafter``, both or neither. Returns what is to be said of them.
+def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype) -> list[str]:
+    """Writes ``out/target`` and ``out/drafter``, both or neither. Returns lines that describe them.
 
-    wanted: sizes by the names that LlamaShape has for them; None keeps one. Raises GumihoError.
+    requested: sizes by the attributes of LlamaShape; None keeps the old size. Raises GumihoError if the pair cannot be grown.
     """
     for kind in ("target", "drafter"):
         if not (source / kind).is_dir():
-            raise GumihoError(f"'{source}' has no folder '{kind}': name a folder with a target and a drafter, as demo/ is")
+            raise InputError(f"'{source}' has no folder '{kind}': name a folder with target/ and drafter/, such as demo")
     if out.exists():
-        raise GumihoError(f"'{out}' exists: name another folder")
+        raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
-    target = grown_shape(pair.target_shape, wanted, "target")
-    drafter = grown_shape(pair.draft_shape, {**wanted, "layers": None}, "drafter")
-    never, lines = 0, list[str]()
+    target = grown_shape(pair.target_shape, requested, "target")
+    drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
+    unlikely, lines = 0, list[str]()
     added = target.vocabulary - pair.target_shape.vocabulary
     if added:
-        never, largest, mean = never_chosen(pair.target.folder)
+        unlikely, largest, mean = unlikely_token(pair.target.folder)
         lines.append(
-            f"the last {added} tokens are copies of {never}: together {mean * added:.0e} likely on average, "
-            f"{largest * added:.0e} at most"
+            f"the last {added} tokens are copies of {unlikely}: their total probability is {mean * added:.0e} on average, "
+            f"at most {largest * added:.0e}"
         )
     noise = torch.Generator().manual_seed(0)
     tied = pair.target_config.tie_word_embeddings
-    made = (
-        Grown(pair.target, pair.target_shape, target, tied, never, dtype, noise),
-        Grown(pair.drafter, pair.draft_shape, drafter, False, never, dtype, noise),
+    checkpoints = (
+        Grown(pair.target, pair.target_shape, target, tied, unlikely, dtype, noise),
+        Grown(pair.drafter, pair.draft_shape, drafter, False, unlikely, dtype, noise),
     )
     with staged(out, overwrite=False) as folder:
-        for one in made:
-            kind = one.checkpoint.kind
-            count, size = one.write(folder / kind)
+        for grown in checkpoints:
+            kind = grown.checkpoint.kind
+            count, size = grown.write(folder / kind)
             lines.append(f"{out / kind}: {count / 1e6:.1f} M parameters, {size / 1e9:.3f} GB")
     return lines
 

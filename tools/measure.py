@@ -1,9 +1,9 @@
-"""Measures what the README quotes: tau against R, time per cycle, memory of a loaded bundle, time and memory of an export.
+"""Measures tau by R, time per cycle, memory of a loaded bundle, and time and memory of an export.
 
     python tools/measure.py [--pair demo] [--rows 2 4 8 16 32 64] [--prompts 40] [--new-tokens 128]
 
-Prompts are beginnings of held-out definitions (``tools/train_demo.py``). Times are means over whole generations, and ratios
-compare runs that took turns in one process.
+Prompts are the beginnings of held-out definitions (``tools/train_demo.py``). Times are means over whole generations. Ratios
+compare runs that alternated in one process.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def prompts(count: int) -> list[str]:
 
 
 def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
-    """Seconds and peak resident MB of an export in a process of its own."""
+    """Runs an export in a separate process. Returns its seconds and peak resident MB."""
     command = [sys.executable, "-m", "exporter.cli", "--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]
     started = time.perf_counter()
     subprocess.run([*command, "--out", str(out), *options], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -41,8 +41,10 @@ def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
 
 
 def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
-    """Every prompt plainly, with whole trees, and as the runtime plans it without and with lookups, in turn, so that a ratio compares
-    like with like; each added up."""
+    """Statistics, summed over prompts, of four ways to decode: plain, whole trees, and as planned without and with lookups.
+
+    Each prompt is decoded in all ways before the next, so that their times can be compared.
+    """
     totals = [Stats() for _ in range(4)]
     with runtime.load(bundle) as model:
         ways: tuple[dict[str, Any], ...] = {"speculate": False}, {"rows": model.bundle.manifest.rows}, {"lookup": False}, {}
@@ -56,7 +58,7 @@ def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
 
 
 def memory(bundle: Path) -> dict[str, float]:
-    """MB of a fresh process that has loaded a bundle and generated, against what it must hold."""
+    """Resident MB of a new process after loading a bundle and generating, and the MB of its weights, caches and buffers."""
     code = f"""
 import json, runtime
 def resident(kind):
@@ -70,8 +72,8 @@ caches = (d.target.data.nbytes + d.drafter.data.nbytes) / 2**20
 buffers = sum(a.nbytes for a in (d.logits, d.hidden, d.store, d.later)) / 2**20
 print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": caches, "buffers": buffers}}))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
-    sizes: dict[str, float] = json.loads(done.stdout)
+    process = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    sizes: dict[str, float] = json.loads(process.stdout)
     sizes["weights"] = Bundle(bundle).weights() / 2**20
     return sizes
 

@@ -1,12 +1,12 @@
-"""Every backend that can run on this machine against the CPU in fp32: one table.
+"""Compares every backend that runs on this machine with the CPU in fp32, in one table.
 
     python tools/parity.py REFERENCE [BUNDLE ...] [--prompts FILE.jsonl]
 
-REFERENCE is a bundle with fp32 engines for the CPU. Each backend and device of it, and of the bundles behind it, gets a row:
-the largest error of the target's logits (relative to the largest logit) over the first and over the last quarter of a full
-context, so that an error that grows with position shows; the share of positions where both choose the same token, and of the
-others the one with the widest margin between the two tokens in the reference; tau; and over greedy continuations how many
-differ, and the first place where one does, with its margin. Engines that are missing are compiled first.
+REFERENCE is a bundle with fp32 graphs for the CPU. Each backend and device of the bundles gets a row: the largest error of the
+target's logits (relative to the largest logit) over the first and the last quarter of a full context, which shows errors that
+grow with position; the number of positions with the same choice, and the widest margin in the reference between two different
+choices; tau; the number of greedy continuations that differ, and the first difference with its margin. Missing engines are
+compiled first.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from runtime.backends import backend
 from runtime.bundle.reader import Bundle
 from runtime.command import run
 from runtime.engines.store import compile_engines, find_engines
+from runtime.errors import InputError
 
-DEVICES = {"migraphx": ("", "ref")}  # besides the first device
+DEVICES = {"migraphx": ("", "ref")}  # devices to compare; "" is the backend's default
 
 
 def read(file: Path) -> list[str]:
-    """The first turn of every line, or all of a ``.txt``. Raises GumihoError for a file that is not such a set."""
+    """The first turn of every line of JSONL, or the whole text of a ``.txt``. Raises InputError for other files."""
     try:
         text = file.read_text("utf-8")
         if file.suffix == ".txt":
@@ -35,13 +36,13 @@ def read(file: Path) -> list[str]:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
         return [str(line["turns"][0] if "turns" in line else line.get("text") or line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise GumihoError(
+        raise InputError(
             f"{file} cannot be read as prompts ({error}): give a .txt, or JSONL with a field 'text', 'turns' or 'prompt'"
         ) from None
 
 
 def contexts(model: Model, texts: list[str], count: int) -> list[list[int]]:
-    """Token sequences that fill the capacity: the texts one after another, again and again."""
+    """``count`` token sequences that fill the capacity, made by repeating the texts."""
     ids = [token for text in texts for token in model.encode(text)]
     capacity = model.bundle.manifest.capacity
     whole = (ids * (1 + count * capacity // len(ids)))[: count * capacity]
@@ -49,7 +50,7 @@ def contexts(model: Model, texts: list[str], count: int) -> list[list[int]]:
 
 
 def logits(model: Model, context: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """The target's logits over a given text, pass by pass: first position, fp32 [n, V]."""
+    """The target's logits over a text, pass by pass: the first position and fp32 [n, V]."""
     decoder = model.decoder
     decoder.clear()
     for start in range(0, len(context), decoder.form.chunk):
@@ -63,18 +64,19 @@ def reference(model: Model, context: list[int]) -> np.ndarray:
 
 
 def margin(row: np.ndarray, token: int) -> float:
-    """How far a token is behind the best one, relative to the largest logit."""
+    """The difference between the best logit and that of a token, relative to the largest magnitude."""
     return float((row.max() - row[token]) / np.abs(row).max())
 
 
 def compare_logits(model: Model, texts: list[list[int]], expected: list[np.ndarray]) -> dict[str, str]:
+    """The columns of the table about logits. expected: the reference's logits of each text, fp32 [n, V]."""
     capacity, errors, same, widest = model.bundle.manifest.capacity, np.zeros(2), 0, 0.0
-    for context, wanted in zip(texts, expected, strict=True):
+    for context, reference_logits in zip(texts, expected, strict=True):
         for start, found in logits(model, context):
-            rows = wanted[start : start + len(found)]
+            rows = reference_logits[start : start + len(found)]
             error = np.abs(found - rows).max(1) / np.abs(rows).max()
-            at = np.arange(start, start + len(found))
-            for i, quarter in enumerate((at < capacity // 4, at >= capacity - capacity // 4)):
+            positions = np.arange(start, start + len(found))
+            for i, quarter in enumerate((positions < capacity // 4, positions >= capacity - capacity // 4)):
                 errors[i] = max(errors[i], error[quarter].max(initial=0.0))
             chosen = found.argmax(1)
             same += int((chosen == rows.argmax(1)).sum())
@@ -87,17 +89,20 @@ def compare_logits(model: Model, texts: list[list[int]], expected: list[np.ndarr
 
 
 def compare_tokens(model: Model, judge: Model, prompts: list[list[int]], count: int) -> dict[str, str]:
+    """The columns of the table about tau and greedy continuations. judge: the reference; count: tokens per continuation."""
     differing, first, passes, tokens = 0, "", 0, 0
     for prompt in prompts:
-        found, wanted = model.generate(prompt, count), judge.generate(prompt, count)
-        list(found.cycles()), list(wanted.cycles())
-        passes, tokens = passes + found.stats.cycles, tokens + found.stats.cycle_tokens
-        at = next((i for i, (a, b) in enumerate(zip(found.ids, wanted.ids, strict=False)) if a != b), None)
-        if at is None:
+        generation, reference_generation = model.generate(prompt, count), judge.generate(prompt, count)
+        list(generation.cycles()), list(reference_generation.cycles())
+        passes, tokens = passes + generation.stats.cycles, tokens + generation.stats.cycle_tokens
+        position = next(
+            (i for i, (a, b) in enumerate(zip(generation.ids, reference_generation.ids, strict=False)) if a != b), None
+        )
+        if position is None:
             continue
         differing += 1
-        row = reference(judge, [*prompt, *wanted.ids[:at]])[-1]
-        first = first or f"token {at}, margin {margin(row, found.ids[at]):.1e}"
+        row = reference(judge, [*prompt, *reference_generation.ids[:position]])[-1]
+        first = first or f"token {position}, margin {margin(row, generation.ids[position]):.1e}"
     return {
         "tau": f"{tokens / max(1, passes):.2f}",
         "texts that differ": f"{differing} of {len(prompts)}",
@@ -106,11 +111,12 @@ def compare_tokens(model: Model, judge: Model, prompts: list[list[int]], count: 
 
 
 def opened(path: Path, name: str, device: str) -> Model:
-    made, bundle = backend(name, device), Bundle(path)
+    """Loads a bundle for a backend and device; compiles its engines first if there are none."""
+    instance, bundle = backend(name, device), Bundle(path)
     try:
-        find_engines(bundle, made)
+        find_engines(bundle, instance)
     except GumihoError:
-        compile_engines(bundle, made)
+        compile_engines(bundle, instance)
     return load(path, name, device)
 
 
@@ -132,11 +138,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Prints a row of the table for every backend and device that runs here."""
-    # The demo pair writes Python.
+    # Python source, because the demo pair was trained on it.
     texts = read(args.prompts) if args.prompts else [Path(argparse.__file__).read_text("utf-8")]
     with load(args.reference, "cpu") as judge:
         if judge.bundle.manifest.dtype != "float32":
-            raise GumihoError(f"{args.reference} is {judge.bundle.manifest.dtype}: the reference must be fp32")
+            raise InputError(
+                f"{args.reference} is {judge.bundle.manifest.dtype}, but the reference must be fp32: export it in fp32"
+            )
         long = contexts(judge, texts, args.contexts)
         expected = [reference(judge, context) for context in long]
         prompts = [long[0][i * 16 : i * 16 + 8 + i] for i in range(args.texts)]

@@ -1,4 +1,4 @@
-"""What a run of ``tools/bench.py`` found, as a table and as plots, made from its ``bench.json`` alone."""
+"""The table and the plots of a run of ``tools/bench.py``, made only from its ``bench.json``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,53 +9,54 @@ COLUMNS = (
     "way", "weights", "tokens/s", "of reference", "of plain", "tau", "first token, ms", "peak, MiB", "texts as plain", "as reference",
 )  # fmt: skip
 NOTES = """\
-tokens/s: all tokens behind each text's first step over the time behind it. of reference, of plain: the median over prompts of
-this speed over that of the reference ({reference}), and over the same weights decoded plainly by the same peer, on the same prompt. tau: tokens
-gained per target pass, the first step left out. first token: median. peak: most memory that the process held resident (VmHWM), mapped
-files included; ways of one process share it. texts as: how many are token for token those of the way's own plain decoding, and of the
-reference; behind it the first that differs, as prompt:token from 0."""
+tokens/s: all tokens after each text's first step, per second after it. of reference, of plain: this speed relative to the
+reference ({reference}), and to plain decoding of the same weights by the same peer; median over prompts. tau: tokens per target
+pass, without the first step. first token: median. peak: peak resident memory of the process (VmHWM), mapped files included;
+ways in one process share it. texts as: how many are token for token those of the same peer's plain decoding, and those of the
+reference; in parentheses the first difference, as prompt:token from 0."""
 
 Text = Mapping[str, Any]
 
 
 def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first place where two texts differ, the end of the shorter one where it begins the other; None for equal ones."""
+    """The first index at which two texts differ, or the length of the shorter one if it is a prefix; None if they are equal."""
     if tokens == others:
         return None
     return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others)))
 
 
 def gained(texts: Sequence[Text]) -> int:
-    """Tokens behind every text's first step."""
+    """Number of tokens after the first step of each text."""
     return sum(len(text["tokens"]) - text["first_tokens"] for text in texts)
 
 
 def speed(*texts: Text) -> float | None:
-    """Tokens a second behind the first step; None where nothing is behind it."""
+    """Tokens per second after the first step; None if there are none."""
     spent = sum(text["seconds"] - text["first_seconds"] for text in texts)
     return gained(texts) / spent if gained(texts) and spent > 0 else None
 
 
 def tau(texts: Sequence[Text]) -> float | None:
-    """Tokens gained per target pass; None where passes are not known, or there were none."""
+    """Tokens per target pass after the first step; None if the number of passes is unknown or 0."""
     passes = [text["passes"] for text in texts]
     return gained(texts) / sum(passes) if None not in passes and sum(passes) else None
 
 
 def _pairs(texts: Sequence[Text], others: Sequence[Text]) -> Iterator[tuple[int, Text, Text]]:
-    """The texts of the same prompts, with the prompt's number."""
+    """Pairs of texts with the same prompt, and the prompt's number."""
     by_prompt = {other["prompt"]: other for other in others}
     return ((text["prompt"], text, by_prompt[text["prompt"]]) for text in texts if text["prompt"] in by_prompt)
 
 
 def ratio(texts: Sequence[Text], others: Sequence[Text]) -> float | None:
-    """The median over prompts of one way's speed over another's."""
+    """The median over prompts of the ratio of two ways' speeds."""
     speeds = ((speed(text), speed(other)) for _, text, other in _pairs(texts, others))
     ratios = [ours / theirs for ours, theirs in speeds if ours and theirs]
     return median(ratios) if ratios else None
 
 
 def equal(texts: Sequence[Text], others: Sequence[Text]) -> str:
+    """How many texts are equal to those of another way, and the first difference."""
     places = [(prompt, difference(text["tokens"], other["tokens"])) for prompt, text, other in _pairs(texts, others)]
     if not places:
         return "-"
@@ -64,23 +65,23 @@ def equal(texts: Sequence[Text], others: Sequence[Text]) -> str:
 
 
 def rows(run: Mapping[str, Any], prompts: str) -> list[dict[str, Any]]:
-    """The table over one set of prompts: a row for every way, by ``COLUMNS``, numbers as numbers and None for what is not known.
+    """The table for one set of prompts: a row per way, by ``COLUMNS``; numbers are not formatted, unknown values are None.
 
-    A way that failed has its reason in place of all but its name and weights.
+    A way that failed has only its name, weights, and the reason as ``failed``.
     """
     texts = {way["name"]: [text for text in way["texts"] if text["set"] == prompts] for way in run["ways"] if not way["failed"]}
-    found = []
+    table = []
     for way in run["ways"]:
         row = {"way": way["name"], "weights": way["weights"]}
-        found.append(row)
+        table.append(row)
         if way["failed"]:
             row["failed"] = way["failed"]
-        elif own := texts[way["name"]]:
+        elif own_texts := texts[way["name"]]:
             plain, reference = (texts.get(name, []) for name in (way["plain"], run["reference"]))
-            numbers = (speed(*own), ratio(own, reference), ratio(own, plain), tau(own),
-                       median(text["first_seconds"] for text in own) * 1e3, way["peak_mb"])  # fmt: skip
-            row |= dict(zip(COLUMNS[2:], (*numbers, equal(own, plain), equal(own, reference)), strict=True))
-    return found
+            numbers = (speed(*own_texts), ratio(own_texts, reference), ratio(own_texts, plain), tau(own_texts),
+                       median(text["first_seconds"] for text in own_texts) * 1e3, way["peak_mb"])  # fmt: skip
+            row |= dict(zip(COLUMNS[2:], (*numbers, equal(own_texts, plain), equal(own_texts, reference)), strict=True))
+    return table
 
 
 FORMATS = {
@@ -94,7 +95,7 @@ FORMATS = {
 
 
 def markdown(run: Mapping[str, Any]) -> str:
-    """All of a run: what was measured how, a table for every set of prompts, and settings that were tried."""
+    """The report of a run: its setup, a table for every set of prompts, and the settings that were tried."""
     about = run["about"]
     lines = [f"{name}: {value}  " for name, value in about.items()]
     for prompts, count in run["prompts"].items():
@@ -106,13 +107,13 @@ def markdown(run: Mapping[str, Any]) -> str:
                 cells.append("-" if value is None or "failed" in row else format(value, FORMATS.get(name, "")))
             lines.append("| " + " | ".join((row["way"], row["weights"], *cells)) + " |")
     lines += ["", NOTES.format(reference=run["reference"])]
-    lines += ["", "Settings, by their speed over prompts that are not measured; the first is the one taken:", ""]
+    lines += ["", "Settings, by their speed over prompts outside the measurement; the first was used:", ""]
     for way in run["ways"]:
         if way["tried"]:
-            tried = sorted(way["tried"], key=lambda one: -one["speed"])
+            tried = sorted(way["tried"], key=lambda trial: -trial["speed"])
             listed = "; ".join(
-                " ".join(f"{name}={value}" for name, value in one["setting"].items()) + f" ({one['speed']:.1f}/s)"
-                for one in tried
+                " ".join(f"{name}={value}" for name, value in trial["setting"].items()) + f" ({trial['speed']:.1f}/s)"
+                for trial in tried
             )
             lines.append(f"- {way['name']}: {listed}")
     versions = {name: version for way in run["ways"] for name, version in way["versions"].items()}
@@ -121,7 +122,7 @@ def markdown(run: Mapping[str, Any]) -> str:
 
 
 def plot(run: Mapping[str, Any], folder: Path) -> None:
-    """Bars for every set of prompts: ``bench-SET.png`` and ``.svg``."""
+    """Writes bar charts for every set of prompts: ``bench-SET.png`` and ``.svg``."""
     from matplotlib.figure import Figure
 
     names = "tokens/s", "tau", "first token, ms", "peak, MiB"

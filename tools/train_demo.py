@@ -1,15 +1,15 @@
-"""Trains the demo pair: a small Llama target and its Gumiho drafter, on the Python standard library's sources.
+"""Trains the demo pair, a small Llama target and its Gumiho drafter, on the source code of Python's standard library.
 
     python tools/train_demo.py OUT [--steps 1000] [--draft-steps 2400]
     python tools/train_demo.py OUT --assistant [--steps 250]
 
-A target that is already in OUT is kept, and only its drafter trained; with ``--assistant`` ``OUT/assistant`` instead, a Llama
-with a third of its layers: the draft model that assisted generation is measured with (``tools/bench.py``).
-
 writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/drafter`` (the official Gumiho layout,
-``config.json`` and fp16 ``pytorch_model.bin``). The drafter is trained as the paper's section 3 describes: the serial
-layers regress the target's next hidden state and its distribution, and every head does the same further ahead; the
-loss on the distribution weighs more here, since a small model's hidden states are far from Gaussian.
+``config.json`` and fp16 ``pytorch_model.bin``). If OUT has a target, only its drafter is trained. ``--assistant`` trains
+``OUT/assistant`` instead, a Llama with a third of the layers: the draft model of assisted generation in ``tools/bench.py``.
+
+The drafter is trained as in section 3 of the paper: the serial layers learn the target's next hidden state and distribution,
+and each head learns them one position further ahead. The loss on the distribution has more weight here, because hidden states
+of a small model are far from Gaussian.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def token_stream(tokenizer: Tokenizer, held_out: bool) -> Tensor:
 
 
 def windows(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """[batch, length] token ids from random places of the stream."""
+    """Token ids [batch, length] from random positions of the stream."""
     starts = torch.randint(0, len(stream) - length, (batch,), generator=generator)
     return torch.stack([stream[s : s + length] for s in starts.tolist()])
 
@@ -108,7 +108,7 @@ def fit(
     rate: float,
     report: Callable[[Tensor], str],
 ) -> None:
-    """Muon for the matrices and AdamW for the rest, linear warm-up and cosine decay."""
+    """Trains with Muon for matrices and AdamW for the rest, with linear warm-up and cosine decay."""
     matrices = [p for p in parameters if p.ndim == 2 and VOCABULARY not in p.shape]
     others = [p for p in parameters if not (p.ndim == 2 and VOCABULARY not in p.shape)]
     optimizers: list[torch.optim.Optimizer] = [
@@ -133,7 +133,7 @@ def fit(
 
 
 def first_and_last(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A Llama of two layers that starts as the target without those between its first and its last."""
+    """A two-layer Llama initialized with the target's first and last layer."""
     model = LlamaForCausalLM(LlamaConfig(**{**TARGET.to_dict(), "num_hidden_layers": 2}))
     model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     model.model.norm.load_state_dict(target.model.norm.state_dict())
@@ -146,7 +146,7 @@ def train_target(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, step
     generator = torch.Generator().manual_seed(1)
 
     def loss_of(step: int) -> Tensor:
-        # The last fifth sees whole contexts, so that positions behind the usual window are trained as well.
+        # The last fifth of the steps uses whole contexts, so that later positions are trained too.
         batch, length = (8, 2 * WINDOW) if step >= 0.8 * steps else (16, WINDOW)
         ids = windows(stream, batch, length, generator)
         logits = model(ids[:, :-1]).logits
@@ -159,7 +159,7 @@ def train_target(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, step
         return f"loss {loss.item():.3f}  held out {test.item():.3f}"
 
     fit(list(model.parameters()), loss_of, steps, 3e-3, report)
-    # What is trained on is what is shipped: the drafter must learn from the fp16-rounded target.
+    # Rounded to fp16, because the drafter must learn from the target as it is written.
     return model.eval().requires_grad_(False).half().float()
 
 
@@ -174,7 +174,7 @@ def write_target(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) ->
 
 
 class Drafter(nn.Module):
-    """The training form of the drafter; parameter names are those of the official checkpoints."""
+    """The drafter for training; parameters have the names of the official checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Block(nn.Module):
 
 def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, steps: int) -> Drafter:
     drafter = Drafter()
-    # The target's last layers already work on the features that the serial layers are to continue.
+    # Initialized with the target's last layers, which already work on the features that the serial layers predict.
     for layer, trained in zip(drafter.layers, target.model.layers[-SERIAL_LAYERS:], strict=True):
         layer.load_state_dict(trained.state_dict(), strict=False)
     embed, lm_head = target.model.embed_tokens, target.lm_head
@@ -222,21 +222,21 @@ def train_drafter(target: LlamaForCausalLM, stream: Tensor, held_out: Tensor, st
             teacher = lm_head(hidden).float()
             x = embed(ids).float()
         y = drafter.serial(drafter.fc(torch.cat((x[:, 1:], hidden[:, :-1]), -1)))
-        # z(x1, h0) and z(x2, h1) of every position: the token that was drafted and the hidden state that drafted it.
+        # z(x1, h0) and z(x2, h1) of every position: a drafted token and the hidden state that drafted it.
         z = drafter.fc(torch.cat((x[:, 2:], y[:, :-1]), -1))
         pairs = torch.cat((z[:, :-1], z[:, 1:]), -1)
-        # The heads are five times the serial layers' work, so they see a random quarter of the positions.
+        # The heads need five times the computation of the serial layers, so they train on a random quarter of the positions.
         sample = torch.randperm(ids.shape[1] - HEADS - 3, generator=generator)[: ids.shape[1] // 4]
         everywhere = torch.arange(ids.shape[1] - 1)
         total, hits = torch.zeros(()), []
-        for ahead, places in [(1, everywhere), *((3 + i, sample) for i in range(HEADS))]:
-            out = y if ahead == 1 else drafter.head(ahead - 3, pairs[:, places])
-            logits, wanted = lm_head(out).float(), teacher[:, places + ahead]
-            loss = F.kl_div(logits.log_softmax(-1).flatten(0, 1), wanted.log_softmax(-1).flatten(0, 1),
+        for ahead, positions in [(1, everywhere), *((3 + i, sample) for i in range(HEADS))]:
+            out = y if ahead == 1 else drafter.head(ahead - 3, pairs[:, positions])
+            logits, expected = lm_head(out).float(), teacher[:, positions + ahead]
+            loss = F.kl_div(logits.log_softmax(-1).flatten(0, 1), expected.log_softmax(-1).flatten(0, 1),
                             log_target=True, reduction="batchmean")  # fmt: skip
-            loss = loss + 0.1 * F.smooth_l1_loss(out.float(), hidden[:, places + ahead])
+            loss = loss + 0.1 * F.smooth_l1_loss(out.float(), hidden[:, positions + ahead])
             total = total + loss * (1.0 if ahead == 1 else 0.3)
-            hits.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
+            hits.append((logits.argmax(-1) == expected.argmax(-1)).float().mean().item())
         return total, hits
 
     def report(loss: Tensor) -> str:
@@ -258,7 +258,7 @@ def main() -> None:
     folder = args.out / "target"
     trained = (folder / "model.safetensors").is_file()
     if args.assistant and not trained:
-        parser.error(f"{folder} has no target to make an assistant for: train it first, without --assistant")
+        parser.error(f"{folder} has no target for the assistant: train it first, without --assistant")
     torch.manual_seed(0)
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if args.assistant else train_tokenizer()

@@ -1,8 +1,8 @@
-"""Which whole numbers the values of a graph may hold: interval arithmetic from its inputs and constants.
+"""The ranges of integers in a graph, by interval arithmetic from its inputs and constants.
 
-MIGraphX up to ROCm 7.2.4 computes int64 in fp32 on a GPU (``eliminate_data_type`` in its targets/gpu/target.cpp) and then drops
-the casts that would have cut fractions off. A graph computes the same there if every integer in it is a whole number that fp32
-holds, without being rounded to one. Only such values have a range here; floats have one if they are known to be whole.
+On a GPU, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 (``eliminate_data_type`` in its targets/gpu/target.cpp) and then
+drops the casts that would have truncated fractions. A graph is still exact there if every integer in it is, without rounding, a
+whole number that fp32 can represent. Only such values get a range here, and floats that are known to be whole numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ import onnx_ir as ir
 Range = tuple[int, int]  # the least and the largest value
 Shape = tuple[int, ...]
 
-LIMIT = 1 << 24  # fp32 holds every whole number up to this magnitude
-_READ = 1 << 20  # constants with more elements are not looked at
+LIMIT = 1 << 24  # fp32 represents every integer up to this magnitude
+_LARGEST_READ = 1 << 20  # constants with more elements are not read
 _TYPES = (ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT)
 
 
-def _hull(*given: Range) -> Range:
-    return min(low for low, _ in given), max(high for _, high in given)
+def _hull(*ranges: Range) -> Range:
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def _product(a: Range, b: Range) -> Range:
@@ -28,8 +28,8 @@ def _product(a: Range, b: Range) -> Range:
     return min(corners), max(corners)
 
 
-# By operator: the inputs whose values count, and what their ranges make the range of the output. Operators that are not here may
-# round, or are not needed by our graphs. ReduceSum, ArgMax and TopK depend on sizes, see ``_made``.
+# By operator: the inputs that determine the output, and its range from theirs. Operators that are not listed may round, or our
+# graphs do not need them. Those whose ranges depend on sizes are in ``_output_ranges``: ReduceSum, ArgMax and TopK.
 _RULES: Mapping[str, tuple[slice, Callable[..., Range]]] = {
     **dict.fromkeys(
         (
@@ -50,7 +50,7 @@ _RULES: Mapping[str, tuple[slice, Callable[..., Range]]] = {
 
 def _constant(value: ir.Value) -> Range | None:
     tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None or tensor.dtype not in _TYPES or not 0 < tensor.size <= _READ:
+    if tensor is None or tensor.dtype not in _TYPES or not 0 < tensor.size <= _LARGEST_READ:
         return None
     numbers = tensor.numpy()
     if not np.all(np.isfinite(numbers)) or np.any(numbers != np.trunc(numbers)):
@@ -58,49 +58,49 @@ def _constant(value: ir.Value) -> Range | None:
     return int(numbers.min()), int(numbers.max())
 
 
-def _made(node: ir.Node, known: Mapping[ir.Value, Range], shapes: Mapping[ir.Value, Shape]) -> list[Range | None]:
-    """The range of each output, None if it is not known to be whole."""
+def _output_ranges(node: ir.Node, ranges: Mapping[ir.Value, Range], shapes: Mapping[ir.Value, Shape]) -> list[Range | None]:
+    """The range of each output of a node, None if it may not be a whole number."""
     if node.op_type == "Constant":
         return [_constant(node.outputs[0])]
     first = shapes[node.inputs[0]] if node.inputs and node.inputs[0] is not None else ()
     if node.op_type in ("ArgMax", "ArgMin"):
         return [(0, first[node.attributes.get_int("axis", 0)] - 1)]
-    if node.op_type == "ReduceSum" and node.inputs[0] in known:
-        # Partial sums included: of one term up to all of them.
-        count, a = prod(first) // max(1, prod(shapes[node.outputs[0]])), known[node.inputs[0]]
+    if node.op_type == "ReduceSum" and node.inputs[0] in ranges:
+        # Includes partial sums, of one term up to all.
+        count, a = prod(first) // max(1, prod(shapes[node.outputs[0]])), ranges[node.inputs[0]]
         return [_hull(a, (count * a[0], count * a[1]))]
-    values = None
+    result = None
     if node.op_type in _RULES:
-        counted, rule = _RULES[node.op_type]
-        given = [known.get(value) for value in node.inputs[counted] if value is not None]
-        values = None if None in given else rule(*given)
+        inputs, rule = _RULES[node.op_type]
+        operands = [ranges.get(value) for value in node.inputs[inputs] if value is not None]
+        result = None if None in operands else rule(*operands)
     if node.op_type == "TopK":
-        return [values, (0, first[node.attributes.get_int("axis", -1)] - 1)]
-    return [values] * len(node.outputs)
+        return [result, (0, first[node.attributes.get_int("axis", -1)] - 1)]
+    return [result] * len(node.outputs)
 
 
 def ranges(
     graph: ir.Graph, shapes: Mapping[ir.Value, Shape], dtypes: Mapping[ir.Value, ir.DataType | None], most: int
 ) -> dict[ir.Value, Range]:
-    """The range of every value that is known to hold whole numbers within ``LIMIT`` and nothing else.
+    """The range of every value that certainly contains only whole numbers within ``LIMIT``.
 
-    shapes, dtypes: of all values; all shapes are static. most: the largest integer that an input, or a weight that is kept in a
-    file and not read here, may hold; none is negative.
+    shapes, dtypes: of all values; all shapes are static. most: the largest integer in an input, or in a weight that is stored
+    in a file and not read here; none is negative.
     """
-    known: dict[ir.Value, Range] = {}
+    known_ranges: dict[ir.Value, Range] = {}
 
-    def note(value: ir.Value, made: Range | None) -> None:
+    def note(value: ir.Value, value_range: Range | None) -> None:
         if dtypes[value] == ir.DataType.BOOL:
-            made = 0, 1
-        # Other types do not hold all whole numbers of such a range: fp16 ends at 2048.
-        if made is not None and dtypes[value] in _TYPES and made[0] >= -LIMIT and made[1] <= LIMIT:
-            known[value] = made
+            value_range = 0, 1
+        # Other types cannot represent all integers of such a range; fp16 only up to 2048.
+        if value_range is not None and dtypes[value] in _TYPES and value_range[0] >= -LIMIT and value_range[1] <= LIMIT:
+            known_ranges[value] = value_range
 
     for value in (*graph.inputs, *graph.initializers.values()):
         unread = value.const_value is None or isinstance(value.const_value, ir.ExternalTensor)
         whole = dtypes[value] != ir.DataType.FLOAT
         note(value, ((0, most) if whole else None) if unread else _constant(value))
     for node in graph:
-        for value, made in zip(node.outputs, _made(node, known, shapes), strict=True):
-            note(value, made)
-    return known
+        for value, value_range in zip(node.outputs, _output_ranges(node, known_ranges, shapes), strict=True):
+            note(value, value_range)
+    return known_ranges

@@ -1,11 +1,11 @@
-"""The vocabulary of the operator tables: what a rule may say of a node's types, attributes and inputs."""
+"""The building blocks of the operator tables: rules for the types, attributes and inputs of a node."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-# Element types, a letter each; a string of letters is a choice.
+# One letter per element type; a string of letters means any of them.
 _LETTERS = {
     "f": ir.DataType.FLOAT, "h": ir.DataType.FLOAT16, "g": ir.DataType.BFLOAT16, "i": ir.DataType.INT32, "l": ir.DataType.INT64,
     "b": ir.DataType.BOOL, "B": ir.DataType.UINT8, "c": ir.DataType.INT8, "N": ir.DataType.UINT4, "n": ir.DataType.INT4, "e": ir.DataType.FLOAT8E4M3FN,
@@ -17,7 +17,7 @@ ANY = NUMBERS + BOOL
 
 @dataclass(frozen=True)
 class Facts:
-    """Element type and shape of a value, None where they are not known."""
+    """Element type and shape of a value; None if unknown."""
 
     dtype: ir.DataType | None
     shape: tuple[int, ...] | None
@@ -25,7 +25,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Use:
-    """A node and the facts of its values; those of an input that is left out are None, its shape is ()."""
+    """A node and the facts of its values. An omitted input has None, and the shape ()."""
 
     node: ir.Node
     inputs: list[Facts | None]
@@ -42,24 +42,25 @@ class Use:
         facts = self.inputs[i] if self.has(i) else None
         return (facts and facts.shape) or ()
 
-    def whole(self, name: str, default: int) -> int:
+    def integer(self, name: str, default: int) -> int:
         return int(self.node.attributes.get_int(name, default))
 
-    def text(self, name: str, default: str) -> str:
+    def string(self, name: str, default: str) -> str:
         return str(self.node.attributes.get_string(name, default))
 
     def axis(self, default: int) -> int:
         """The attribute ``axis``, counted from the front of the first input."""
-        return self.whole("axis", default) % max(1, len(self.shape(0)))
+        return self.integer("axis", default) % max(1, len(self.shape(0)))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parser takes of one operator, a line of its table.
+    """What a parser supports of one operator: a line of its table.
 
-    types: of each input, separated by blanks, the last for all that follow. attributes: those it honours, or may ignore without
-    harm. constant: positions of the inputs that must be known when parsing; stored: of those that must be initializers or
-    Constants, and not computed from them. most: inputs and outputs at most. refuse: says what else it does not take.
+    types: of each input, separated by blanks; the last applies to all further inputs. attributes: those that it honours, or may
+    safely ignore. constant: positions of the inputs that must be constant when parsing; stored: of those that must be
+    initializers or Constants, not computed from them. most: the largest numbers of inputs and outputs. refuse: returns a phrase
+    for anything else that is not supported, "" if all is.
     """
 
     types: str
@@ -73,11 +74,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Parser:
-    """Of a backend. opsets: that it knows, as far back as ours could go. io_dtypes: element types of a graph's inputs and outputs; types: of all other values.
+    """The ONNX parser of a backend.
 
-    operators: by name; a string says why one that the parser knows must not be used. empty: whether tensors without elements
-    are taken. positional: whether external data are read by the order of their entries. floating: whether integers are computed
-    in fp32 without rounding, so that only ``exporter.backends.ranges`` tells whether they stay what they are.
+    opsets: the supported ones that our graphs could use. io_dtypes: element types of a graph's inputs and outputs; types: of
+    all other values. operators: rules by name; a string says why an operator must not be used although the parser knows it.
+    empty: whether it supports tensors without elements. positional: whether it reads the entries of external data by their
+    order. floating: whether it computes integers in fp32 without rounding; ``exporter.backends.ranges`` then checks that they
+    stay exact.
     """
 
     label: str
@@ -91,9 +94,11 @@ class Parser:
 
 
 def one_of(attribute: str, default: str, *accepted: str) -> Callable[[Use], str]:
+    """A check that a string attribute has one of the accepted values."""
+
     def refuse(use: Use) -> str:
-        found = use.text(attribute, default)
-        return "" if found in accepted else f"has {attribute} '{found}'"
+        value = use.string(attribute, default)
+        return "" if value in accepted else f"has {attribute} '{value}'"
 
     return refuse
 
@@ -105,16 +110,16 @@ CONSTANTS = "value value_float value_floats value_int value_ints"
 
 
 def float_mod(use: Use) -> str:
-    return "has floats and no fmod" if use.type(0) in dtypes(FLOATS) and not use.whole("fmod", 0) else ""
+    return "has floats but no fmod" if use.type(0) in dtypes(FLOATS) and not use.integer("fmod", 0) else ""
 
 
 def no_axes(use: Use) -> str:
-    """Both count axes they are not told by the rank, not by the starts."""
+    """Without axes, both parsers take as many as the input has dimensions, ONNX as many as there are starts."""
     return "" if use.has(3) or use.shape(1) == (len(use.shape(0)),) else "has no axes"
 
 
-def odd_nibbles(use: Use) -> bool:
-    """4-bit rows that do not fill their last byte."""
+def has_odd_nibbles(use: Use) -> bool:
+    """Whether 4-bit rows do not fill their last byte."""
     return use.type(0) in dtypes("nN") and bool(use.shape(0)) and use.shape(0)[-1] % 2 == 1
 
 

@@ -1,4 +1,4 @@
-"""The operators that TensorRT's parser takes, by release."""
+"""The operators that TensorRT's parser supports, by release."""
 
 import onnx_ir as ir
 
@@ -16,73 +16,75 @@ from .rules import (
     Use,
     dtypes,
     float_mod,
+    has_odd_nibbles,
     no_axes,
-    odd_nibbles,
     one_of,
 )
 
 
 def _trt_attention(use: Use) -> str:
-    """AttentionHelpers.cpp; IAttention takes a mask or causality, not both."""
+    """AttentionHelpers.cpp: IAttention supports a mask or causality, not both."""
     if any(len(use.shape(i)) != 4 for i in range(4) if use.has(i)):
-        return "has queries, keys, values or a mask of other than 4 dimensions"
+        return "has queries, keys, values or a mask without exactly 4 dimensions"
     if use.has(3) and use.type(3) not in (ir.DataType.BOOL, use.type(0)):
         return "has a mask of another type than its queries"
-    return "is causal and has a mask" if use.has(3) and use.whole("is_causal", 0) else ""
+    return "is causal and has a mask" if use.has(3) and use.integer("is_causal", 0) else ""
 
 
 def _trt_rotary(use: Use) -> str:
     if len(use.shape(0)) != 4:
-        return "has an input of other than 4 dimensions"
-    return "has tables of other than 2 dimensions" if use.has(3) and len(use.shape(1)) != 2 else ""
+        return "has an input without exactly 4 dimensions"
+    return "has tables without exactly 2 dimensions" if use.has(3) and len(use.shape(1)) != 2 else ""
 
 
 def _trt_scatter(use: Use) -> str:
-    """IKVCacheUpdateLayer: the cache is bound from outside, in and out."""
+    """IKVCacheUpdateLayer: the cache must be both an input and an output of the graph."""
     if len(use.shape(0)) != 4 or use.axis(-2) != 2:
         return "does not write along the second to last of 4 dimensions"
     if not (use.node.inputs[0].is_graph_input() and use.node.outputs[0].is_graph_output()):
-        return "has a cache that is not an input of the graph and, written, an output of it"
+        return "has a cache that is not both an input and an output of the graph"
     return one_of("mode", "linear", "linear")(use)
 
 
 def _trt_top_k(use: Use) -> str:
-    """ITopKLayer: one of the last four axes, and at most 3840 entries; the document says fewer."""
+    """ITopKLayer: one of the last four axes, and at most 3840 entries, or fewer than 3840 according to docs/operators.md."""
     rank, axis = len(use.shape(0)), use.axis(-1)
-    if not use.whole("sorted", 1):
+    if not use.integer("sorted", 1):
         return "is not sorted"
     if rank - axis > 4:
         return "is over an axis before the last four"
     k = (use.outputs[0].shape or (0,))[axis]
-    return "" if k < 3840 else f"asks for {k} entries, and fewer than 3840 can be had"
+    return "" if k < 3840 else f"selects {k} entries, expected fewer than 3840"
 
 
 def _trt_trilu(use: Use) -> str:
-    """Its importer takes a missing ``upper`` for 0, where ONNX says 1."""
-    return "" if "upper" in use.node.attributes else "does not say whether it is upper"
+    """The importer's default for ``upper`` is 0, that of ONNX is 1."""
+    return "" if "upper" in use.node.attributes else "lacks the attribute 'upper'"
 
 
 def _trt_dequantize(use: Use) -> str:
-    """QuantDequantLinearHelper: one scale, one per entry of the axis, or one per block along one axis. The sizes of int4 blocks
-    are those of the documentation of quantized types."""
+    """QuantDequantLinearHelper: one scale, one per entry of the axis, or one per block along one axis.
+
+    The sizes of int4 blocks are from the documentation of quantized types.
+    """
     x, scale = use.shape(0), use.shape(1)
     if len(scale) > 1 and (len(scale) != len(x) or sum(a != b for a, b in zip(x, scale, strict=True)) != 1):
-        return "has a scale that is not its input's shape cut into blocks along one axis"
-    if odd_nibbles(use):
+        return "has a scale whose shape is not that of its input divided into blocks along one axis"
+    if has_odd_nibbles(use):
         return "has 4-bit rows of odd length"
-    block = use.whole("block_size", 0)
+    block = use.integer("block_size", 0)
     if use.type(0) in dtypes("e") and (block or (len(scale) == 1 and use.axis(1) != 0)):
-        return "has fp8 scales that are not one a row"
+        return "has fp8 scales that are not one per row"
     return (
-        f"has 4-bit blocks of {block}, documented are 64 and 128"
+        f"has 4-bit blocks of {block}, expected the documented 64 or 128"
         if use.type(0) in dtypes("n") and block not in (64, 128)
         else ""
     )
 
 
-# TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, narrowed by what its onnxOpImporters.cpp and
-# importerUtils.cpp and the operator pages of the TensorRT documentation take less of. Networks are strongly typed; the parser computes no constants of its
-# own, so an input that it wants as weights must be an initializer or a Constant. uint8 exists at the network's ends only.
+# TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, without what its onnxOpImporters.cpp and importerUtils.cpp
+# or the operator pages of the TensorRT documentation exclude. Networks are strongly typed. The parser folds no constants, so an
+# input that it needs as weights must be an initializer or a Constant. Only inputs and outputs of the network can be uint8.
 TENSORRT: dict[str, Rule | str] = {
     **dict.fromkeys(UNARY, Rule(FLOATS)),
     **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
@@ -109,7 +111,7 @@ TENSORRT: dict[str, Rule | str] = {
     "Gather": Rule(f"{ANY} {INTS}", "axis"),
     "GatherElements": Rule(f"{ANY} {INTS}", "axis"),
     "GatherND": Rule(f"{ANY} {INTS}", "batch_dims"),
-    # With a reduction it is a plugin of another library.
+    # With a reduction it needs a plugin of another library.
     "ScatterElements": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "axis reduction", refuse=one_of("reduction", "none", "none")),
     "ScatterND": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "reduction", refuse=one_of("reduction", "none", "none")),
     "Reshape": Rule(f"{ANY} l", "allowzero", constant="1"),
@@ -143,10 +145,10 @@ TENSORRT: dict[str, Rule | str] = {
         most=(4, 1),
         refuse=_trt_attention,
     ),
-    "Swish": "is known from TensorRT 11.0 on",
+    "Swish": "is supported from TensorRT 11.0 on",
 }
-# TensorRT 10.3, JetPack 6's: docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest before
-# it whose sources were at hand; what 10.1 takes, 10.3 takes.
+# TensorRT 10.3 (JetPack 6): docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest
+# earlier release with available sources; 10.3 supports all that 10.1 does.
 TENSORRT_10_3: dict[str, Rule | str] = {
     **TENSORRT,
     **dict.fromkeys(("Attention", "TensorScatter", "RotaryEmbedding", "RMSNormalization"), "came after TensorRT 10.3"),

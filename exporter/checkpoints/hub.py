@@ -1,12 +1,12 @@
-"""Where checkpoints come from: local folders, or a model hub."""
+"""Finds checkpoints: local folders, or models of the Hugging Face hub."""
 
 from pathlib import Path
 
-from runtime.errors import GumihoError
+from runtime.errors import InputError, UnavailableError
 
 from .json_config import reason
 
-# The released drafters and the targets they were trained for (reference: the official repository's model table).
+# The released drafters and the targets they were trained for, from the model table of the official repository.
 TARGETS = {
     "Gumiho-vicuna-7b": "lmsys/vicuna-7b-v1.3",
     "Gumiho-vicuna-13b": "lmsys/vicuna-13b-v1.3",
@@ -20,26 +20,30 @@ WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", 
 
 
 def target_of(drafter: str) -> str:
-    """The target a released drafter belongs to, by the last part of its id or folder name."""
+    """The target of a released drafter, by the last part of its id or folder name. Raises InputError for others."""
     try:
         return TARGETS[drafter.rstrip("/").rsplit("/", 1)[-1]]
     except KeyError:
-        raise GumihoError(f"'{drafter}' is not one of the released drafters, so name its target with --target") from None
+        raise InputError(f"'{drafter}' is not one of the released drafters: name its target with --target") from None
 
 
 def locate(source: str) -> Path:
-    """A local folder as it is; anything else is taken for a hub id and fetched into the hub's own cache."""
+    """The folder of a checkpoint. A source that is not a local folder is a hub id, which is fetched into the hub's cache.
+
+    Raises InputError for a source that does not exist, and UnavailableError if the hub cannot be reached.
+    """
     try:
         folder = Path(source).expanduser()
         if folder.is_dir():
             return folder
         exists = folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user's home
-        raise GumihoError(
+        raise InputError(
             f"'{source[:60]}' cannot be the name of a folder ({reason(error)}): check --ckpt and --target"
         ) from None
+    not_found = InputError(f"'{source}' is neither a folder nor a hub id of the form owner/name: check --ckpt and --target")
     if exists or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name")
+        raise not_found
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -50,16 +54,18 @@ def locate(source: str) -> Path:
             folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin"]))
         return folder
     except HFValidationError:
-        raise GumihoError(f"'{source}' is neither a folder nor a hub id of the form owner/name") from None
+        raise not_found from None
     except GatedRepoError:
-        raise GumihoError(f"the hub asks to accept the licence of '{source}' first, then log in with `hf auth login`") from None
+        raise InputError(
+            f"the hub requires you to accept the licence of '{source}': accept it there, then run `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
-        raise GumihoError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
+        raise InputError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
     except LocalEntryNotFoundError:
-        raise GumihoError(
+        raise UnavailableError(
             f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
         ) from None
-    except Exception as error:  # the hub's transport errors (httpx) share no base class with its own
-        raise GumihoError(
+    except Exception as error:  # transport errors (httpx) and those of the hub have no common base class
+        raise UnavailableError(
             f"fetching '{source}' from the hub failed ({reason(error)}): try again, or name a local folder"
         ) from None

@@ -1,4 +1,4 @@
-"""The JSON of a checkpoint, checked once where it is read, so that nothing after it meets a value of another type or size."""
+"""Reads the JSON files of a checkpoint and checks the types and ranges of their values, so that no other code has to."""
 
 import json
 import math
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import GumihoError
+from runtime.errors import DamageError, InputError
 
-_MOST_BYTES = 64 << 20  # the index of the largest released checkpoints has 200 KB
+_LARGEST_FILE = 64 << 20  # bytes; the index of the largest released checkpoints has 200 KB
 
-# Whole numbers of config.json: the least and the most that are believed. Products of any two fit into 64 bits.
+# Integers of config.json with their smallest and largest plausible values. Products of any two fit into 64 bits.
 _REQUIRED = {
     "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 24), "num_hidden_layers": (1, 1 << 16),
     "num_attention_heads": (1, 1 << 16), "vocab_size": (1, 1 << 24),
@@ -20,7 +20,7 @@ _OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 _EPS = 1e-12, 0.1
 _THETA = 1.0, 1e15
-_FACTOR = 1.0, 1e9  # of positions; transformers' rule: no less than 1
+_FACTOR = 1.0, 1e9  # of positions; transformers requires at least 1
 _ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "default": {},
     "linear": {"factor": _FACTOR},
@@ -32,44 +32,44 @@ _ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 
 def reason(error: BaseException) -> str:
-    """What a library's exception says, in one line; its type where it says nothing."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the file's name
-    return " ".join(said.split())[:500] or type(error).__name__
+    """The message of a library's exception in one line, or its type if it has no message."""
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the file's name
+    return " ".join(message.split())[:500] or type(error).__name__
 
 
 def shown(value: object) -> str:
-    """A value as an error may show it: its start, if it is long."""
+    """A value for an error message: its representation, at most about 60 characters of it."""
     try:
         text = repr(value)
     except RecursionError:
-        text = f"a deep {type(value).__name__}"
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def document(path: Path) -> dict[str, Any]:
-    """The JSON object in a regular file.
+    """The JSON object in a regular file. All its numbers are finite.
 
-    Numbers are finite. Raises FileNotFoundError, and GumihoError for anything that is no such object: a pipe or a folder, another
-    encoding, nesting too deep to parse, NaN, which Python would take.
+    Raises FileNotFoundError, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
+    parse, NaN and Infinity, which Python's parser would accept.
     """
     try:
-        found = path.stat()  # looked at before it is opened: opening a pipe waits for its writer
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no regular file")
-        if found.st_size > _MOST_BYTES:
-            raise ValueError(f"it has {found.st_size} bytes")
+        status = path.stat()  # before opening, because opening a pipe waits for its writer
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if status.st_size > _LARGEST_FILE:
+            raise ValueError(f"it has {status.st_size} bytes, more than {_LARGEST_FILE}")
         content = json.loads(path.read_text("utf-8"), parse_constant=_refused, parse_float=_finite)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise GumihoError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
+        raise DamageError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
     if not isinstance(content, dict):
-        raise GumihoError(f"{path} holds no JSON object: download it again")
+        raise DamageError(f"{path} does not hold a JSON object: download it again")
     return content
 
 
 def _refused(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -80,23 +80,23 @@ def _finite(text: str) -> float:
 
 
 def is_whole(value: object, least: float, most: float) -> bool:
-    """Whether a value of JSON is a whole number of that range; true and false are none."""
+    """Whether a JSON value is an integer from ``least`` to ``most``; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def llama_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a Llama config.json that describe the model, each of its type and in its range, for ``LlamaConfig``.
+    """The fields of a Llama config.json that describe the model, checked for type and range, for ``LlamaConfig``.
 
-    raw: config.json. where: whose it is, for errors. The rotary embedding comes out in the new spelling, ``rope_parameters``,
-    whichever it had. Raises GumihoError naming the field.
+    raw: config.json. where: the checkpoint, for errors. The result always has the newer field of the rotary embedding,
+    ``rope_parameters``. Raises InputError with the name of the field.
     """
 
-    def refuse(key: str, value: object, expected: str) -> GumihoError:
-        return GumihoError(f"{where}: config.json has {shown(value)} as '{key}', expected {expected}")
+    def refuse(key: str, value: object, expected: str) -> InputError:
+        return InputError(f"{where}: config.json has {shown(value)} as '{key}', expected {expected}")
 
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":
-        raise GumihoError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
+        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
     for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
         value = raw.get(key)
         if value is None and key in _OPTIONAL:
@@ -115,37 +115,36 @@ def llama_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields["rms_norm_eps"] = float(eps)
 
     heads = fields["num_attention_heads"]
-    sharing = fields.setdefault("num_key_value_heads", heads)
-    if heads % sharing:
-        raise GumihoError(f"{where}: {heads} attention heads cannot share {sharing} key-value heads")
+    kv_heads = fields.setdefault("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise InputError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads, expected a divisor")
     if fields["hidden_size"] % heads:
-        raise GumihoError(f"{where}: a hidden_size of {fields['hidden_size']} cannot be shared by {heads} attention heads")
-    size = fields.setdefault("head_dim", fields["hidden_size"] // heads)
-    if size % 2:
-        raise refuse("head_dim", size, "an even number, whose halves are rotated")
+        raise InputError(f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads")
+    head_dim = fields.setdefault("head_dim", fields["hidden_size"] // heads)
+    if head_dim % 2:
+        raise refuse("head_dim", head_dim, "an even number, for the rotary embedding")
 
     rotary: Any = {}
-    for key in ("rope_parameters", "rope_scaling"):  # the old spelling wins, as in transformers
+    for key in ("rope_parameters", "rope_scaling"):  # the older field wins, as in transformers
         rotary = raw.get(key) or rotary
         if not isinstance(rotary, dict):
             raise refuse(key, rotary, "an object")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROTARY:
-        raise GumihoError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
+        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
-    rotary = {
-        "original_max_position_embeddings": fields.get("max_position_embeddings", 2048)
-    } | rotary  # as transformers takes it
+    # The default of transformers.
+    rotary = {"original_max_position_embeddings": fields.get("max_position_embeddings", 2048)} | rotary
     values = {"rope_theta": (theta, _THETA)} | {key: (rotary.get(key), bounds) for key, bounds in _ROTARY[kind].items()}
     for key, (value, bounds) in values.items():
-        good = is_whole(value, *bounds) if isinstance(bounds[0], int) else _is_number(value, *bounds)
-        if not good:
+        valid = is_whole(value, *bounds) if isinstance(bounds[0], int) else _is_number(value, *bounds)
+        if not valid:
             raise refuse(key, value, f"a number from {bounds[0]:g} to {bounds[1]:g}")
     if kind == "llama3" and rotary["high_freq_factor"] <= rotary["low_freq_factor"]:
         raise refuse("high_freq_factor", rotary["high_freq_factor"], "more than low_freq_factor")
     partial = rotary.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise refuse("partial_rotary_factor", partial, "1: heads that are rotated as a whole")
+        raise refuse("partial_rotary_factor", partial, "1, as only whole heads can be rotated")
     fields["rope_parameters"] = {"rope_type": kind, **{key: value for key, (value, _) in values.items()}}
     return fields
 
@@ -154,12 +153,15 @@ def _is_number(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def end_ids(found: object, vocabulary: int, file: Path) -> tuple[int, ...]:
-    """What a file gives as ``eos_token_id``: an id, a list of them, or none. Raises GumihoError for ids the model does not have."""
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+def end_ids(value: object, vocabulary: int, file: Path) -> tuple[int, ...]:
+    """The end-of-text ids in the value of ``eos_token_id``: an id, a list of ids, or None.
+
+    Raises InputError for ids that are not below ``vocabulary``.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
         if not is_whole(i, 0, vocabulary - 1):
-            raise GumihoError(
-                f"{file}: eos_token_id is {shown(found)}, expected a token id or a list of them, from 0 to {vocabulary - 1}"
+            raise InputError(
+                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}"
             )
     return tuple(dict.fromkeys(ids))

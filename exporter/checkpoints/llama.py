@@ -1,4 +1,4 @@
-"""Llama's configuration, shape and rotary tables, in transformers' own reading."""
+"""Llama's configuration, shape and rotary tables, as transformers reads them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging
 
 from graphs.layer import LlamaShape
-from runtime.errors import GumihoError
+from runtime.errors import InputError
 
 from .checkpoint import Checkpoint
 from .json_config import llama_fields, reason, shown
@@ -18,7 +18,7 @@ from .json_config import llama_fields, reason, shown
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns of ids outside the vocabulary, in lines of its own beside our one."""
+    """Silences transformers' warnings, for example of ids outside the vocabulary, which the exporter reports itself."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -28,30 +28,34 @@ def _quiet() -> Iterator[None]:
 
 
 def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The configuration in transformers' own reading, which knows the old and the new spellings of the rotary embedding."""
+    """The configuration of a checkpoint. Raises InputError for another architecture, quantized weights, or invalid fields."""
     raw = checkpoint.config
     raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
-        raise GumihoError(f"{where} has model_type {shown(raw['model_type'])}, and Gumiho drafts for model_type 'llama' only")
+        raise InputError(
+            f"{where} has model_type {shown(raw['model_type'])}, but Gumiho supports only 'llama': name another target"
+        )
     quantized = raw.get("quantization_config")
     if checkpoint.kind == "target" and quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        raise GumihoError(
-            f"{where} is quantized already ({method if isinstance(method, str) else 'its config.json has a quantization_config'}), and packed codes cannot be read: "
+        cause = method if isinstance(method, str) else "its config.json has a quantization_config"
+        raise InputError(
+            f"{where} is quantized already ({cause}), which is not supported: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
     fields = llama_fields(raw, where)
     try:
         with _quiet():
-            known = LlamaConfig(**fields)
-            LlamaRotaryEmbedding(known)
-    except Exception as error:  # transformers' validators raise what comes up
-        raise GumihoError(f"{where}: config.json is no Llama configuration ({reason(error)})") from None
-    return known
+            config = LlamaConfig(**fields)
+            LlamaRotaryEmbedding(config)
+    except Exception as error:  # transformers' validators raise exceptions of any type
+        raise InputError(f"{where}: config.json is not a Llama configuration ({reason(error)}): download it again") from None
+    return config
 
 
 def llama_shape(config: LlamaConfig) -> LlamaShape:
+    """The sizes that the graphs need."""
     return LlamaShape(
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
@@ -67,7 +71,7 @@ def llama_shape(config: LlamaConfig) -> LlamaShape:
 
 
 def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [positions, head dim / 2], from transformers' own inverse frequencies."""
+    """cos and sin, fp32 [positions, head dim / 2], from transformers' inverse frequencies."""
     rotary = LlamaRotaryEmbedding(config)
     inverse: Tensor = rotary.inv_freq.float()
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse[None, :]

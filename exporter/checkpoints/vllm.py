@@ -1,22 +1,23 @@
-"""A drafter in the layout that vLLM's Gumiho method reads, for those who outgrow one device.
+"""Writes a drafter in the layout that vLLM's Gumiho method reads.
 
-Read off vLLM pull request 43544 (open; commit 7f27511) and, where marked *, off vLLM's main branch; all paths under ``vllm/``:
+The layout follows vLLM pull request 43544 (open; commit 7f27511) and, where marked *, vLLM's main branch; all paths are under
+``vllm/``:
 
-- Names (``model_executor/models/gumiho.py``, ``load_weights``) are those of vLLM's modules: ``embed_tokens``, ``fc`` and
-  ``layers`` behind ``model.``, ``mlp.{head}.{block}.linear`` and ``lm_head`` bare. Only behind ``model.`` does an embedding
-  count as the drafter's own; under its bare name it is read and then replaced by the target's.
-- ``fc`` has a bias where config.json says ``gumiho_fc_bias``; else ``fc.bias`` is dropped without a word. A field ``bias``,
-  which the official JSONs have, is about attention in vLLM (``model_executor/models/llama.py``*), so it is not carried over.
-- Each head has one block and five residual ones. ``num_speculative_tokens - 2`` heads are used; asked for more tokens than
-  the drafter has heads for, vLLM runs heads that were never loaded.
-- A missing embedding or ``lm_head`` is the target's. ``lm_head`` must have a row per token
-  (``model_executor/layers/vocab_parallel_embedding.py``*), so a trimmed one is left out; ``token_map`` is read and ignored.
-- config.json (``transformers_utils/configs/gumiho.py``) is ``GumihoConfig``: the decoder's configuration nested under
-  ``model``, which vLLM mirrors outside. The rotary embedding is written in its old spelling, the only one that transformers
-  4 and 5, both of which vLLM admits, read alike (measured with 4.57 and 5.23).
-- Drafting stops at the drafter's ``max_position_embeddings`` (``v1/worker/gpu_model_runner.py``), which in the released ones
-  is the length they were trained on. The target's is written: the rotary embedding has no end of its own.
-- One weight file of any size will do (``model_executor/model_loader/weight_utils.py``*), so there are no shards.
+- Tensors have the names of vLLM's modules (``model_executor/models/gumiho.py``, ``load_weights``): ``embed_tokens``, ``fc``
+  and ``layers`` with the prefix ``model.``, ``mlp.{head}.{block}.linear`` and ``lm_head`` without. vLLM uses the drafter's
+  embedding only if it has the prefix; without it, vLLM replaces the embedding by the target's.
+- ``fc`` has a bias if config.json has ``gumiho_fc_bias``; else vLLM silently drops ``fc.bias``. The field ``bias`` of the
+  official config.json files means attention in vLLM (``model_executor/models/llama.py``*), so it is not copied.
+- Each head has one block and five residual ones. vLLM uses ``num_speculative_tokens - 2`` heads, and runs heads that were never
+  loaded if the drafter has fewer.
+- If the embedding or ``lm_head`` is missing, vLLM uses the target's. ``lm_head`` must have a row per token
+  (``model_executor/layers/vocab_parallel_embedding.py``*), so a trimmed one is left out; vLLM reads and ignores ``token_map``.
+- config.json (``transformers_utils/configs/gumiho.py``) is ``GumihoConfig``: the decoder's configuration is nested under
+  ``model``, and vLLM copies it to the top level. The rotary embedding uses the older fields, the only ones that transformers 4
+  and 5, both of which vLLM supports, read alike (measured with 4.57 and 5.23).
+- vLLM stops drafting at the drafter's ``max_position_embeddings`` (``v1/worker/gpu_model_runner.py``), which in the released
+  drafters is the length of their training texts. The target's is written instead: the rotary embedding works beyond it.
+- vLLM reads a single weight file of any size (``model_executor/model_loader/weight_utils.py``*), so there are no shards.
 """
 
 import json
@@ -33,19 +34,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from runtime.errors import GumihoError
+from runtime.errors import InputError
 
 from ..weights.source import require_fp16
 from .checkpoint import Checkpoint
 from .pair import Pair
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MARK = {"format": "pt", "written_by": "gumiho-export"}  # the file's metadata: config.json has no room of its own for it
+_MARK = {"format": "pt", "written_by": "gumiho-export"}  # metadata of the weight file, by which ``is_export`` recognizes it
 _RESIDUAL_BLOCKS = 5
 _SERIAL_STEPS = 2
 _SLICE_ELEMENTS = 16 << 20
-_BESIDE = 1 << 20  # bytes: config.json, the header
-_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
+_OVERHEAD = 1 << 20  # bytes reserved for config.json and the header
+_SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
 
 
 def _vllm_name(name: str) -> str:
@@ -59,30 +66,30 @@ def _trimmed(pair: Pair) -> bool:
 
 
 def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The tensors to write, by the checkpoint's names, with the dtype each gets. Raises GumihoError for what vLLM cannot run."""
+    """The dtypes of the tensors to write, by the checkpoint's names. Raises InputError for a drafter that vLLM cannot run."""
     if pair.heads and pair.blocks != _RESIDUAL_BLOCKS:
-        raise GumihoError(
-            f"drafter '{pair.drafter.source}' has heads of {pair.blocks} residual blocks and vLLM knows heads of "
-            f"{_RESIDUAL_BLOCKS} only: export it for another --backend"
+        raise InputError(
+            f"drafter '{pair.drafter.source}' has heads of {pair.blocks} residual blocks, but vLLM supports only "
+            f"{_RESIDUAL_BLOCKS}: export it for another --backend"
         )
-    drafter, found = pair.drafter, dict[str, torch.dtype]()
+    drafter, dtypes = pair.drafter, dict[str, torch.dtype]()
     names = drafter.names() - ({"lm_head.weight"} if _trimmed(pair) else set())
     for name in names:
         if name != "token_map":
             drafter.check_dtype(name)
         stored = drafter.read(name, 0, 0).dtype
-        found[name] = dtype if dtype is not None and stored.is_floating_point else stored
-        if found[name] not in _CODES:
-            raise GumihoError(f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32")
-    # The widest first, which keeps every tensor aligned to its elements, as the safetensors library does it.
-    return {name: found[name] for name in sorted(names, key=lambda n: (-found[n].itemsize, n))}
+        dtypes[name] = dtype if dtype is not None and stored.is_floating_point else stored
+        if dtypes[name] not in _SAFETENSORS_NAMES:
+            raise InputError(f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32")
+    # Widest dtype first, so that every tensor is aligned to its element size, as in the safetensors library.
+    return {name: dtypes[name] for name in sorted(names, key=lambda n: (-dtypes[n].itemsize, n))}
 
 
 def _config(pair: Pair) -> dict[str, Any]:
-    """config.json: every field that vLLM reads, none of which is left to a default."""
+    """config.json, with every field that vLLM reads, so that nothing depends on its defaults."""
     shape, rope = pair.draft_shape, dict(pair.draft_config.rope_parameters)
     theta = rope.pop("rope_theta")
-    rope.pop("type", None)  # the same as rope_type, older still
+    rope.pop("type", None)  # an even older name of rope_type
     return {
         "architectures": ["GumihoLlamaForCausalLM"],
         "model_type": "gumiho",
@@ -122,28 +129,28 @@ def _slices(drafter: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tens
 
 
 def size(pair: Pair, dtype: torch.dtype | None = None) -> int:
-    """Bytes the disk must hold. Raises GumihoError, before anything is written, for a drafter that vLLM cannot run."""
-    return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _BESIDE
+    """Bytes of disk space needed. Raises InputError for a drafter that vLLM cannot run."""
+    return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _OVERHEAD
 
 
 def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
-    """Writes config.json and model.safetensors into an empty folder, a slice at a time. Returns their bytes.
+    """Writes config.json and model.safetensors into an empty folder, a slice at a time. Returns their size in bytes.
 
-    dtype: of all weights; None keeps each as it is stored.
+    dtype: that of all weights; None keeps the stored ones. Raises InputError for values too large for it.
     """
     drafter, tensors = pair.drafter, _tensors(pair, dtype)
     header, end = dict[str, Any](__metadata__=_MARK), 0
     for name, stored in tensors.items():
         shape, start = drafter.shape(name), end
         end += prod(shape) * stored.itemsize
-        header[_vllm_name(name)] = {"dtype": _CODES[stored], "shape": shape, "data_offsets": [start, end]}
+        header[_vllm_name(name)] = {"dtype": _SAFETENSORS_NAMES[stored], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with (folder / _CONFIG).open("wb") as out:
         out.write(json.dumps(_config(pair), indent=2).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
-    # By hand, because the library's writer wants all tensors in memory at once.
+    # Not with the safetensors library, because its writer needs all tensors in memory at once.
     with (folder / _WEIGHTS).open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         with tqdm(total=end, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
@@ -156,7 +163,7 @@ def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder holds what ``write`` puts into one and nothing else, so that nobody misses it when it is replaced."""
+    """Whether a folder contains exactly the files that ``write`` writes, so that it can safely be replaced."""
     try:
         if {path.name for path in folder.iterdir()} != {_CONFIG, _WEIGHTS}:
             return False
@@ -167,18 +174,20 @@ def is_export(folder: Path) -> bool:
 
 
 def lines(pair: Pair, out: Path) -> list[str]:
-    """How to serve ``out`` with vLLM: in Python, on the command line, and what has to be known."""
+    """How to serve ``out`` with vLLM, in Python and on the command line, and notes on limits."""
     local = Path(pair.target.source).expanduser()
     target = str(local.absolute()) if local.is_dir() else pair.target.source
-    # Absolute: vLLM takes a name with a dot and no slash for a Python class, and another relative one may be a hub id.
+    # Absolute paths: vLLM takes a name with a dot and no slash for a Python class, and other relative paths for hub ids.
     drafter = {"method": "gumiho", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
     name, text = (json.dumps(value, ensure_ascii=False) for value in (target, drafter))
-    said = [
+    messages = [
         f"LLM(model={name}, speculative_config={text})",
         f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(text)}",
-        "note: it takes a vLLM that has the method 'gumiho' (pull request 43544), on its V1 model runner",
+        "note: this needs a vLLM with the method 'gumiho' (pull request 43544), on its V1 model runner",
     ]
     if _trimmed(pair):
-        found, wanted = list(pair.drafter.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
-        said.append(f"note: its lm_head of shape {found} is left out, vLLM takes {wanted} only: the target's is used instead")
-    return said
+        shape, supported = list(pair.drafter.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
+        messages.append(
+            f"note: its lm_head of shape {shape} is left out, because vLLM supports only {supported}; it uses the target's"
+        )
+    return messages

@@ -1,4 +1,4 @@
-"""Quantizes matrices to codes and scales (``graphs.quantization.Scheme``)."""
+"""Quantizes matrices to codes and scales (``graphs.dialects.quantization.Scheme``)."""
 
 from collections.abc import Iterator
 from math import prod
@@ -7,54 +7,57 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, turned
+from graphs.dialects.quantization import FP8, Scheme, flip_top_bits
 
 from .source import Location, Source, require_fp16
 
-_SLICE_ELEMENTS = 1 << 18  # what quantizing makes of so many stays in a core's cache: half the time of four times as many
-_STEPS = 7.0, 7.5, 8.0, 8.5  # that a block's largest number may be long; codes reach from -8 to 7
+_SLICE_ELEMENTS = 1 << 18  # the temporaries of so many fit into a core's cache; four times as many take twice as long
+_STEPS = 7.0, 7.5, 8.0, 8.5  # candidates for the largest magnitude of a block, in steps; codes are -8 to 7
 
 
 def scale_of(weight: str) -> str:
-    """The name of the scales that belong to a matrix' codes."""
+    """The name of the scales of a quantized matrix."""
     return weight.replace("weight", "scale")
 
 
 def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of dtype, as ``Scheme`` has them, for matrices [..., N, K]. Scales are positive, as TensorRT wants them."""
+    """Codes and scales (of ``dtype``) for matrices [..., N, K], in the layout of ``Scheme``.
+
+    Scales are positive, as TensorRT requires.
+    """
     if scheme.codes == FP8:
-        most = torch.finfo(FP8).max
-        scale = (values.float().abs().amax(-1, keepdim=True) / most).to(dtype)
+        largest = torch.finfo(FP8).max
+        scale = (values.float().abs().amax(-1, keepdim=True) / largest).to(dtype)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        return (values.float() / scale.float()).clamp_(-most, most).to(FP8), scale[..., 0]
+        return (values.float() / scale.float()).clamp_(-largest, largest).to(FP8), scale[..., 0]
     if scheme.input_major:
         codes, scale = _quantize8(values.float(), dtype)
         return codes.T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
     codes, scale = (_quantize8 if scheme.bits == 8 else _quantize4)(blocks, dtype)
-    return (codes if scheme.codes == torch.int8 else turned(codes, scheme.bits)).view(scheme.codes), scale
+    return (codes if scheme.codes == torch.int8 else flip_top_bits(codes, scheme.bits)).view(scheme.codes), scale
 
 
 def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two's complement codes, and scales by which a block's largest number is 127 long."""
+    """Two's complement codes, and scales that map the largest magnitude of a block to 127."""
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).to(dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (blocks / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale[..., 0]
 
 
 def _quantize4(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two's complement codes, two to a byte, and scales.
+    """Two's complement codes, two per byte, and scales.
 
-    A block's scale is the one of ``_STEPS`` with the smallest squared error: over a matrix a fifth less than with 7 steps
-    alone, for trained weights as for Gaussian ones.
+    Each block uses the candidate of ``_STEPS`` with the smallest squared error. Over a matrix this is a fifth less than with 7
+    steps for all blocks, both for trained and for Gaussian weights.
     """
     largest = blocks.abs().amax(-1, keepdim=True)
     scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
     for steps in _STEPS:
-        tried = (largest / steps).to(dtype).float()
-        tried = torch.where(tried > 0, tried, 1.0)
-        error = _codes(blocks, tried).mul_(tried).sub_(blocks).square_().sum(-1, keepdim=True)
-        scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
+        candidate = (largest / steps).to(dtype).float()
+        candidate = torch.where(candidate > 0, candidate, 1.0)
+        error = _codes(blocks, candidate).mul_(candidate).sub_(blocks).square_().sum(-1, keepdim=True)
+        scale, least = torch.where(error < least, candidate, scale), torch.minimum(error, least)
     codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
     return codes[..., 0::2] & 15 | codes[..., 1::2] << 4, scale[..., 0].to(dtype)
 
@@ -64,51 +67,53 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
-    """Codes and scales of a matrix, made in one pass over it: the codes' slices must be read before the scales'. Input-major codes are
-    held whole, since their first row has a number of every slice."""
+    """Sources of the codes and scales of a matrix, computed in one pass: the codes must be read before the scales.
+
+    Input-major codes are held in memory as a whole, because each of their rows needs values of every slice.
+    """
     shapes = scheme.shapes(source.shape)
-    rows, made = max(1, _SLICE_ELEMENTS // source.shape[-1]), list[Tensor]()
+    rows, scale_slices = max(1, _SLICE_ELEMENTS // source.shape[-1]), list[Tensor]()
 
     def parts() -> Iterator[Tensor]:
-        # In one piece: small ones would lie between what is freed, and hold it.
-        made[:], at = [torch.empty(shapes[1], dtype=dtype)], 0
-        flat = made[0].view(-1)
+        # One tensor for all scales: small ones between freed large blocks would fragment the heap.
+        scale_slices[:], filled = [torch.empty(shapes[1], dtype=dtype)], 0
+        flat = scale_slices[0].view(-1)
         for values in source.slices():
             for part in values.split(rows):
                 codes, scale = quantize(part, scheme, dtype)
-                flat[at : at + scale.numel()] = scale.view(-1)
-                at += scale.numel()
+                flat[filled : filled + scale.numel()] = scale.view(-1)
+                filled += scale.numel()
                 yield codes
         if dtype == torch.float16:
-            require_fp16(made[0], f"a scale of the quantized '{name}'")
+            require_fp16(scale_slices[0], f"a scale of the quantized '{name}'")
 
     def codes() -> Iterator[Tensor]:
         if not scheme.input_major:
             yield from parts()
             return
-        whole, at = torch.empty(shapes[0], dtype=scheme.codes), 0
+        whole, filled = torch.empty(shapes[0], dtype=scheme.codes), 0
         for part in parts():
-            whole[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
+            whole[:, filled : filled + part.shape[1]] = part
+            filled += part.shape[1]
         yield from whole.split(max(1, _SLICE_ELEMENTS // source.shape[0]))
 
     def scales() -> Iterator[Tensor]:
-        if not made:  # the codes were packed in a run that was interrupted
+        if not scale_slices:  # an interrupted run has packed the codes
             for _ in codes():
                 pass
-        yield from made
-        made.clear()
+        yield from scale_slices
+        scale_slices.clear()
 
     return {name: Source(shapes[0], codes, scheme.codes), scale_of(name): Source(shapes[1], scales, dtype)}
 
 
-def recoded(place: Location, bundle: Path, bits: int) -> Source:
-    """Packed codes, of so many bits, as the other type has them."""
-    other = torch.int8 if place.dtype == torch.uint8 else torch.uint8
-    rows = max(1, _SLICE_ELEMENTS // prod(place.shape[1:]))
+def recoded(location: Location, bundle: Path, bits: int) -> Source:
+    """Packed codes converted to the other dtype, int8 or uint8. bits: per code."""
+    dtype = torch.int8 if location.dtype == torch.uint8 else torch.uint8
+    rows = max(1, _SLICE_ELEMENTS // prod(location.shape[1:]))
 
     def slices() -> Iterator[Tensor]:
-        for part in place.mapped(bundle).view(torch.uint8).split(rows):
-            yield turned(part, bits).view(other)
+        for part in location.mapped(bundle).view(torch.uint8).split(rows):
+            yield flip_top_bits(part, bits).view(dtype)
 
-    return Source(place.shape, slices, other)
+    return Source(location.shape, slices, dtype)

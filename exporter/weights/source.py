@@ -1,4 +1,4 @@
-"""A tensor that is not read yet, and where a packed one lies."""
+"""Tensors that are read on demand, and their locations in weight files."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.errors import GumihoError
+from runtime.errors import InputError
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a file keeps a tensor, number behind number: ``offset`` in bytes."""
+    """A contiguous tensor in a checkpoint's file. offset: in bytes."""
 
     file: Path
     offset: int
@@ -24,10 +24,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter's values come from. ``slices()`` yields them in storage order, whatever their stored dtype.
+    """Reads the values of a parameter on demand. ``slices()`` yields them in storage order, in their stored dtype.
 
-    fixed: what they are kept in, whatever the bundle's dtype: fp32 for the rotary tables, bytes for codes. stored: where they lie
-    already, if they do in one piece.
+    fixed: the packed dtype if it does not depend on the bundle's, as for rotary tables (fp32) and codes; else None. stored: the
+    checkpoint's file that contains exactly these values, if there is one.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +36,7 @@ class Source:
     stored: Stored | None = None
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The packed dtype in a bundle of ``dtype``."""
         return self.fixed or dtype
 
     def whole(self) -> Tensor:
@@ -43,18 +44,19 @@ class Source:
         return torch.cat([part.reshape(-1) for part in self.slices()]).reshape(self.shape)
 
     def linkable(self, dtype: torch.dtype) -> bool:
-        """Whether the values lie in a file as a bundle wants them."""
+        """Whether a bundle of ``dtype`` can read the values from the checkpoint's file."""
         stored = self.stored
-        # Old files have headers of any length, and not every processor reads numbers at odd addresses.
+        # Old files have headers of any length, and not every processor can read unaligned numbers.
         return stored is not None and stored.dtype == self.dtype(dtype) and stored.offset % stored.dtype.itemsize == 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
+        """Packed size in a bundle of ``dtype``."""
         return prod(self.shape) * self.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a parameter lies: ``file`` relative to the bundle, ``offset`` and ``length`` in bytes."""
+    """The location of a packed parameter: ``file`` relative to the bundle, ``offset`` and ``length`` in bytes."""
 
     file: str
     offset: int
@@ -63,23 +65,21 @@ class Location:
     shape: tuple[int, ...]
 
     def mapped(self, bundle: Path) -> Tensor:
-        """The values, mapped from the file (copy on write), not read."""
+        """The values, mapped from the file (copy on write) without reading them."""
         array = np.memmap(bundle / self.file, np.uint8, "c", self.offset, (self.length,))
         return torch.from_numpy(array).view(self.dtype).reshape(self.shape)
 
 
 def is_finite(values: Tensor) -> bool:
     """Whether no number is NaN or infinite. values: fp16, bf16, fp32 or fp64, of any shape."""
-    # A tenth of what hashing them takes; torch.isfinite takes several times as long as hashing.
-    return values.numel() == 0 or all(math.isfinite(float(end)) for end in values.aminmax())
+    # Takes a tenth of the time of hashing; torch.isfinite takes several times as long as hashing.
+    return values.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in values.aminmax())
 
 
-def require_fp16(converted: Tensor, what: str) -> None:
-    """Raises GumihoError where finite values became infinite by conversion to fp16. what: whose they are, for the error."""
+def require_fp16(converted: Tensor, name: str) -> None:
+    """Raises InputError if conversion to fp16 made values infinite. name: the tensor, for the message."""
     if not is_finite(converted):
-        raise GumihoError(
-            f"{what} holds a value too large for fp16, whose largest is 65504: keep it in bf16 or fp32, see --dtype"
-        )
+        raise InputError(f"{name} holds a value too large for fp16, more than 65504: use bf16 or fp32, see --dtype")
 
 
 def _bytes(values: Tensor, dtype: torch.dtype) -> memoryview:

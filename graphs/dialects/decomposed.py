@@ -1,4 +1,4 @@
-"""``Standard`` with attention spelled out."""
+"""``Standard`` with attention as primitive operators."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from .standard import Standard
 
 
 class Decomposed(Standard):
-    """``Standard`` with attention spelled out, for devices whose fused one cannot be built or is wrong."""
+    """``Standard`` with attention as primitive operators, for devices whose fused attention fails to build or is wrong."""
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The tensor operations that backends spell differently, each once per dialect.
+"""The tensor operations that backends spell differently, and their spelling in plain operators.
 
-A dialect is a class of static methods. Run eagerly, every dialect computes ``Plain``'s torch expressions, with which golden
-runs are recorded; traced, it emits the operators its backends know. Rows are [n, heads * head dim] throughout.
+A dialect is a class of static methods. Run eagerly, every dialect computes the torch expressions of ``Plain``, so golden runs
+do not depend on it. Traced, it emits the operators that its backends support. Rows are [n, heads * head dim] throughout.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _SLICE_ELEMENTS = 16 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries, keys and values of the rows of a pass, not yet rotated, and where the rows sit.
+    """Queries, keys and values of the rows of a pass, not yet rotated, and the positions of the rows.
 
     q: [n, heads * head dim]; k, v: [n, kv heads * head dim]; position: int64 [n]; cos, sin: [positions, head dim / 2].
     """
@@ -37,10 +37,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Past:
-    """A cache behind a pass that ``attend`` has made.
+    """A cache before and after a call of ``attend``.
 
-    cache: as it was; length: int64 [1], its filled positions; written: what ``attend`` returned for it; count: int64 [1], how
-    many of the rows of that pass count.
+    cache: the cache before; length: int64 [1], its filled positions then; written: the keys and values that ``attend``
+    returned; count: int64 [1], how many rows of that pass are not padding.
     """
 
     cache: Cache
@@ -60,26 +60,26 @@ def _join(x: Tensor) -> Tensor:
 
 
 class Plain:
-    """The reference every dialect computes when run eagerly."""
+    """The reference that every dialect computes when run eagerly."""
 
     opset = 24
-    appends = False  # a pass returns its rows' keys and values alone
-    # Of MatMulNBits: 4 has it round what it multiplies to int8, 0 says nothing. ONNX Runtime's CPU provider has kernels of 8 bits
-    # for 4 alone, and unpacks the matrix in every pass for any other.
+    appends = False  # whether a pass returns only the keys and values of its rows
+    # Of MatMulNBits: 4 rounds activations to int8, 0 leaves the choice to the backend. For 8-bit codes, ONNX Runtime's CPU
+    # provider has kernels for 4 only; with any other value it unpacks the matrix in every pass.
     accuracy_level = 0
 
     @classmethod
     def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes where there is a scale; bias: [N] -> [n, N].
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale; bias: [N] -> [n, N].
 
-        When traced, codes are spelled as they are kept: fp8 and two's complement by DequantizeLinear, others by MatMulNBits.
+        When traced, fp8 and two's complement codes are read by DequantizeLinear, others by MatMulNBits.
         """
         if scale is None:
             return F.linear(x, weight, bias)
         outputs, inputs = scale.shape[0], x.shape[1]
         if input_major(weight):
-            made = cls._whole(x, weight, scale)
-            return made if bias is None else made + bias
+            product = cls._whole(x, weight, scale)
+            return product if bias is None else product + bias
         block = 0 if weight.dtype == FP8 else inputs // weight.shape[1]
         bits = bits_of(weight, inputs)
         if not is_in_onnx_export():
@@ -87,7 +87,7 @@ class Plain:
             slices = zip(weight.split(rows), scale.split(rows), strict=True)
             out = torch.cat([x @ dequantize(*part, bits).T for part in slices], dim=-1)
         elif weight.dtype != torch.uint8:
-            numbers = ops.symbolic(
+            values = ops.symbolic(
                 "DequantizeLinear",
                 (weight, scale),
                 {"axis": 1, "block_size": block} if block else {"axis": 0},
@@ -95,7 +95,7 @@ class Plain:
                 shape=[outputs, inputs],
                 version=21,
             )
-            out = F.linear(x, numbers)
+            out = F.linear(x, values)
         else:
             out = ops.symbolic(
                 "com.microsoft::MatMulNBits",
@@ -129,24 +129,24 @@ class Plain:
 
     @staticmethod
     def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
-        """What each row sees once the rows are written behind ``past_length``, in the form that ``attend`` takes.
+        """The attention mask once the rows are written at ``past_length``, in the form that ``attend`` takes.
 
         mask: bool [n, n] (row attends to row), None for causal rows; past_length: int64 [1]; cache: any cache of the pass.
-        Here bool [n, S]: every position below ``past_length``, and of the rows those the mask names.
+        Here bool [n, S]: every position below ``past_length``, and those rows that the mask allows.
         """
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
         if mask is None:
             return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]
-        own = (row >= 0) & (row < rows)
-        return (row < 0) | (own & mask.index_select(1, torch.where(own, row, 0)))
+        of_rows = (row >= 0) & (row < rows)
+        return (row < 0) | (of_rows & mask.index_select(1, torch.where(of_rows, row, 0)))
 
     @classmethod
     def attend(
         cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the rows' keys and values behind ``past_length`` and attends to the cache.
+        """Writes the rows' keys and values at ``past_length`` and attends to the cache.
 
-        Returns the attended rows [n, heads * d] and both caches, or where the dialect appends, the rows' part of them alone.
+        Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect ``appends``.
         """
         k, v = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
         written = past_length + torch.arange(k.shape[2], device=k.device)
@@ -155,19 +155,21 @@ class Plain:
         return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=attention_mask, enable_gqa=True)), keys, values
 
     @classmethod
-    def attend_readonly(cls, rows: Rows, past: Past, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
-        """Attends to a cache, as ``attend`` left it, and to rows beside it that are never written down.
+    def attend_readonly(cls, rows: Rows, past: Past, uncached: list[Cache], mask: Tensor) -> tuple[Tensor, Cache]:
+        """Attends to a cache as ``attend`` left it, and to rows that are not written to the cache.
 
-        beside: what earlier calls returned for their rows; seen: bool [n, m], which of those m rows and of its own, in this
-        order, each row sees. Returns the attended rows [n, heads * d], and the rows' own keys and values for calls to come.
+        uncached: the keys and values that earlier calls returned; mask: bool [n, m], which of these rows and then of ``rows``,
+        m in all, each row attends to. Returns the attended rows [n, heads * d], and their keys and values for later calls.
         """
-        return cls._beside(rows, past.written, past.length + past.count, beside, seen)
+        return cls._attend_uncached(rows, past.written, past.length + past.count, uncached, mask)
 
     @classmethod
-    def _beside(cls, rows: Rows, cache: Cache, length: Tensor, beside: list[Cache], seen: Tensor) -> tuple[Tensor, Cache]:
+    def _attend_uncached(
+        cls, rows: Rows, cache: Cache, length: Tensor, uncached: list[Cache], mask: Tensor
+    ) -> tuple[Tensor, Cache]:
         """``attend_readonly`` over the first ``length`` (int64 [1]) positions of a cache."""
-        own = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
-        keys, values = (torch.cat([pair[i] for pair in [*beside, own]], dim=2) for i in (0, 1))
+        new = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
+        keys, values = (torch.cat([pair[i] for pair in [*uncached, new]], dim=2) for i in (0, 1))
         q = cls.rotary(_split(rows.q, rows.heads), rows)
         _, heads, n, d = q.shape
         capacity = cache[0].shape[2]
@@ -178,18 +180,18 @@ class Plain:
             raw = (grouped @ keys[0].transpose(1, 2)).reshape(rows.kv_heads, -1, n, keys.shape[2])
             return torch.where(mask, raw, lowest)
 
-        counts = torch.arange(capacity, device=q.device) < length
-        both = torch.cat((scores(cache[0], counts), scores(keys, seen)), dim=-1)
-        weights = both.float().softmax(-1).to(q.dtype).reshape(rows.kv_heads, grouped.shape[1], -1)
+        filled = torch.arange(capacity, device=q.device) < length
+        all_scores = torch.cat((scores(cache[0], filled), scores(keys, mask)), dim=-1)
+        weights = all_scores.float().softmax(-1).to(q.dtype).reshape(rows.kv_heads, grouped.shape[1], -1)
         out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ values[0]
-        return _join(out.reshape(1, heads, n, d)), own
+        return _join(out.reshape(1, heads, n, d)), new
 
     @classmethod
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        """Residual blocks of several heads side by side: x + SiLU(x @ weight + bias), block after block.
+        """The residual blocks of several heads, batched: x + SiLU(x @ weight + bias), block after block.
 
-        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or ``Scheme`` codes where there are scales, which are
-        output-major and have a product per head; biases: [heads, 1, H] each. Returns [heads, P, H].
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or output-major ``Scheme`` codes if there are scales, which
+        are multiplied head by head; biases: [heads, 1, H] each. Returns [heads, P, H].
         """
         if scales:
             return cls._by_head(x, weights, scales, biases)
@@ -199,16 +201,16 @@ class Plain:
 
     @classmethod
     def _by_head(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        """``residual``, a product per head and block; of numbers only when traced."""
+        """``residual`` with a product per head and block. Without scales, only when traced."""
 
         def part(stacked: Tensor, i: int) -> Tensor:
-            """``stacked[i]``, which ``exporter.trace`` turns into a parameter of its own over the same bytes."""
+            """``stacked[i]``, which ``exporter.trace`` turns into a separate parameter over the same bytes."""
             if not is_in_onnx_export():
                 return stacked[i]
             shape = stacked.shape[1:]
             return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=stacked.dtype, shape=shape, version=1)
 
-        done = []
+        outputs = []
         for i in range(x.shape[0]):
             head = x[i]
             for j, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -218,22 +220,22 @@ class Plain:
                     inputs = (head, part(weight, i), part(bias, i))
                     out = ops.symbolic("Gemm", inputs, {}, dtype=x.dtype, shape=head.shape, version=13)
                 head = head + F.silu(out)
-            done.append(head)
-        return torch.stack(done)
+            outputs.append(head)
+        return torch.stack(outputs)
 
     @staticmethod
     def gather(x: Tensor, index: Tensor) -> Tensor:
         """Entries of the first axis. index: int64 [n] -> [n, *x.shape[1:]]."""
-        if is_in_onnx_export():  # spelled out, since the tracer would reshape the index first
+        if is_in_onnx_export():  # emitted explicitly, because the tracer would reshape the index first
             shape = [index.shape[0], *x.shape[1:]]
             return ops.symbolic("Gather", (x, index), {"axis": 0}, dtype=x.dtype, shape=shape, version=13)
         return x.index_select(0, index)
 
     @staticmethod
     def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest of the last axis in descending order, of equal values the one with the lower index first."""
+        """Values and indices of the k largest along the last axis, in descending order; ties go to the lower index."""
         if is_in_onnx_export():
-            return torch.topk(x, k, dim=-1)  # ONNX promises the order of ties that torch leaves open
+            return torch.topk(x, k, dim=-1)  # ONNX specifies the order of ties, torch does not
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
 
@@ -241,14 +243,14 @@ class Plain:
     def best(x: Tensor, k: int) -> Tensor:
         """Indices [k] of the k largest of x [n], in ``top_k``'s order, on every backend.
 
-        ONNX promises how ties are broken and not every backend keeps it: when traced, each value is compared with each.
+        ONNX specifies the order of ties, but not every backend follows it. When traced, all pairs of values are compared.
         """
         if not is_in_onnx_export():
             return x.sort(descending=True, stable=True)[1][:k]
         index = torch.arange(x.shape[0])
-        # A row for each value that may be ahead, so that the sum keeps its place: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a sum
-        # that is squeezed and spread along another axis.
+        # One row per value that may rank higher, so that the sum keeps its axis: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a
+        # sum that is squeezed and broadcast along another axis.
         ahead = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (index[:, None] < index[None, :]))
         rank = ahead.to(torch.float32).sum(0, keepdim=True)
-        place = rank == torch.arange(k, dtype=torch.float32)[:, None]
-        return torch.where(place, index.to(torch.float32), 0.0).sum(1).to(torch.int64)
+        at_rank = rank == torch.arange(k, dtype=torch.float32)[:, None]
+        return torch.where(at_rank, index.to(torch.float32), 0.0).sum(1).to(torch.int64)

@@ -1,4 +1,4 @@
-"""How quantized matrices are stored, and the numbers that their codes stand for."""
+"""How quantized matrices are stored, and how their codes are converted back to numbers."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,13 @@ FP8 = torch.float8_e4m3fn
 class Scheme:
     """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code.
 
-    codes: torch.float8_e4m3fn are numbers of their own, [..., N, K], with a scale a row, [..., N]. All others have a scale a
-    block, [..., N, K / block], and are of 8 bits, [..., N, K / block, block], or of 4, [..., N, K / block, block / 2]: two to a
-    byte, the first in the low bits. torch.int8 says that they are two's complement, as ONNX has them, torch.uint8 that each is
-    half its range more than it means, as MatMulNBits wants them. block: numbers of a row that share a scale; 0 for whole rows,
-    as fp8 has them, and as int8 has them where products are of whole numbers: these codes are input-major, [K, N].
+    block: how many values of a row share a scale; 0 if the whole row does. codes: dtype of the codes.
+
+    - torch.float8_e4m3fn, block 0: codes [..., N, K], scales [..., N].
+    - torch.int8, block 0, for integer products: codes [K, N], input-major, scales [N].
+    - torch.int8 or torch.uint8 with a block: scales [..., N, K / block]; 8-bit codes [..., N, K / block, block], or 4-bit codes
+      [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
+      DequantizeLinear; uint8 codes are offset by half their range, for MatMulNBits.
     """
 
     block: int
@@ -28,12 +30,14 @@ class Scheme:
         return not self.block and self.codes == torch.int8
 
     def fits(self, inputs: int) -> bool:
-        """Whether rows of so many numbers are whole blocks, and several: MIGraphX refuses scales of which a row has one. Matrices
-        of others are not quantized."""
+        """Whether rows of ``inputs`` values consist of at least two whole blocks; other matrices are not quantized.
+
+        MIGraphX refuses a single block per row.
+        """
         return not self.block or (inputs > self.block and inputs % self.block == 0)
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of codes and scales."""
+        """The shapes of codes and scales for matrices of ``shape``."""
         if not self.block:
             return shape[::-1] if self.input_major else shape, shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
@@ -41,26 +45,26 @@ class Scheme:
 
 
 def bits_of(codes: Tensor, inputs: int) -> int:
-    """Of a code, where a row has so many."""
+    """Bits per code of a matrix whose rows have ``inputs`` values."""
     return 8 if codes.dtype == FP8 or input_major(codes) else 8 * codes.shape[-2] * codes.shape[-1] // inputs
 
 
 def input_major(codes: Tensor) -> bool:
-    """Whether they are a matrix [K, N] of whole numbers."""
+    """Whether codes are an input-major matrix [K, N] for integer products."""
     return codes.dtype == torch.int8 and codes.ndim == 2
 
 
-def turned(codes: Tensor, bits: int) -> Tensor:
-    """Codes of either kind, of so many bits, as bytes of the other: the top bit of each is turned."""
+def flip_top_bits(codes: Tensor, bits: int) -> Tensor:
+    """Converts two's complement codes to offset codes and back, by flipping the top bit of each. Returns uint8."""
     return codes.view(torch.uint8) ^ (0x80 if bits == 8 else 0x88)
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int = 4) -> Tensor:
-    """The numbers that ``Scheme`` codes and scales stand for, [..., N, K] of the scales' dtype. bits: of codes other than fp8."""
+    """The values [..., N, K] of ``Scheme`` codes and scales, in the scales' dtype. bits: per code, for codes in blocks."""
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
     if input_major(codes):
         return codes.T.to(scale.dtype) * scale[:, None]
-    moved = turned(codes, bits) if codes.dtype == torch.int8 else codes
-    whole = moved if bits == 8 else torch.stack((moved & 15, moved >> 4), dim=-1).flatten(-2)
-    return ((whole.to(scale.dtype) - 2 ** (bits - 1)) * scale[..., None]).flatten(-2)
+    offset = flip_top_bits(codes, bits) if codes.dtype == torch.int8 else codes
+    unpacked = offset if bits == 8 else torch.stack((offset & 15, offset >> 4), dim=-1).flatten(-2)
+    return ((unpacked.to(scale.dtype) - 2 ** (bits - 1)) * scale[..., None]).flatten(-2)

@@ -1,4 +1,4 @@
-"""Opset 24 of the default ONNX domain, with fused attention and caches in place: TensorRT and ONNX Runtime CUDA."""
+"""Opset 24 of the default ONNX domain, with fused attention and caches in place, for TensorRT and ONNX Runtime CUDA."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from .plain import Cache, Plain, Rows, _join, _split
 
 
 class Standard(Plain):
-    """Opset 24 of the default ONNX domain: normalization, rotary embedding and attention are single operators, caches are
-    written in place when input and output are bound to one address, and every shape but the rows' is static.
+    """Opset 24 of the default ONNX domain. Normalization, rotary embedding and attention are single operators; caches are
+    written in place if input and output are bound to the same address; only the number of rows may be dynamic.
     """
 
     @staticmethod
@@ -51,6 +51,6 @@ class Standard(Plain):
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:
         """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
-        # Scaled here: TensorRT would scale queries and keys by the root each, which is a pass over the whole cache.
+        # Scaled here, because TensorRT would scale both queries and keys by the square root, which reads the whole cache.
         inputs = (q * q.shape[-1] ** -0.5, keys, values, None if attention_mask is None else attention_mask[None, None])
         return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)

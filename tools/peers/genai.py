@@ -1,4 +1,4 @@
-"""onnxruntime-genai: plain, with n-grams (its prompt lookup), and with a draft model; models of its own builder."""
+"""onnxruntime-genai: plain, with n-grams (its prompt lookup), and with a draft model; models made by its builder."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from tools.peers.protocol import Text, Way, serve
 
 REQUIREMENTS = (
-    ("torch==2.13.0",),  # by itself: see the Makefile
+    ("torch==2.13.0",),  # installed separately, see the Makefile
     ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "transformers==5.23.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
 )
 LOOKUP = [
@@ -23,22 +23,22 @@ DRAFT = [{"max_draft_tokens": 2}, {"max_draft_tokens": 4}, {"min_adaptive_k": 2}
 
 
 def ways() -> list[Way]:
-    found = []
+    all_ways = []
     for weights in ("fp32", "int4"):
         plain = f"genai, {weights}"
-        found += [
+        all_ways += [
             Way(plain, weights),
             Way(f"{plain}, n-grams", weights, plain, settings=LOOKUP),
             Way(f"{plain}, draft model", weights, plain, draft=True, settings=DRAFT),
         ]
-    return found
+    return all_ways
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out)]
-    done = subprocess.run([*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    process = subprocess.run([*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")], capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
 
 
 class Loaded:
@@ -49,12 +49,12 @@ class Loaded:
         session = {"session_options": {"intra_op_num_threads": threads}}
         models: dict[str, Any] = {"decoder": session}
         if draft:
-            described = json.loads((Path(draft) / "genai_config.json").read_text())["model"]["decoder"]
-            file = os.path.relpath(Path(draft) / described["filename"], model)
+            decoder = json.loads((Path(draft) / "genai_config.json").read_text())["model"]["decoder"]
+            file = os.path.relpath(Path(draft) / decoder["filename"], model)
             models["draft"] = {
-                **described,
+                **decoder,
                 "filename": file,
-                "session_options": {**described["session_options"], **session["session_options"]},
+                "session_options": {**decoder["session_options"], **session["session_options"]},
             }
         config = onnxruntime_genai.Config(model)
         config.overlay(json.dumps({"model": models}))
@@ -75,7 +75,7 @@ class Loaded:
             generator.generate_next_token()
         seconds, last = time.perf_counter() - started, generator.get_speculative_stats()
         tokens = generator.get_sequence(0)[len(ids) :].tolist()
-        # A step may queue more tokens than the one that is asked for; without speculation nothing is counted.
+        # A step may queue more tokens than the requested one. Without speculation there are no statistics.
         first_tokens = 1 + int(first["tokens_buffered"])
         passes = len(tokens) - 1
         if last["rounds"]:

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files that are written from the checkpoint."""
+"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the checkpoint."""
 
 import json
 import time
@@ -17,14 +17,14 @@ SOURCE = "model-f32.gguf"
 
 
 def ways() -> list[Way]:
-    found = []
+    all_ways = []
     for weights in ("f32", "f16", "q8_0", "q4_0"):
         plain = f"llama.cpp, {weights}"
-        found += [
+        all_ways += [
             Way(plain, weights),
             Way(f"{plain}, prompt lookup", weights, plain, options={"lookup": True}, settings=LOOKUP),
         ]
-    return found
+    return all_ways
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
@@ -43,9 +43,9 @@ def convert(checkpoint: Path, out: Path, weights: str) -> None:
 
 
 def write_gguf(checkpoint: Path, out: Path) -> None:
-    """A Llama checkpoint as GGUF in fp32, with its vocabulary: names as llama.cpp's architecture "llama" has them.
+    """Writes a Llama checkpoint and its vocabulary as GGUF in fp32, with the names of llama.cpp's architecture "llama".
 
-    Rotary pairs are neighbours there, and half a head apart in transformers: rows of queries and keys change places.
+    In llama.cpp rotary pairs are adjacent, in transformers half a head apart, so rows of queries and keys are permuted.
     """
     import gguf
     import numpy as np
@@ -73,7 +73,7 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
 
-    # Prompts come as token ids, so pieces only need to be there and to differ.
+    # Prompts are token ids, so pieces only need to exist and to differ.
     model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
     pieces = {index: piece for piece, index in model["vocab"].items()}
     writer.add_tokenizer_model("gpt2")
@@ -88,7 +88,7 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  it is no dict
+            for name in tensors.keys():  # noqa: SIM118  not a dict
                 data = tensors.get_tensor(name).astype(np.float32)
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
                     if part in name:
@@ -115,7 +115,7 @@ class Loaded:
     def generate(self, ids: list[int], count: int, **setting: Any) -> Text:
         for name, value in setting.items():
             setattr(self.lookup, name, value)
-        self.model.reset()  # else what a prompt shares with the one before is not read again
+        self.model.reset()  # otherwise a prefix shared with the previous prompt is not read again
         passes, tokens = 0, list[int]()
         evaluate = self.model.eval
 

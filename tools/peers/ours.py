@@ -1,4 +1,4 @@
-"""This project's runtime over bundles: speculative as it plans it, the same with the drafter alone, and plain."""
+"""This project's runtime over bundles: speculative as planned, the same without prompt lookup, and plain."""
 
 import time
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 from runtime.bundle.reader import Bundle
 from tools.peers.protocol import Text, Way, serve
 
-REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # the benchmark's own environment
+REQUIREMENTS: tuple[tuple[str, ...], ...] = ()  # runs in the environment of the benchmark
 
 
 def ways(bundles: list[Path]) -> list[Way]:
-    found = []
+    all_ways = []
     for bundle in bundles:
         manifest = Bundle(bundle).manifest
         weights = manifest.weights.get("target", manifest.dtype).split(",")[0].replace("float", "fp")
         plain = f"ours, {bundle.name}, plain"
-        found += [
+        all_ways += [
             Way(f"ours, {bundle.name}", weights, plain, str(bundle)),
             Way(f"ours, {bundle.name}, no lookup", weights, plain, str(bundle), settings=[{"lookup": False}]),
             Way(plain, weights, model=str(bundle), settings=[{"speculate": False}]),
         ]
-    return found
+    return all_ways
 
 
 class Loaded:

@@ -1,7 +1,8 @@
-"""How the benchmark talks to a peer: a process of its own, a line of JSON for every request and for its answer.
+"""The benchmark's protocol with its peers: each runs in its own process, with a line of JSON per request and answer.
 
-A peer's module says what it needs (``REQUIREMENTS``) and can (``ways``), and imports its packages inside ``load`` and ``convert``:
-the benchmark reads it without them. Only the standard library is used here, since every peer's environment runs this file.
+A peer's module declares the packages it needs (``REQUIREMENTS``) and its ways to decode (``ways``). It imports these packages
+only in ``load`` and ``convert``, because the benchmark imports the module without them. This file uses only the standard
+library, because it runs in every peer's environment.
 """
 
 import json
@@ -19,9 +20,9 @@ from typing import Any, Protocol
 class Way:
     """A way to decode.
 
-    name: unique in a run. weights: the format that they are kept in. plain: the way without speculation over the same weights, ""
-    for such a way itself. model: a checkpoint or bundle, "" for the target. draft: whether it needs a draft model. options: for
-    loading; ways of a peer that load alike share a process. settings: for generating, of which the fastest is taken.
+    name: unique in a run. weights: their format. plain: name of the way without speculation over the same weights, "" if this
+    is one. model: a checkpoint or bundle, "" for the target. draft: whether it needs a draft model. options: for loading; ways
+    of a peer with equal options share a process. settings: candidates for generating, of which the fastest is used.
     """
 
     name: str
@@ -37,8 +38,8 @@ class Way:
 class Text:
     """A generated text.
 
-    tokens: all new ids, with the one that ends the text. seconds: for all of it; first_seconds, first_tokens: until the first step,
-    the prompt's included, and what that gave. passes: of the target behind the first step; None where the peer does not tell.
+    tokens: all new ids, including an end-of-text id. seconds: total time; first_seconds: time of the prompt and the first step;
+    first_tokens: tokens of the first step. passes: of the target after the first step, None if the peer does not report them.
     """
 
     tokens: list[int]
@@ -52,21 +53,21 @@ class Model(Protocol):
     versions: dict[str, str]
 
     def generate(self, ids: list[int], count: int, **setting: Any) -> Text:
-        """At most ``count`` new tokens, greedily; fewer where the text ends."""
+        """Generates at most ``count`` tokens greedily; fewer if the text ends."""
 
 
 class PeerError(Exception):
-    """A peer cannot do what was asked; the message is one line."""
+    """A peer's request failed; the message is one line."""
 
 
 def peak() -> float:
-    """The most memory this process has held, MiB resident (VmHWM). Linux only."""
+    """Peak resident memory of this process in MiB (VmHWM). Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
 def serve(load: Callable[..., Model], convert: Callable[[Path, Path, str], object] | None = None) -> None:
-    """Answers requests until standard input ends. Whatever libraries print goes to standard error."""
+    """Answers requests until standard input ends. Output of libraries is redirected to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model: Model | None = None
@@ -89,10 +90,10 @@ def serve(load: Callable[..., Model], convert: Callable[[Path, Path, str], objec
 
 
 class Worker:
-    """A peer's process, from the benchmark's side."""
+    """The benchmark's handle to a peer's process."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, folder: Path, environment: Mapping[str, str]) -> None:
-        """log: gets what the process writes to standard error. folder: to run in. environment: added to this process' own."""
+        """log: file for its standard error. folder: working directory. environment: additional variables."""
         self.log, self.peak_mb = log, 0.0
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -106,7 +107,7 @@ class Worker:
             )
 
     def ask(self, do: str, limit: float = 900, **request: Any) -> dict[str, Any]:
-        """Raises PeerError for an answer that is an error, for a process that ended, and for none within so many seconds."""
+        """Returns the answer to a request. Raises PeerError on errors, after ``limit`` seconds, and if the process ends."""
         assert self.process.stdin
         assert self.process.stdout
         timer = threading.Timer(limit, self.process.kill)
@@ -120,7 +121,7 @@ class Worker:
         finally:
             timer.cancel()
         if not line:
-            last = (self.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            last = (self.log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
             raise PeerError(f"its process ended with status {self.process.wait()}: {last[:200]}")
         answer: dict[str, Any] = json.loads(line)
         self.peak_mb = answer.pop("peak_mb")

@@ -5,9 +5,9 @@ from typing import Any
 
 from tools.peers.protocol import Text, Way, serve
 
-REQUIREMENTS = ("torch==2.13.0",), ("transformers==5.23.0",)  # torch by itself: see the Makefile
+REQUIREMENTS = ("torch==2.13.0",), ("transformers==5.23.0",)  # torch is installed separately, see the Makefile
 GREEDY = "transformers, greedy"
-# assistant_confidence_threshold 0 drafts as many tokens as asked; the default, 0.4, stops where the draft model doubts.
+# With assistant_confidence_threshold 0 the number of draft tokens is fixed; the default, 0.4, stops at unlikely tokens.
 ASSISTED = [
     {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": "constant"},
     {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": "heuristic"},
@@ -29,7 +29,7 @@ def ways() -> list[Way]:
 
 
 class Steps:
-    """A streamer that notes when tokens come, and how many: one step of generation each time."""
+    """A streamer that records the time and number of tokens of every generation step."""
 
     def __init__(self) -> None:
         self.started, self.steps = time.perf_counter(), list[tuple[float, int]]()
@@ -54,21 +54,21 @@ class Loaded:
 
     def generate(self, ids: list[int], count: int, **setting: Any) -> Text:
         if self.draft is not None:
-            for name, value in setting.items():  # where assisted generation reads them
+            for name, value in setting.items():  # assisted generation reads them there
                 setattr(self.draft.generation_config, name, value)
             setting = {"assistant_model": self.draft}
         return generate(self.torch, self.model, ids, count, **setting)
 
 
 def generate(torch: Any, model: Any, ids: list[int], count: int, **setting: Any) -> Text:
-    """By any model with transformers' ``generate``."""
+    """Generates greedily with any model that has transformers' ``generate``."""
     prompt, streamer = torch.tensor([ids]), Steps()
     with torch.inference_mode():
         output = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False, streamer=streamer, **setting
         )
     seconds = time.perf_counter() - streamer.started
-    _, first, *rest = streamer.steps  # the prompt itself is put first
+    _, first, *rest = streamer.steps  # the first entry is the prompt
     return Text(output[0, len(ids) :].tolist(), seconds, *first, len(rest))
 
 
