@@ -1,4 +1,4 @@
-"""Writes a bundle: the whole of it, or nothing."""
+"""Writes the files of a bundle. ``staging`` makes sure that it is written completely or not at all."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from tqdm import tqdm
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
@@ -22,6 +21,7 @@ from .backends import operators
 from .backends.specs import BACKENDS
 from .checkpoints.pair import Pair
 from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
+from .progress import Progress
 from .trace import handed, trace
 from .weights.notes import NOTES
 from .weights.packer import Packer
@@ -39,7 +39,7 @@ def _tensor_specs(values: Any) -> tuple[TensorSpec, ...]:
 
 
 def _traffic(model: ir.Model) -> tuple[int, int]:
-    """Bytes of a graph's weights, and of those that a pass reads: of embedding and rotary tables it reads few rows."""
+    """Bytes of a graph's weights, and the bytes that a pass reads. Embedding and rotary tables do not count: a pass reads few rows."""
     weights = {v for v in model.graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)}
     tables = {v for v in weights if str(v.name).startswith("rotary.")}
     read = [v for node in model.graph if node.op_type != "Gather" for v in node.inputs if v in weights - tables]
@@ -48,7 +48,7 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
 
 
 def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
-    """What a graph's products are computed in: its weights' dtype, or int8 where their rows are rounded to it, as the CPU does."""
+    """The precision of a graph's products: its weights' dtype, or int8 if the CPU rounds the rows of a pass to int8."""
     rounds = backend == "cpu" and any(
         node.attributes.get_int("accuracy_level", 0) == 4 or node.op_type == "MatMulIntegerToFloat" for node in model.graph
     )
@@ -62,70 +62,83 @@ def _graphs(
     kind: str,
     locations: Mapping[str, dict[str, Location]],
     folder: Path,
+    progress: Progress,
 ) -> dict[str, Graph]:
-    """Traces a backend's graphs, checks them against what it is known to accept, and writes them."""
-    made, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
+    """Traces a backend's graphs, checks their operators against the backend's table, and writes them."""
+    spec, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
-    modules = plan.pair.modules(plan.tree, made.slots, plan.positions, *dialects, schemes)
-    for name, module in tqdm(modules.items(), unit="graph", desc=f"graphs for {kind}", disable=None):
-        model = trace(module, locations[name], folder, plan.dtype, made.pinned[name])
+    modules = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)
+    for name, module in modules.items():
+        progress.tell(f"{name} for {kind}")
+        model = trace(module, locations[name], folder, plan.dtype, spec.pinned[name])
         operators.check(model, kind if kind in operators.PARSERS else backend)
         tensors = _tensor_specs(model.graph.inputs), _tensor_specs(model.graph.outputs)
         graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
+        progress.advance(1)
     return graphs
 
 
-def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path) -> Form:
-    made = plan.trace_specs[backend]
-    graphs = _graphs(plan, backend, (made.dialect, made.drafting), backend, locations, folder)
+def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
+    spec = plan.trace_specs[backend]
+    graphs = _graphs(plan, backend, (spec.dialect, spec.drafting), backend, locations, folder, progress)
     spares = {
-        (name := spare.__name__.lower()): _graphs(plan, backend, (spare, spare), f"{backend}-{name}", locations, folder)
+        (name := spare.__name__.lower()): _graphs(
+            plan, backend, (spare, spare), f"{backend}-{name}", locations, folder, progress
+        )
         for spare in BACKENDS[backend].spare
     }
-    return Form(made.dialect.__name__.lower(), made.chunk, made.static, graphs, spares)
+    return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares)
 
 
 def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
-    """Writes the weight files. Returns where each graph's parameters lie, by the way that codes are kept."""
+    """Writes the weight files. Returns the location of every graph's parameters, by the dtype of the codes."""
     first, *others = plan.codes
     sources = plan.sources()
-    places = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in ("target", "draft")}
-    found = {first: places}
+    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in ("target", "draft")}
+    locations = {first: packed}
     for codes in others:
-        found[codes] = dict(places)
+        locations[codes] = dict(packed)
         for name in plan.quantized:
             bits = plan.schemes(codes)[name].bits
-            again = {n: recoded(place, packer.bundle, bits) for n, place in places[name].items() if place.dtype == first}
-            found[codes][name] = places[name] | packer.pack(RECODED.format(name), again)
-    return {codes: {**models, "extend": models["draft"]} for codes, models in found.items()}
+            converted = {n: recoded(place, packer.bundle, bits) for n, place in packed[name].items() if place.dtype == first}
+            locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
+    return {codes: {**models, "extend": models["draft"]} for codes, models in locations.items()}
+
+
+def _golden_work(form: Form) -> int:
+    """Bytes of weights that the golden run reads, about: one pass of the target and two of the drafter."""
+    return form.graphs["target"].reads + 2 * form.graphs["draft"].reads
 
 
 def write_tokenizer(pair: Pair, folder: Path) -> None:
-    """Writes what turns text and conversations into token ids, as transformers does it, and the target's settings."""
+    """Writes the tokenizer and the chat template as transformers reads them, and the target's generation settings."""
     for name in _TOKENIZER_FILES:
         if (pair.target.folder / name).is_file():
             shutil.copyfile(pair.target.folder / name, folder / name)
     if pair.tokenizer is not None:
         tokenizer = pair.tokenizer.backend_tokenizer
-        # transformers sets both anew in every call; some checkpoints ship what their training cut and filled texts to.
+        # Some checkpoints ship the truncation and padding of their training; transformers resets both in every call.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.save(str(folder / "tokenizer.json"))
-        # Its map is the files' with what the tokenizer's class adds, less what it no longer reads.
+        # The files' map, plus the tokens that the tokenizer's class adds, minus those that it no longer reads.
         (folder / "special_tokens_map.json").write_text(json.dumps(pair.tokenizer.special_tokens_map, indent=1), "utf-8")
 
 
-def write(plan: Plan, folder: Path) -> Manifest:
-    """Writes every file of a bundle into an empty folder."""
-    pair, sizes = plan.pair, plan.sizes()
-    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="weights", disable=None) as bar:
-        packer = Packer(folder, plan.dtype, bar.update)
-        locations = _pack(plan, packer)
-    forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder) for name in plan.backends}
+def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
+    """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left."""
+    pair = plan.pair
+    progress.start("quantizing and packing weights" if plan.quantized else "packing weights", sum(plan.sizes().values()))
+    packer = Packer(folder, plan.dtype, progress.advance)
+    locations = _pack(plan, packer)
 
+    progress.start("tracing graphs", sum(3 * (1 + len(BACKENDS[name].spare)) for name in plan.backends), "graphs")
+    forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder, progress) for name in plan.backends}
+
+    progress.start("recording the golden run", _golden_work(forms[plan.backends[0]]))
     codes, capacity = plan.codes[0], min(plan.capacity, golden.positions(plan.tree.rows))
-    with golden.weights(folder) as weights:
+    with golden.weights(folder, progress.advance) as weights:
         eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
         for name in ("target", "draft"):
             weights.fill(eager[name], locations[codes][name])

@@ -10,67 +10,65 @@ from runtime.errors import GumihoError
 
 from .options import open_pair, parser, plan
 from .staging import interruptible, resumable, staged, unfinished
-from .summary import describe, forecast, links, quantization, trimmed
+from .summary import describe, report
 
 if TYPE_CHECKING:
-    pass
+    from .plan import Plan
 
 
 def export(args: argparse.Namespace) -> None:
-    from runtime.backends import backend
-    from runtime.bundle.reader import Bundle
-    from runtime.engines.memory_check import require
-    from runtime.engines.store import compile_engines
-
-    from . import bundle
-    from .plan import require_space
-
     out = _out(args)
     if "vllm" in args.backend:
         export_vllm(args, out)
-        return
-    if args.device and len(args.backend) > 1:
-        raise GumihoError(f"--device {args.device} belongs to one backend: leave it out, or export for that one alone")
-    wanted, where = plan(args), f" --device {args.device}" if args.device else ""
-    if args.dry_run:
-        print(describe(wanted, out))
-    require_space(wanted.disk(), out)
-    if args.dry_run:
-        return
-    lines = [*trimmed(wanted), *quantization(wanted), *links(wanted)]
-    with staged(out, args.overwrite, same=wanted.same()) as folder:
-        manifest = bundle.write(wanted, folder)
-        lines += forecast(manifest)
-        for name in wanted.backends:
-            try:
-                made = backend(name, args.device)
-                require(Bundle(folder), made, compiling=True)
-            except GumihoError as error:
-                lines += [
-                    f"{name}: not compiled here, since {error}",
-                    f"on the device: python -m runtime.compile {out} --backend {name}{where}",
-                ]
-                continue
-            engines, errors = compile_engines(Bundle(folder), made)
-            if args.validate:
-                from .validate import validate
+    elif args.dry_run:
+        export_nothing(args, out)
+    else:
+        export_bundle(args, out)
 
-                errors |= validate(wanted, folder, name, args.device)
-            worst = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
-            lines += [
-                f"{name}: engines/{engines.name}, largest errors: {worst}",
-                f'try: python -m runtime.generate {out} --backend {name}{where} --prompt "..."',
-            ]
-    size = sum(file.size for file in manifest.files.values())
-    print("\n".join([f"{out}: {size / 1e6:.1f} MB", *lines]))
+
+def export_nothing(args: argparse.Namespace, out: Path) -> None:
+    """A dry run."""
+    from .plan import require_space
+
+    planned = _planned(args)
+    print(describe(planned, out, args))
+    require_space(planned.disk(), out)
+
+
+def export_bundle(args: argparse.Namespace, out: Path) -> None:
+    """Reads the checkpoints, writes the bundle, compiles it and prints what was made."""
+    from .progress import Progress
+
+    with Progress() as progress:
+        progress.start("reading the checkpoints")
+        from runtime.bundle.reader import Bundle
+
+        from . import bundle
+        from .engines import compile_here
+        from .plan import require_space
+
+        planned = _planned(args)
+        require_space(planned.disk(), out)
+        with staged(out, args.overwrite, same=planned.same()) as folder:
+            bundle.write(planned, folder, progress)
+            engines = [compile_here(name, args, planned, folder, progress) for name in planned.backends]
+    print(report(Bundle(out), planned, engines, args))
+
+
+def _planned(args: argparse.Namespace) -> "Plan":
+    """Raises GumihoError for options or checkpoints that cannot be exported."""
+    if args.device and len(args.backend) > 1:
+        raise GumihoError(f"--device {args.device} belongs to one backend: leave it out, or export for that backend only")
+    return plan(args)
 
 
 def export_vllm(args: argparse.Namespace, out: Path) -> None:
-    """Only the drafter is written: vLLM reads the target as it is."""
+    """Writes only the drafter: vLLM reads the target's checkpoint itself."""
     import torch
 
     from .checkpoints import vllm
     from .plan import require_space
+    from .progress import Progress
 
     for option in (
         "validate", "link_weights", "device", "capacity",
@@ -78,11 +76,11 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     ):  # fmt: skip
         if getattr(args, option):
             raise GumihoError(
-                f"--{option.replace('_', '-')} means nothing to --backend vllm, which grows no tree: leave it out"
+                f"--{option.replace('_', '-')} means nothing to --backend vllm, which builds no tree: leave it out"
             )
-    if args.weights or args.draft_weights:
+    if args.weights or args.draft_weights or args.preset:
         raise GumihoError(
-            "--weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
+            "--preset, --weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
         )
     if args.draft_vocab is not None or args.draft_text:
         raise GumihoError(
@@ -91,35 +89,38 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
         )
     if len(args.backend) > 1:
         raise GumihoError("--backend vllm writes no bundle: export for the other backends in a run of their own")
-    pair = open_pair(args)
     dtype = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
-    needed = vllm.size(pair, dtype)
-    if args.dry_run:
-        print(f"writes    {out}: config.json, model.safetensors, {needed / 1e6:.1f} MB at most")
-    require_space(needed, out)
-    if args.dry_run:
-        return
-    with staged(out, args.overwrite, vllm.is_export) as folder:
-        size = vllm.write(pair, folder, dtype)
+    with Progress() as progress:
+        progress.start("reading the checkpoints")
+        pair = open_pair(args)
+        needed = vllm.size(pair, dtype)
+        if args.dry_run:
+            print(f"Would write '{out}': config.json and model.safetensors, at most {needed / 1e6:.1f} MB.")
+        require_space(needed, out)
+        if args.dry_run:
+            return
+        with staged(out, args.overwrite, vllm.is_export) as folder:
+            progress.start("writing the drafter", needed)
+            size = vllm.write(pair, folder, dtype, progress.advance)
     print("\n".join([f"{out}: {size / 1e6:.1f} MB", *vllm.lines(pair, out)]))
 
 
 def _out(args: argparse.Namespace) -> Path:
-    """The folder to write. Raises GumihoError for what no folder can be called."""
+    """The folder to write. Raises GumihoError if no folder can have that name."""
     out: Path = args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
     try:
         out = out.expanduser()
-        unfinished(out).exists()  # the longest of the names that are used
+        unfinished(out).exists()  # the longest of the names that will be used
     except (OSError, RuntimeError) as error:
         text = str(out)
         name = text if len(text) <= 60 else f"{text[:60]}..."
-        said = getattr(error, "strerror", None) or error
-        raise GumihoError(f"'{name}' cannot be the name of a folder ({said}): name another one with --out") from None
+        reason = getattr(error, "strerror", None) or error
+        raise GumihoError(f"'{name}' cannot be the name of a folder ({reason}): name another one with --out") from None
     return out
 
 
-def _left(args: argparse.Namespace) -> str:
-    """What an interruption leaves."""
+def _after_interruption(args: argparse.Namespace) -> str:
+    """What an interrupted export leaves, and how to go on."""
     out = _out(args)
     return f"and the same command goes on from '{unfinished(out)}'" if resumable(out) else "nothing was written"
 
@@ -135,10 +136,10 @@ def _exported(args: argparse.Namespace) -> int:
             export(args)
     except ModuleNotFoundError as error:
         raise GumihoError(
-            f"exporting needs the package '{error.name}', which a device does without: pip install 'gumiho-export[export]'"
+            f"exporting needs the package '{error.name}', which the runtime does not install: pip install 'gumiho-export[export]'"
         ) from None
     except KeyboardInterrupt:
-        print(f"error: interrupted, {_left(args)}", file=sys.stderr)
+        print(f"error: interrupted, {_after_interruption(args)}", file=sys.stderr)
         return 130
     return 0
 

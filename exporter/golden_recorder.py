@@ -1,7 +1,7 @@
 """Records the golden run with eager PyTorch over the packed weights."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
@@ -35,8 +35,8 @@ class Weights:
     The modules' own parameters are maps of the files, which nothing looks into but for shapes and a few rows of tables.
     """
 
-    def __init__(self, bundle: Path, workers: int) -> None:
-        self._bundle, self._own = bundle, threading.local()
+    def __init__(self, bundle: Path, workers: int, progress: Callable[[int], object]) -> None:
+        self._bundle, self._own, self._progress = bundle, threading.local(), progress
         self._workers, self._pool = workers, ThreadPoolExecutor(workers)
         self._places: dict[int, tuple[str, Location]] = {}  # by a parameter's address
 
@@ -64,6 +64,7 @@ class Weights:
         with (self._bundle / place.file).open("rb", buffering=0) as file:
             file.seek(place.offset + part.data_ptr() - base)
             file.readinto(into.numpy().data)
+        self._progress(into.numel())
         found = into.view(part.dtype).reshape(part.shape)
         if found.dtype in _NUMBERS and not is_finite(
             found
@@ -134,12 +135,12 @@ class Weights:
 
 
 @contextmanager
-def weights(bundle: Path) -> Iterator[Weights]:
+def weights(bundle: Path, progress: Callable[[int], object] = lambda _: None) -> Iterator[Weights]:
     """``Weights``, whose products are made by as many threads as torch has, instead of by torch's own within each of many small
     ones."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    opened = Weights(bundle, min(threads, _WORKERS))
+    opened = Weights(bundle, min(threads, _WORKERS), progress)
     try:
         yield opened
     finally:

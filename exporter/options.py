@@ -1,4 +1,4 @@
-"""The command line of ``gumiho-export``, and what its options mean together."""
+"""The command line of ``gumiho-export``, and the plan that its options make."""
 
 import argparse
 from pathlib import Path
@@ -8,17 +8,15 @@ from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
 from runtime.errors import GumihoError
 
-if TYPE_CHECKING:
-    import torch
+from .precision import DRAFTER, PERPLEXITIES, PRESETS, TARGET, apply_preset, dtype, linking, quantized
 
+if TYPE_CHECKING:
     from graphs.tree import TreeConfig
 
     from .checkpoints.pair import Pair
     from .plan import Plan
 
 _DEFAULT_CAPACITY = 2048
-_DRAFTER = ("int8", "int4", "fp8")  # what weights may be quantized to, on one backend or another
-_TARGET = (*_DRAFTER, "w8a8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,20 +34,27 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     precision.add_argument("--device", default="", help=DEVICES)
     precision.add_argument(
+        "--preset", choices=PRESETS,
+        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, --weights int4 on GPUs, where "
+        "it was not measured yet); small: int4 for target and drafter; full: the target is not quantized, so that the output is "
+        f"exactly the checkpoint's. --weights and --draft-weights override it. Both fast and small change the output: {PERPLEXITIES} "
+        "(default: full)",
+    )  # fmt: skip
+    precision.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
         help="precision of weights and KV caches; with bf16 weights the caches are fp16 "
         "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
     precision.add_argument(
-        "--weights", choices=_TARGET,
+        "--weights", choices=(*TARGET, "none"),
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
         "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
-        "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs little "
-        "(default: not quantized)",
+        "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
+        f"little. On the CPU, {PERPLEXITIES} (default: none, or what --preset says)",
     )  # fmt: skip
     precision.add_argument(
-        "--draft-weights", choices=(*_DRAFTER, "none"),
+        "--draft-weights", choices=(*DRAFTER, "none"),
         help="quantize the drafter's matrices, its lm_head included; never changes the output "
         "(default: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
@@ -111,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
-    """The tree that the options ask for, fitted to the checkpoint. Raises GumihoError for what cannot be."""
+    """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible options."""
     from graphs.tree import TreeConfig, default_beam, default_depth
 
     from .backends.specs import CUDA_TOP_K
@@ -148,12 +153,12 @@ def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
 
 
 def _rows(args: argparse.Namespace) -> int:
-    """R unless ``--rows`` says otherwise: what costs little on every backend."""
+    """R if ``--rows`` is not given: as many rows as cost little on every backend."""
     from .backends.specs import BACKENDS, INT4_ROWS
 
-    spec = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights == "int4" and any(own.static for own in spec)
-    return min([own.rows for own in spec] + [INT4_ROWS] * unpacked)
+    specs = [BACKENDS[name] for name in args.backend]
+    unpacked = args.weights == "int4" and any(spec.static for spec in specs)
+    return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":
@@ -165,14 +170,16 @@ def open_pair(args: argparse.Namespace) -> "Pair":
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
-    """Gives a pair the draft vocabulary that the options ask for. Raises GumihoError for what cannot be."""
+    """Sets a pair's draft vocabulary as the options say. Raises GumihoError for impossible options."""
     from .checkpoints.draft_vocabulary import frequent
     from .plan import eos_token_ids
 
     size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
     if size is None:
         if args.draft_text:
-            raise GumihoError("--draft-text is what --draft-vocab counts: say with it how many tokens to draft")
+            raise GumihoError(
+                "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
+            )
         return
     if not len(ends) < size <= vocabulary:
         raise GumihoError(
@@ -181,13 +188,17 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
         )
     if args.draft_text and pair.tokenizer is None:
         raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")
-    whole = size == vocabulary
-    pair.draft_vocabulary = None if whole else frequent(size, vocabulary, pair.tokenizer, args.draft_text, ends)
+    if size == vocabulary:
+        pair.draft_vocabulary = None
+    else:
+        pair.draft_vocabulary = frequent(size, vocabulary, pair.tokenizer, args.draft_text, ends)
 
 
 def plan(args: argparse.Namespace) -> "Plan":
+    """Everything that the options decide. Raises GumihoError for options or checkpoints that cannot be exported."""
     from .plan import Plan
 
+    apply_preset(args)
     pair = open_pair(args)
     _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
     trim(args, pair)
@@ -198,52 +209,6 @@ def plan(args: argparse.Namespace) -> "Plan":
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
     backends = tuple(dict.fromkeys(args.backend))
-    made = Plan(pair, tree_config(args, pair), capacity, dtype(args), backends, quantized(args), linking(args))
-    made.require_links()
-    return made
-
-
-def dtype(args: argparse.Namespace) -> "torch.dtype":
-    """What weights are kept in. Raises GumihoError where the backends have none in common."""
-    import torch
-
-    from .backends.specs import BACKENDS
-
-    known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
-    wanted = known[args.dtype] if args.dtype else common[0]
-    refusing = [name for name in args.backend if wanted not in BACKENDS[name].dtypes]
-    if refusing:
-        taken = " and ".join(name for name, dtype in known.items() if dtype in BACKENDS[refusing[0]].dtypes)
-        raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in {taken}: leave one of the two out")
-    return wanted
-
-
-def quantized(args: argparse.Namespace) -> dict[str, str]:
-    """What the weights of ``target`` and ``draft`` are quantized to. Raises GumihoError where a backend does not take it."""
-    from .backends.specs import BACKENDS
-
-    defaults = {BACKENDS[name].drafter for name in args.backend}
-    draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
-    asked = {"target": ("--weights", args.weights or "none", _TARGET), "draft": ("--draft-weights", draft, _DRAFTER)}
-    for option, wanted, choices in asked.values():
-        refusing = [name for name in args.backend if wanted != "none" and wanted not in BACKENDS[name].quantized]
-        if refusing:
-            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
-            raise GumihoError(
-                f"{option} {wanted} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
-            )
-    return {model: wanted for model, (_, wanted, _) in asked.items() if wanted != "none"}
-
-
-def linking(args: argparse.Namespace) -> bool:
-    """Whether weights are linked. Raises GumihoError where a backend cannot read them from a checkpoint's files."""
-    from .backends.specs import BACKENDS
-
-    aligned = [name for name in args.backend if BACKENDS[name].aligned]
-    if args.link_weights and aligned:
-        raise GumihoError(
-            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, where checkpoints' files do "
-            "not keep them: leave one of the two out"
-        )
-    return bool(args.link_weights)
+    plan = Plan(pair, tree_config(args, pair), capacity, dtype(args), backends, quantized(args), linking(args))
+    plan.require_links()
+    return plan

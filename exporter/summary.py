@@ -1,81 +1,109 @@
-"""What an export tells about itself, before and after."""
+"""What an export tells its user: the plan of a dry run, and what was made."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runtime.bundle.manifest import Manifest
+from .precision import recommendation
 
+if TYPE_CHECKING:
+    import argparse
+
+    from runtime.bundle.reader import Bundle
+
+    from .engines import Compiled
     from .plan import Plan
 
-_TAU = 4.46  # tokens a cycle: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
-_WORTHWHILE = 1.5  # times plain decoding's speed
 
+def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
+    """What an export would write and need."""
+    from .plan import DTYPE_NAMES, free_space
 
-def describe(plan: "Plan", out: Path) -> str:
-    from .plan import free_space
-
-    tree, sizes = plan.tree, plan.sizes()
-    shared = plan.shared()
+    pair, tree, sizes, shared = plan.pair, plan.tree, plan.sizes(), plan.shared()
+    target, drafter = pair.target_shape, pair.draft_shape
     lines = [
-        f"bundle    {out}",
-        f"target    {plan.pair.target.source}: {plan.pair.target_shape}",
-        f"drafter   {plan.pair.drafter.source}: {plan.pair.draft_shape.layers} serial layers, {plan.pair.heads} heads",
-        f"tree      {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
-        + (", the reference's quirks" if tree.reference else ""),
-        f"capacity  {plan.capacity} positions",
-        *trimmed(plan),
-        *quantization(plan),
-        *links(plan),
-        *(f"writes    {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
-        f"shared    {shared / 1e6:.1f} MB of it at least are stored once and not written again",
-        f"disk      {plan.disk() / 1e9:.3f} GB needed at most, {free_space(out) / 1e9:.3f} GB free",
-        f"memory    {plan.memory() / 1e9:.2f} GB at the peak",
+        f"Would write the bundle '{out}' for {', '.join(plan.backends)}.",
+        f"Target: {pair.target.source}, a Llama of {target.layers} layers, hidden size {target.hidden}, "
+        f"{target.vocabulary} tokens in its vocabulary.",
+        f"Drafter: {pair.drafter.source}, {drafter.layers} serial layers and {pair.heads} heads.",
+        f"Draft tree: {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
+        + (", built as by the official code." if tree.reference else "."),
+        f"Capacity: {plan.capacity} positions for prompt and text together.",
+        f"Precision: {DTYPE_NAMES[plan.dtype]}, except what is quantized.",
+        *_schemes(plan),
+        *_remarks(plan),
+        "Weight files:",
+        *(f"  {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
+        f"  At least {shared / 1e6:.1f} MB of these are equal and stored only once.",
+        f"Disk: needs at most {plan.disk() / 1e9:.3f} GB; {free_space(out) / 1e9:.3f} GB are free.",
+        f"Memory: the export takes about {plan.memory() / 1e9:.2f} GB at its peak.",
+        *(f"Note: {line}." for line in recommendation(args)),
+        "Nothing was written, because of --dry-run.",
     ]
     return "\n".join(lines)
 
 
-def trimmed(plan: "Plan") -> list[str]:
-    """What is drafted, where that is not every token."""
-    found = plan.pair.draft_vocabulary
-    return [f"drafts    {len(found.ids)} of {plan.pair.target_shape.vocabulary} tokens, {found.origin}"] if found else []
+def _schemes(plan: "Plan") -> list[str]:
+    models = {"target": "target", "draft": "drafter"}
+    return [f"Quantized {models[model]}: {plan.how(model)}." for model in plan.quantized]
 
 
-def quantization(plan: "Plan") -> list[str]:
-    """What is quantized and how, and what stays as it is."""
-    if not plan.quantized:
-        return []
-    lines, kept = [f"weights   {model}: {plan.how(model)}" for model in plan.quantized], plan.kept()
-    if kept:
-        lines.append(
-            f"kept      {kept[0]} and {len(kept) - 1} more, whose rows are not several blocks of {plan.block}, are not quantized"
-        )
+def _remarks(plan: "Plan") -> list[str]:
+    """What a manifest does not say: the origin of the draft vocabulary, the matrices that are not quantized though their model is,
+    combinations that are bad for a backend, and how much is linked."""
+    lines, drafted = list[str](), plan.pair.draft_vocabulary
+    if drafted:
+        lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
+    if unfit := plan.kept():
+        others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
+        lines.append(f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.block} numbers long.")
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
         lines.append(
-            "warning: on a GPU MIGraphX turns an int4 drafter's gate and up projections into floats and unpacks what several products "
-            "share, lm_head above all, in every pass: a cycle reads and writes more than with --draft-weights none"
+            "Warning: on a GPU MIGraphX converts an int4 drafter's gate and up projections to floats, and unpacks weights that several "
+            "products share (above all lm_head) in every pass: a cycle reads and writes more than with --draft-weights none."
         )
-    return lines
-
-
-def forecast(manifest: "Manifest") -> list[str]:
-    """What a cycle reads of the weights, and the speed-up that allows where reading them is what a pass costs."""
-    graphs = manifest.forms[manifest.default].graphs
-    target, draft = graphs["target"].reads, graphs["draft"].reads
-    most = _TAU * target / (target + draft)
-    lines = [
-        f"a cycle reads {target / 1e6:.1f} MB of target and {draft / 1e6:.1f} MB of drafter: with the paper's mean of {_TAU} tokens a "
-        f"cycle at most {most:.1f} times the speed of plain decoding"
-    ]
-    if most < _WORTHWHILE:
+    if plan.link:
+        packed = sum(plan.sizes().values()) - plan.shared()
         lines.append(
-            "warning: that is little. A drafter of fewer bytes allows more: see --draft-weights, --draft-vocab, --heads and --beam"
+            f"Linked: {plan.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are packed."
         )
     return lines
 
 
-def links(plan: "Plan") -> list[str]:
-    """What is linked, and what is packed all the same."""
-    packed = sum(plan.sizes().values()) - plan.shared()
-    linked = f"linked    {plan.linked() / 1e6:.1f} MB in the checkpoints' files, {packed / 1e6:.1f} MB at most are packed"
-    return [linked] if plan.link else []
+def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace") -> str:
+    """What was made, how exact and how fast it is, and the next command."""
+    from runtime.decoding.prices import Costs
+    from runtime.engines import summary
+
+    manifest = bundle.manifest
+    lines = [
+        f"bundle {bundle.path}",
+        *(f"  {line}" for line in summary.content(bundle)),
+        *(f"  {line}" for line in _remarks(plan)),
+    ]
+    for one in engines:
+        costs = Costs.read(bundle.path / "engines" / one.folder, manifest.rows) if one.folder else None
+        notes = summary.performance(bundle, one.name, costs)
+        if one.backend is not None:
+            notes += [*summary.memory(bundle, one.backend), f"engines/{one.folder} is current"]
+            for check, errors in one.errors.items():
+                notes += [f"{check}: {line}" for line in summary.verdicts(errors, manifest.form(one.name), manifest.depth)]
+        else:
+            notes.append(f"not compiled here, since {one.problem}")
+        lines += [f"  {one.name}: {note}" for note in notes]
+    lines += [f"note: {line}" for line in recommendation(args)]
+    return "\n".join([*lines, *_next(bundle.path, engines, args.device)])
+
+
+def _next(out: Path, engines: Sequence["Compiled"], device: str) -> list[str]:
+    """The commands to type, the one for this machine last."""
+    where = f" --device {device}" if device else ""
+    path = shlex.quote(str(out))
+    lines = [
+        f"next, on the device: python -m runtime.compile {path} --backend {one.name}{where}"
+        for one in engines
+        if one.backend is None
+    ]
+    ready = [one.name for one in engines if one.backend is not None]
+    return lines + [f'next: python -m runtime.generate {path} --backend {name}{where} --prompt "..."' for name in ready[:1]]

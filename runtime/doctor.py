@@ -8,10 +8,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from .backends import DEVICES, NAMES, Backend, backend
-from .backends.memory import size
 from .bundle.reader import Bundle
 from .command import argument_parser, run
 from .decoding.prices import Costs
+from .engines import summary
 from .engines.store import find_engines
 from .errors import GumihoError
 
@@ -19,59 +19,55 @@ _PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokeni
 
 
 def installed() -> str:
-    found = []
+    """The versions of Python and of the packages that matter here."""
+    packages = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            packages.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return f"Python {platform.python_version()}, {', '.join(found)}"
+    return f"Python {platform.python_version()}, {', '.join(packages)}"
 
 
 def look(name: str, device: str) -> tuple[Backend | None, str]:
-    """A backend if it can run here, and a line about it."""
+    """The backend, None if it cannot run here, and a line about it."""
     try:
-        made = backend(name, device)
-        facts = made.versions() | made.details()
+        opened = backend(name, device)
+        facts = opened.versions() | opened.details()
     except GumihoError as error:
         return None, f"cannot run: {error}"
-    return made, "runs: " + ", ".join(f"{part} {value}" for part, value in facts.items())
+    return opened, "runs: " + ", ".join(f"{part} {value}" for part, value in facts.items())
 
 
-def traffic(bundle: Bundle, name: str) -> str:
-    """What a cycle reads, and what that leaves for speculation to gain where reading weights is what a pass costs."""
-    graphs, depth = bundle.manifest.form(name).graphs, bundle.manifest.depth
-    target, draft = graphs["target"].reads, graphs["draft"].reads
-    share = 1 + draft / target
-    return (
-        f"a plain pass reads {size(target)} of weights and a cycle {size(target + draft)}, {share:.2f} times as much: "
-        f"where reading is what a pass costs, speculation gains tau / {share:.2f}, {(depth + 1) / share:.1f} at most"
-    )
+def examine(
+    bundle: Bundle, available: dict[str, Backend | None], devices: dict[str, str], quick: bool
+) -> tuple[list[str], bool]:
+    """Lines about a bundle, and whether some backend can run it now. Raises GumihoError if the bundle is damaged.
 
-
-def examine(bundle: Bundle, found: dict[str, Backend | None], devices: dict[str, str], quick: bool) -> tuple[list[str], bool]:
-    """Lines about a bundle, and whether it can be run on some backend as it is. Raises GumihoError where it is damaged."""
+    available: by name, None if the backend cannot run here. devices: by backend, "" for the first. quick: see ``Bundle.verify``.
+    """
     bundle.verify(quick)
     manifest, ready = bundle.manifest, False
     lines = [
         f"bundle {bundle.path}",
-        f"  {manifest.dtype}, {manifest.rows} rows, {manifest.capacity} positions, made for {', '.join(manifest.forms)}",
-        f"  {len(manifest.files)} files are what was exported ({'small ones whole, large ones in samples' if quick else 'every byte read'})",
+        *(f"  {line}" for line in summary.content(bundle)),
+        f"  the files are as exported ({'small ones read completely, large ones in samples' if quick else 'every byte read'})",
     ]
     for name in manifest.forms:
-        lines.append(f"  {name}: {traffic(bundle, name)}")
-        made = found[name]
-        if made is None:
-            lines.append(f"  {name}: engines cannot be looked for, since the backend does not run here")
-            continue
-        try:
-            folder = find_engines(bundle, made, quick)
-            ready = True
-            lines.append(f"  {name}: {folder.relative_to(bundle.path)} is current")
-            if costs := Costs.read(folder, manifest.rows):
-                lines += [f"  {name}: {line}" for line in costs.lines()]
-        except GumihoError as error:
-            lines.append(f"  {name}: {error}{f' --device {devices[name]}' if devices[name] else ''}")
+        device, costs, notes = available[name], None, []
+        if device is None:
+            notes.append("the backend does not run here, so its engines cannot be checked")
+        else:
+            try:
+                notes += summary.memory(bundle, device)
+                folder = find_engines(bundle, device, quick)
+                ready = True
+                notes.append(f"{folder.relative_to(bundle.path)} is current")
+                if costs := Costs.read(folder, manifest.rows):
+                    notes += costs.lines()
+            except GumihoError as error:
+                notes.append(f"{error}{f' --device {devices[name]}' if devices[name] else ''}")
+        lines += [f"  {name}: {line}" for line in (*summary.performance(bundle, name, costs), *notes)]
     return lines, ready
 
 
@@ -90,14 +86,14 @@ def main(argv: list[str] | None = None) -> int:
         if bundle and args.backend:
             bundle.manifest.form(args.backend)
         print(installed())
-        found: dict[str, Backend | None] = dict.fromkeys(NAMES)
+        available: dict[str, Backend | None] = dict.fromkeys(NAMES)
         devices = {name: args.device if name == args.backend else "" for name in NAMES}
         for name in (args.backend,) if args.backend else NAMES:
-            found[name], line = look(name, devices[name])
+            available[name], line = look(name, devices[name])
             print(f"{name}: {line}")
-        ready = any(found.values())
+        ready = any(available.values())
         if bundle:
-            lines, ready = examine(bundle, found, devices, args.quick)
+            lines, ready = examine(bundle, available, devices, args.quick)
             print("\n".join(lines))
         return 0 if ready else 1
 

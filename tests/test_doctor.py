@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from exporter.engines import Compiled
+from exporter.options import parser, plan
+from exporter.summary import report
 from runtime import doctor
-from runtime.backends import NAMES
+from runtime.backends import NAMES, backend
+from runtime.bundle.reader import Bundle
+from runtime.decoding.prices import Costs
+from runtime.engines import summary
+from runtime.engines.store import find_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 
 
@@ -21,12 +28,13 @@ def test_says_of_every_backend_whether_it_runs(capsys: pytest.CaptureFixture[str
 
 def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = make_bundle(DEMO, *EVERY_BACKEND)
+    capsys.readouterr()  # of the export
     assert doctor.main([str(made)]) == 0
     out = capsys.readouterr().out
     assert "made for cpu, migraphx, tensorrt, cuda" in out
     assert "engines/cpu-" in out
     assert "is current" in out
-    assert out.count("speculation gains tau / ") == 4
+    assert out.count("memory-bound estimate: speed-up = tau / ") == 4
 
     copy = tmp_path / "bundle"
     shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))
@@ -34,10 +42,33 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     assert f"python -m runtime.compile {copy} --backend cpu" in capsys.readouterr().out
 
 
+def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, cpu = Bundle(demo_bundle), backend("cpu")
+    pair = ["--ckpt", str(DEMO / "drafter"), "--target", str(DEMO / "target"), "--draft-weights", "none"]
+    args = parser().parse_args(pair)
+    compiled = Compiled("cpu", cpu, find_engines(bundle, cpu).name, {"golden run": {"target": 1e-6, "draft": 20.0}})
+    lines = report(bundle, plan(args), [compiled], args).splitlines()
+    capsys.readouterr()
+    assert doctor.main([str(demo_bundle), "--backend", "cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    about = [line for line in lines if not line.startswith(("  cpu: golden run: ", "note: ", "next: "))]
+    assert len(about) >= 8
+    assert set(about) <= set(said)
+    assert "  cpu: golden run: target 1.0e-06 of at most 2.0e-03: ok" in lines
+    assert "  cpu: golden run: draft 2.0e+01 of at most 1.0e-02: TOO LARGE" in lines
+    assert lines[-1] == f'next: python -m runtime.generate {bundle.path} --backend cpu --prompt "..."'
+
+
+def test_measured_passes_give_an_estimate_of_their_own(demo_bundle: Path) -> None:
+    bundle = Bundle(demo_bundle)
+    costs = Costs({1: 10.0, bundle.manifest.rows: 12.0}, 7.0, 1.0)
+    assert "estimate from the passes measured here: speed-up = tau / 1.82" in "\n".join(
+        summary.performance(bundle, "cpu", costs)
+    )
+
+
 def test_traffic_counts_what_a_pass_reads(make_bundle: MakeBundle) -> None:
     """By hand, from the shapes: every matrix once, lm_head three times in a cycle's draft, embeddings not at all."""
-    from runtime.bundle.reader import Bundle
-
     graphs = Bundle(make_bundle(DEMO, "--heads", "5")).manifest.form("cpu").graphs
     h, ffn, layers, vocabulary, kv = 192, 512, 6, 2048, 64
     layer = h * (2 * h + 2 * kv) + 3 * h * ffn

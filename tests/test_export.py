@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ import runtime.engines.store
 from exporter.backends import specs as forms
 from exporter.cli import main
 from exporter.options import open_pair, parser, plan, tree_config
+from exporter.progress import Progress
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
@@ -289,8 +291,9 @@ def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
 
 
 def reported(text: str) -> dict[str, float]:
-    line = next(line for line in text.splitlines() if ", largest errors: " in line)
-    return {m[1]: float(m[2]) for m in re.finditer(r"([a-z ]+) ([0-9.e+-]+)(?:, |$)", line.partition("largest errors: ")[2])}
+    """Errors by output, all of them within their limits."""
+    lines = re.findall(r"cpu: (?:golden run|validation): ([a-z ]+) ([0-9.e+-]+)(%?)( of at most [0-9.e+-]+)?: ok$", text, re.M)
+    return {output: float(error) for output, error, *_ in lines}
 
 
 def wanted(pair: Path, out: Path) -> Any:
@@ -775,8 +778,8 @@ def test_a_dry_run_writes_nothing_and_prints_the_sizes(
     sizes = wanted(pair, out).sizes()
     assert set(sizes) == {"weights/target.bin", "weights/draft.bin"}
     for file, size in sizes.items():
-        assert f"{file}  {size / 1e6:.1f} MB" in text
-    for part in (str(out), str(pair / "target"), str(pair / "drafter"), "9 rows", "64 positions", "disk", "memory"):
+        assert f"  {file}  {size / 1e6:.1f} MB\n" in text
+    for part in (str(out), str(pair / "target"), str(pair / "drafter"), "9 rows", "64 positions", "Disk: ", "Memory: "):
         assert part in text
 
 
@@ -1014,3 +1017,73 @@ def test_an_operator_that_the_backend_does_not_take_stops_the_export(
     assert main(options(tiny, tmp_path / "out", "--backend", "migraphx")) == 1
     assert "MIGraphX 2.16 takes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# --- presets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("more", "weights"), [
+    ([], {"draft": "int4"}),
+    (["--preset", "full"], {"draft": "int4"}),
+    (["--preset", "fast"], {"target": "w8a8", "draft": "int4"}),
+    (["--preset", "small"], {"target": "int4", "draft": "int4"}),
+    (["--preset", "fast", "--weights", "int8"], {"target": "int8", "draft": "int4"}),
+    (["--preset", "fast", "--weights", "none", "--draft-weights", "none"], {}),
+    (["--backend", "cuda", "--preset", "fast"], {"target": "int4"}),
+    (["--backend", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
+    (["--backend", "tensorrt", "--preset", "full"], {}),
+    (["--backend", "cpu", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
+])  # fmt: skip
+def test_presets(pair: Path, more: list[str], weights: dict[str, str]) -> None:
+    made = plan(parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more]))
+    assert dict(made.quantized) == weights
+
+
+def test_a_preset_that_means_two_things_is_refused(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = options(pair, tmp_path / "out", "--backend", "cpu", "cuda", "--preset", "fast", "--dry-run")
+    refused(argv, capsys, "w8a8 for cpu and int4 for cuda", "--weights")
+
+
+@pytest.mark.parametrize(("more", "advised"), [
+    ([], True), (["--preset", "full"], False), (["--weights", "int8"], False), (["--backend", "cuda"], False),
+])  # fmt: skip
+def test_an_export_for_the_cpu_without_a_preset_is_advised(
+    pair: Path, tmp_path: Path, more: list[str], advised: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(pair, tmp_path / "out", "--dry-run", *more)) == 0
+    assert ("--preset fast" in capsys.readouterr().out) == advised
+
+
+# --- progress ------------------------------------------------------------------------------------------------------------
+
+
+def test_progress_without_a_terminal_is_one_line_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(Boom), Progress() as progress:
+        progress.start("reading")
+        progress.start("packing", 10)
+        progress.advance(20)
+        progress.tell("a step")
+        progress.start("tracing", 3, "graphs")
+        raise Boom  # the phase is not finished
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"reading: [0-9.]+ s\npacking: [0-9.]+ s\n", err)
+
+
+def test_progress_on_a_terminal_is_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress() as progress:
+        progress.start("packing", 4 * 10**9)
+        progress.advance(10**9)
+        progress._bar.refresh()  # type: ignore[union-attr]
+        progress.start("compiling")
+        progress.tell("the target")
+    text = screen.getvalue()
+    assert "packing:  25% of 4.00GB, " in text
+    assert " left" in text
+    assert "compiling, the target, 00:00" in text
+    assert "\n" not in text

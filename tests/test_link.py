@@ -169,7 +169,9 @@ def test_the_closing_lines_say_what_is_linked_and_what_is_packed(
     bytes_linked = sum(t.nbytes for t in state_of(pair).values()) + sum(
         t.nbytes for n, t in drafter.items() if n in own or n.startswith("layers.")
     )
-    assert f"linked    {bytes_linked / 1e6:.1f} MB in the checkpoints' files, {most / 1e6:.1f} MB" in capsys.readouterr().out
+    assert (
+        f"Linked: {bytes_linked / 1e6:.1f} MB in the checkpoints' files; at most {most / 1e6:.1f} MB" in capsys.readouterr().out
+    )
     assert wanted.linked() == bytes_linked
 
 
@@ -301,9 +303,9 @@ def all_in_bfloat16(folder: Path, state: State) -> None:
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
     capsys.readouterr()
     assert main(argv) == 1
-    err = capsys.readouterr().err
+    *phases, err = capsys.readouterr().err.splitlines()
     assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert len(phases) <= 1  # the checkpoints were read
     for part in parts:
         assert part in err, err
 
@@ -455,7 +457,7 @@ def test_a_samples_hash_reads_a_piece_of_every_part(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_memory_is_not_compiled_here(
     linked: Path, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(_: Plan, folder: Path) -> Manifest:
+    def write(_: Plan, folder: Path, progress: object) -> Manifest:
         shutil.copytree(linked, folder, ignore=shutil.ignore_patterns("engines"), dirs_exist_ok=True)
         return Bundle(linked).manifest
 

@@ -537,7 +537,7 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
     assert found == {"fc.weight", "heads.first.weight"}
     assert "target lm_head.weight" in plan.kept()
     assert cli.main(argv(tmp_path, *BOTH, "--dry-run")) == 0
-    assert f"{len(plan.kept()) - 1} more, whose rows are not several blocks of 32, are not quantized" in capsys.readouterr().out
+    assert f"{len(plan.kept()) - 1} more, because their rows are not a multiple of 32 numbers long" in capsys.readouterr().out
     RandomPair(WIDE | {"hidden_size": 64}, heads=1).write(tmp_path / "64")
     places = pack(wanted(tmp_path / "64", *BOTH, "--backend", "tensorrt"), tmp_path / "64")[torch.int8]
     found = {name for name, place in places["target"].items() if place.dtype == torch.int8}
@@ -572,7 +572,7 @@ def test_an_int4_drafter_for_migraphx_is_warned_of(
 ) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path)
     assert cli.main(argv(tmp_path, "--backend", backend, "--draft-weights", how, "--dry-run")) == 0
-    assert ("warning: on a GPU MIGraphX turns an int4 drafter's" in capsys.readouterr().out) == warned
+    assert ("Warning: on a GPU MIGraphX converts an int4 drafter's" in capsys.readouterr().out) == warned
 
 
 def test_vllm_quantizes_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

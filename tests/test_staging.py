@@ -137,7 +137,7 @@ def test_a_home_is_expanded(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(options(pair, "~/out", "--dry-run")) == 0
-    assert f"bundle    {tmp_path}/out\n" in capsys.readouterr().out
+    assert f"bundle '{tmp_path}/out' for cpu.\n" in capsys.readouterr().out
 
 
 def test_the_reader_of_standard_output_may_go(pair: Path, tmp_path: Path) -> None:

@@ -465,4 +465,4 @@ def test_a_dry_run_says_what_is_drafted(capsys: pytest.CaptureFixture[str], kept
     assert cli.main(args) == 0
     ids = Tokenizer.from_file(str(DEMO / "target/tokenizer.json")).encode(Path(__file__).read_text()).ids[1:]
     share = sum(i in kept for i in ids) / len(ids)
-    assert f"drafts    256 of 2048 tokens, which are {share:.1%} of the given text\n" in capsys.readouterr().out
+    assert f"Drafted: 256 of 2048 tokens, which are {share:.1%} of the given text.\n" in capsys.readouterr().out

@@ -24,7 +24,7 @@ import json
 import os
 import shlex
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from runtime.errors import InputError
 
@@ -133,10 +132,13 @@ def size(pair: Pair, dtype: torch.dtype | None = None) -> int:
     return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _OVERHEAD
 
 
-def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
+def write(
+    pair: Pair, folder: Path, dtype: torch.dtype | None = None, progress: Callable[[int], object] = lambda _: None
+) -> int:
     """Writes config.json and model.safetensors into an empty folder, a slice at a time. Returns their size in bytes.
 
-    dtype: that of all weights; None keeps the stored ones. Raises InputError for values too large for it.
+    dtype: that of all weights; None keeps the stored ones. progress: called with the bytes of every slice. Raises InputError for
+    values too large for the dtype.
     """
     drafter, tensors = pair.drafter, _tensors(pair, dtype)
     header, end = dict[str, Any](__metadata__=_MARK), 0
@@ -153,10 +155,9 @@ def write(pair: Pair, folder: Path, dtype: torch.dtype | None = None) -> int:
     # Not with the safetensors library, because its writer needs all tensors in memory at once.
     with (folder / _WEIGHTS).open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        with tqdm(total=end, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
-            for name, stored in tensors.items():
-                for values in _slices(drafter, name, stored):
-                    bar.update(out.write(memoryview(values.view(torch.uint8).numpy()).cast("B")))  # type: ignore[arg-type]
+        for name, stored in tensors.items():
+            for values in _slices(drafter, name, stored):
+                progress(out.write(memoryview(values.view(torch.uint8).numpy()).cast("B")))  # type: ignore[arg-type]
         out.flush()
         os.fsync(out.fileno())
     return sum((folder / name).stat().st_size for name in (_CONFIG, _WEIGHTS))

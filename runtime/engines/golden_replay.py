@@ -47,7 +47,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
 
     def target_pass(name: str) -> tuple[Call, Call]:
         """The pass, and what looks at its outputs."""
-        rows, tolerance = len(run[f"{name}.tokens"]), TOLERANCE[form.graphs["target"].precision]
+        rows, tolerance = len(run[f"{name}.tokens"]), limits(form, manifest.depth)["target"]
         n = form.chunk if form.static else rows
         mask = np.eye(n, dtype=np.bool_)
         mask[:rows, :rows] = run[f"{name}.mask"]
@@ -80,9 +80,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
 
         def check() -> None:
             if name:
-                # A node's score adds up as many log-probabilities as it is deep.
-                precision = form.graphs[graph].precision
-                tolerance = TOLERANCE[precision] * manifest.depth
+                precision, tolerance = form.graphs[graph].precision, limits(form, manifest.depth)["draft"]
                 found, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in _TREE))
                 _require_finite("draft", "tree_score", found.score)
                 # Scores are sorted, so they compare row by row even where candidates as good as tied changed places.
@@ -115,6 +113,12 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     check_verify()
     make(tree_pass("next", run["verify.hidden"]))
     return errors
+
+
+def limits(form: Form, depth: int) -> dict[str, float]:
+    """The largest errors that pass, as ``replay`` returns them. depth: of the tree."""
+    # A node's score adds up as many log-probabilities as it is deep.
+    return {"target": TOLERANCE[form.graphs["target"].precision], "draft": TOLERANCE[form.graphs["draft"].precision] * depth}
 
 
 def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:

@@ -24,6 +24,7 @@ from .memory_check import require
 from .pass_times import measure
 
 RECORD = "engine.json"
+MEASURING = "measuring passes"  # the step of ``compile_engines`` after compiling
 _MOST = 1 << 20  # bytes of a record
 _PROBE = 1 << 20  # bytes
 _SHOWN = 80  # characters of a key's part that a message repeats
@@ -115,7 +116,7 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
 
     try:
         errors = golden.replay(bundle, backend.form(bundle, folder), engines, device)
-        progress("measuring passes")
+        progress(MEASURING)
         decoder = Decoder(bundle.manifest, backend.form(bundle, folder), engines, device)
         free = decoder.close
         measure(decoder).save(folder)

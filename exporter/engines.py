@@ -1,0 +1,59 @@
+"""Compiles and checks the engines of a new bundle, for the backends that run on this machine."""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.errors import GumihoError
+
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from runtime.backends import Backend
+
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A backend's engines, or the reason why there are none.
+
+    backend: None if it cannot run here. folder: name of the engines' folder. errors: by check, ``golden run`` or ``validation``, then
+    by output.
+    """
+
+    name: str
+    backend: "Backend | None" = None
+    folder: str = ""
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    problem: str = ""
+
+
+def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path, progress: Progress) -> Compiled:
+    """Compiles a bundle for a backend. Raises GumihoError if the backend runs here and its engines are wrong."""
+    from runtime.backends import backend
+    from runtime.bundle.reader import Bundle
+    from runtime.engines.memory_check import require
+    from runtime.engines.store import MEASURING, compile_engines
+
+    try:
+        device = backend(name, args.device)
+        require(Bundle(folder), device, compiling=True)
+    except GumihoError as error:
+        return Compiled(name, problem=str(error))
+
+    def step(text: str) -> None:
+        if text == MEASURING:
+            progress.start(f"measuring passes on {name}")
+        progress.tell(text)
+
+    progress.start(f"compiling for {name}")
+    engines, errors = compile_engines(Bundle(folder), device, progress=step)
+    checks = {"golden run": errors}
+    if args.validate:
+        from .validate import validate
+
+        progress.start(f"validating on {name}")
+        checks["validation"] = validate(plan, folder, name, args.device)
+    return Compiled(name, device, engines.name, checks)

@@ -1,0 +1,102 @@
+"""The precision of an export: its preset, its dtype, and how its weights are quantized."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from runtime.errors import GumihoError
+
+if TYPE_CHECKING:
+    import torch
+
+DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
+TARGET = (*DRAFTER, "w8a8")
+PRESETS = ("fast", "small", "full")
+# Perplexity of SmolLM2-135M-Instruct on the CPU over 8,191 tokens; fp32 has 9.90.
+_PERPLEXITY = {"int8": "9.96", "w8a8": "10.20", "int4": "13.70"}
+PERPLEXITIES = "perplexity of SmolLM2-135M-Instruct: fp32 9.90, " + ", ".join(f"{to} {p}" for to, p in _PERPLEXITY.items())
+RECOMMENDATION = (
+    "--preset fast decodes about three times as fast on a CPU, but rounds weights and activations to 8 bits "
+    f"(perplexity 9.90 -> {_PERPLEXITY['w8a8']} with SmolLM2-135M-Instruct)"
+)
+
+
+def apply_preset(args: argparse.Namespace) -> None:
+    """Sets ``weights`` and ``draft_weights`` as the preset says, unless they are given.
+
+    Raises GumihoError if the preset stands for different weights on two of the backends, which share one copy.
+    """
+    if args.preset in (None, "full"):
+        return
+    by_backend = {name: _target_weights(args.preset, name) for name in args.backend}
+    if args.weights is None and len(set(by_backend.values())) > 1:
+        meanings = " and ".join(f"{weights} for {name}" for name, weights in by_backend.items())
+        raise GumihoError(
+            f"--preset {args.preset} means --weights {meanings}, and the backends of a bundle share their weights: "
+            "export for one backend at a time, or choose with --weights"
+        )
+    args.weights = args.weights or by_backend[args.backend[0]]
+    if args.preset == "small" or set(args.backend) == {"cpu"}:
+        args.draft_weights = args.draft_weights or "int4"
+
+
+def _target_weights(preset: str, backend: str) -> str:
+    """The scheme of the target's weights. On a GPU a pass mostly reads weights, so fewer bits are faster. On the CPU verifying several
+    rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
+    from .backends.specs import BACKENDS
+
+    return "w8a8" if preset == "fast" and "w8a8" in BACKENDS[backend].quantized else "int4"
+
+
+def recommendation(args: argparse.Namespace) -> list[str]:
+    """Advice for an export that decodes slowly only because nobody chose its precision."""
+    chosen = args.preset or args.weights
+    return [] if chosen or args.backend[0] != "cpu" or len(args.backend) > 1 else [RECOMMENDATION]
+
+
+def dtype(args: argparse.Namespace) -> "torch.dtype":
+    """The dtype of the weights that are not quantized. Raises GumihoError if the backends have none in common."""
+    import torch
+
+    from .backends.specs import BACKENDS
+
+    by_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
+    chosen = by_name[args.dtype] if args.dtype else common[0]
+    refusing = [name for name in args.backend if chosen not in BACKENDS[name].dtypes]
+    if refusing:
+        taken = " and ".join(name for name, dtype in by_name.items() if dtype in BACKENDS[refusing[0]].dtypes)
+        raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in {taken}: leave one of the two out")
+    return chosen
+
+
+def quantized(args: argparse.Namespace) -> dict[str, str]:
+    """The schemes that the weights of ``target`` and ``draft`` are quantized with; a model that is not quantized is left out.
+
+    Raises GumihoError if a backend does not take one of them.
+    """
+    from .backends.specs import BACKENDS
+
+    defaults = {BACKENDS[name].drafter for name in args.backend}
+    draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
+    schemes = {"target": ("--weights", args.weights or "none", TARGET), "draft": ("--draft-weights", draft, DRAFTER)}
+    for option, scheme, choices in schemes.values():
+        refusing = [name for name in args.backend if scheme != "none" and scheme not in BACKENDS[name].quantized]
+        if refusing:
+            taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
+            raise GumihoError(
+                f"{option} {scheme} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
+            )
+    return {model: scheme for model, (_, scheme, _) in schemes.items() if scheme != "none"}
+
+
+def linking(args: argparse.Namespace) -> bool:
+    """Whether weights are linked. Raises GumihoError if a backend cannot read them from a checkpoint's files."""
+    from .backends.specs import BACKENDS
+
+    aligned = [name for name in args.backend if BACKENDS[name].aligned]
+    if args.link_weights and aligned:
+        raise GumihoError(
+            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, and checkpoints' files do "
+            "not align them: leave one of the two out"
+        )
+    return bool(args.link_weights)

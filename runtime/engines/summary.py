@@ -1,0 +1,86 @@
+"""A bundle in sentences: what it contains, how much speculation can gain, and what running it takes.
+
+``gumiho-export`` and ``gumiho doctor`` print these same sentences.
+"""
+
+from collections.abc import Mapping
+
+from ..backends import Backend
+from ..backends.memory import size
+from ..bundle.manifest import Form, Manifest
+from ..bundle.reader import Bundle
+from ..decoding.prices import Costs
+from .golden_replay import limits
+
+TAU = 4.46  # tokens per pass: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
+_WORTHWHILE = 1.5  # times the speed of plain decoding
+
+
+def content(bundle: Bundle) -> list[str]:
+    """What the bundle contains, for which backends."""
+    manifest = bundle.manifest
+    nbytes = sum(file.size for file in manifest.files.values())
+    form = manifest.form(manifest.default)
+    precisions = {model: manifest.weights.get(model) or form.graphs[model].precision for model in ("target", "draft")}
+    return [
+        f"{size(nbytes)} in {len(manifest.files)} files, made for {', '.join(manifest.forms)}",
+        f"weights: target {precisions['target']}; drafter {precisions['draft']}; KV caches {manifest.dtype}",
+        f"{manifest.rows} rows, depth {manifest.depth}; capacity {manifest.capacity} positions; "
+        f"drafts {manifest.tree.vocabulary} of {manifest.vocabulary} tokens",
+    ]
+
+
+def performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]:
+    """What a cycle costs, and the speed-up that follows. costs: of passes as measured on this machine, None if they are not."""
+    manifest, graphs = bundle.manifest, bundle.manifest.form(backend).graphs
+    target, draft = graphs["target"].reads, graphs["draft"].reads
+    share = 1 + draft / target
+    lines = [
+        f"a plain pass reads {size(target)} of weights, a cycle {size(target + draft)}: {share:.2f} times as much",
+        f"memory-bound estimate: {_speed_up(share, manifest)}",
+    ]
+    if costs is not None:
+        share = (costs.target[manifest.rows] + costs.draft + costs.host) / (costs.target[1] + costs.host)
+        lines.append(f"estimate from the passes measured here: {_speed_up(share, manifest)}")
+    if manifest.depth + 1 > TAU:
+        lines.append(
+            f"tau is the tokens per pass of the target: {TAU} is the paper's mean with 64 rows, yours depends on the text"
+        )
+    if _expected(share, manifest) < _WORTHWHILE:
+        lines.append(
+            "warning: that is little. A drafter of fewer bytes allows more: see --draft-weights, --draft-vocab, --heads and --beam"
+        )
+    return lines
+
+
+def _expected(share: float, manifest: Manifest) -> float:
+    return min(TAU, manifest.depth + 1) / share
+
+
+def _speed_up(share: float, manifest: Manifest) -> str:
+    """share: cost of a cycle in plain passes."""
+    deepest = manifest.depth + 1  # tokens of a cycle whose longest path is accepted
+    expected = f"{_expected(share, manifest):.1f} at a tau of {TAU}, " if deepest > TAU else ""
+    return f"speed-up = tau / {share:.2f}: {expected}at most {deepest / share:.1f}"
+
+
+def memory(bundle: Bundle, backend: Backend) -> list[str]:
+    """What running takes. Raises GumihoError if the processor lacks what the bundle's products need."""
+    running = backend.memory(bundle).running
+    device = f", and {size(running.device)} on the device" if running.device else ""
+    return [f"running takes about {size(running.host)} of memory{device}"]
+
+
+def verdicts(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
+    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.validate.validate`` return them.
+
+    The errors of target outputs are relative to the largest value, those of the draft's scores are in nats.
+    """
+    lines, target_limit, draft_limit = [], *(limits(form, depth)[graph] for graph in ("target", "draft"))
+    for name, error in errors.items():
+        if name == "choices that differ":
+            lines.append(f"{name} {error:.1%}: {'ok' if not error else 'only near-ties may differ'}")
+            continue
+        limit = draft_limit if name.startswith("draft") else target_limit
+        lines.append(f"{name} {error:.1e} of at most {limit:.1e}: {'ok' if error <= limit else 'TOO LARGE'}")
+    return lines
