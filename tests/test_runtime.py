@@ -233,7 +233,7 @@ def test_refused_prompts(demo_bundle: Path, prompt: list[int], count: int, messa
 
 def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
     """Every file that is missing, short or of another format is named."""
-    with pytest.raises(GumihoError, match="is no bundle"):
+    with pytest.raises(GumihoError, match="is not a bundle"):
         load(tmp_path / "nowhere")
     copy = tmp_path / "bundle"
     shutil.copytree(demo_bundle, copy)

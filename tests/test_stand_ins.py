@@ -309,7 +309,7 @@ def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Pa
     for engine in engines.values():
         engine.close()
     device.close()
-    with pytest.raises(GumihoError, match="no NVIDIA GPU 2: 2 can be seen"):
+    with pytest.raises(GumihoError, match="no NVIDIA GPU 2: this machine shows 2"):
         load(bundle, "tensorrt", "2")
 
 
