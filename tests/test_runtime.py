@@ -316,7 +316,7 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
         str(tmp_path / "out"),
     ]
     assert cli.main(command) == 0
-    assert "cpu: not compiled here, since weights of w8a8 need a processor" in capsys.readouterr().out
+    assert "cpu: not compiled here, since w8a8 weights need a processor" in capsys.readouterr().out
     Bundle(tmp_path / "out").verify()
 
 

@@ -9,7 +9,9 @@ Signature = list[tuple[str, str, Shape]]
 
 
 def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> None:
-    """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for messages."""
+    """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for
+    messages.
+    """
     if _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
@@ -31,7 +33,9 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
 
 
 def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]]:
-    """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too small."""
+    """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
+    small.
+    """
     shapes = [tensor.shape for tensor in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or not all(isinstance(n, int) for n in shapes[0]):
         raise Damage(f"{graph.file} lacks a key and a value cache of four static dimensions for every layer")
@@ -44,7 +48,7 @@ def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]
 def _expected(
     manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
 ) -> tuple[Signature, Signature]:
-    """Inputs and outputs that the graph ``name`` must have, in order. caches: see ``_caches``; appends: see ``Graph.appends``."""
+    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends: see ``Graph.appends``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     rows: int | str = form.chunk if form.static else "rows"

@@ -18,7 +18,8 @@ Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
 class File:
     """A file of a bundle or of compiled engines.
 
-    size: bytes. sample: see ``sample_hash``. sha256: of the whole file, "" for a checkpoint's file that was linked without reading it.
+    size: bytes. sample: see ``sample_hash``. sha256: of the whole file, "" for a checkpoint's file that was linked without
+    reading it.
     """
 
     size: Count

@@ -33,9 +33,9 @@ class TensorSpec:
 class Graph:
     """A graph of the bundle.
 
-    file: path relative to the bundle, as are the paths of its weights. weights: bytes of its weights. reads: bytes of weights that
-    a pass reads; a matrix that is multiplied twice counts twice, an embedding not at all. precision: of its matrix products, that of
-    the weights, or int8 if a pass rounds its rows to int8 to multiply them with quantized weights.
+    file: path relative to the bundle, as are the paths of its weights. weights: bytes of its weights. reads: bytes of weights
+    that a pass reads; a matrix that is multiplied twice counts twice, an embedding not at all. precision: of its matrix
+    products, that of the weights, or int8 if a pass rounds its rows to int8 to multiply them with quantized weights.
     """
 
     file: str
@@ -57,7 +57,9 @@ class Graph:
 
     @property
     def fresh(self) -> tuple[TensorSpec, ...]:
-        """The outputs with only the rows' keys and values, [1, kv heads, n, d], in the order of ``caches``; () unless ``appends``."""
+        """The outputs with only the rows' keys and values, [1, kv heads, n, d], in the order of ``caches``; () unless
+        ``appends``.
+        """
         return tuple(p for p in self.outputs if p.name.startswith(("new_key.", "new_value.")))
 
     def tree_buffers(self, device: Device) -> dict[str, Array]:
@@ -71,9 +73,9 @@ class Form:
     """The bundle's graphs for one backend.
 
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: every pass of
-    the target then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take any
-    number. graphs: ``target``, ``draft`` and ``extend``. spares: the same graphs in other dialects, by dialect, for devices and
-    releases that cannot run the first.
+    the target then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
+    any number. graphs: ``target``, ``draft`` and ``extend``. spares: the same graphs in other dialects, by dialect, for devices
+    and releases that cannot run the first.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -89,7 +91,7 @@ class Form:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How trees are grown (``graphs.tree.TreeConfig``) and the size of the draft vocabulary; used only for display and traces."""
+    """How trees are grown (``graphs.tree.TreeConfig``), and the size of the draft vocabulary; only for display and traces."""
 
     rows: Size
     serial_steps: Annotated[int, Bounds(1, 64)]
@@ -106,9 +108,9 @@ class Manifest:
     """A bundle's description (``gumiho.json``).
 
     capacity: most positions of a text, prompt included. rows: of the tree, root included. depth: drafted tokens on its longest
-    path. tree: how it is grown. dtype: of caches, hidden rows and logits. weights: how the weights of ``target`` and ``draft`` are
-    quantized, in words. eos_token_ids: all tokens that end a text. forms: by backend. files: by path relative to the bundle.
-    requires: features that a reader must know to run the bundle (``FEATURES``).
+    path. tree: how it is grown. dtype: of caches, hidden rows and logits. weights: how the weights of ``target`` and ``draft``
+    are quantized, in words. eos_token_ids: all tokens that end a text. forms: by backend. files: by path relative to the
+    bundle. requires: features that a reader must know to run the bundle (``FEATURES``).
     """
 
     capacity: Annotated[int, Bounds(1, 1 << 24)]

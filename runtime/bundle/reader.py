@@ -22,7 +22,9 @@ class Bundle:
     """A bundle on disk. Opening checks the manifest and that every file exists with its size; ``verify`` compares contents."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises InputError if the path is not a bundle or needs another version, and DamageError if a file is missing or damaged."""
+        """Raises InputError if the path is not a bundle or needs another version, and DamageError if a file is missing or
+        damaged.
+        """
         self.path = folder(path)
         manifest = self.path / MANIFEST
         if not manifest.is_file():

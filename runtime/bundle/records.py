@@ -1,7 +1,7 @@
 """JSON files with a checksum, parsed into dataclasses whose annotations give the types and bounds of the fields.
 
-A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on purpose can
-seal it again, but ``checked`` still enforces the annotated types and bounds.
+A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on purpose
+can seal it again, but ``checked`` still enforces the annotated types and bounds.
 """
 
 import hashlib

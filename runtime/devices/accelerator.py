@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DamageError
+from .host import require_buffers
 
 _ALIGNMENT = 256  # bytes; both runtimes align their own allocations to it
 
@@ -48,7 +48,8 @@ class DeviceArray:
 class Accelerator(ABC):
     """One device and one stream, which orders all copies and engine runs.
 
-    Subclasses implement the runtime's calls. Addresses are plain ints and sizes are bytes; every failed call raises GumihoError.
+    Subclasses implement the runtime's calls. Addresses are plain ints and sizes are bytes; every failed call raises
+    GumihoError.
     """
 
     name: str  # the device's, with its architecture
@@ -66,7 +67,9 @@ class Accelerator(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Makes this the calling thread's current device; a stream refuses work from a thread whose current device is another one."""
+        """Makes this the calling thread's current device; a stream refuses work from a thread whose current device is another
+        one.
+        """
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
@@ -86,7 +89,9 @@ class Accelerator(ABC):
 
     @abstractmethod
     def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        """Copies ``height`` runs of ``width`` bytes within the device, on the stream; the pitches are the bytes from one run to the next."""
+        """Copies ``height`` runs of ``width`` bytes within the device, on the stream; the pitches are the bytes from one run to
+        the next.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -159,10 +164,7 @@ class Staging:
     ) -> None:  # fmt: skip
         """buffers: a numpy array or DeviceArray by name; names that the engine does not have are ignored. capturable: whether
         ``launch`` may be recorded and replayed. Raises DamageError if an input has no buffer."""
-        if missing := inputs - buffers.keys():
-            raise DamageError(
-                f"the engine's input '{min(missing)}' has no buffer, since the bundle does not fit this version: export it again"
-            )
+        require_buffers(inputs, buffers)
         self.device, self.launch, self.capturable = device, launch, capturable
         bound = {name: buffer for name, buffer in buffers.items() if name in inputs | outputs}
         host = {name: buffer for name, buffer in bound.items() if isinstance(buffer, np.ndarray)}
@@ -174,7 +176,8 @@ class Staging:
     def _block(self, arrays: Mapping[str, np.ndarray]) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
         """Allocates one block on the device and one of pinned host memory that hold all the arrays, one after another.
 
-        Returns a pair (array, its part of the pinned block) for each array, and (device address, host address, bytes) of the blocks.
+        Returns a pair (array, its part of the pinned block) for each array, and (device address, host address, bytes) of the
+        blocks.
         """
         offsets, size = {}, 0
         for name, array in arrays.items():

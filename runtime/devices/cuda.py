@@ -1,4 +1,6 @@
-"""CUDA's runtime through NVIDIA's Python bindings (``cuda-bindings``), whose calls return an error code followed by their results."""
+"""CUDA's runtime through NVIDIA's Python bindings (``cuda-bindings``), whose calls return an error code followed by their
+results.
+"""
 
 import ctypes
 from collections.abc import Callable

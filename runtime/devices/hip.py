@@ -1,4 +1,5 @@
-"""HIP's runtime through ctypes: each of its Python packages is tied to one ROCm release, but these calls are the same in all releases.
+"""HIP's runtime through ctypes: each of its Python packages is tied to one ROCm release, but these calls are the same in all
+releases.
 
 Signatures: hip/hip_runtime_api.h of HIP 6.3.
 """
@@ -54,7 +55,7 @@ def roots() -> list[str]:
 
 
 def advice() -> str:
-    """How to get MIGraphX's Python module on this machine; ROCm ships it only for the Python version of the Linux distribution."""
+    """How to get MIGraphX's Python module here; ROCm ships it only for the Python version of the Linux distribution."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for root in roots():
         files = [*glob(f"{root}/lib/libmigraphx_py_*.so*"), *glob(f"{root}/lib/migraphx.cpython-*.so")]
@@ -63,7 +64,10 @@ def advice() -> str:
             return f"put {root}/lib on PYTHONPATH"
         if pythons:
             versions = " and ".join(pythons)
-            return f"{root} has it for Python {versions}, and this is {here}: make an environment with that Python and put {root}/lib on PYTHONPATH"
+            return (
+                f"{root} has it for Python {versions}, and this is {here}: "
+                f"make an environment with that Python and put {root}/lib on PYTHONPATH"
+            )
     return "install ROCm's package migraphx (the package of that name on PyPI is unrelated) and put /opt/rocm/lib on PYTHONPATH"
 
 

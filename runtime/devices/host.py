@@ -1,13 +1,23 @@
 """The interface of a device's memory, and its implementation for the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from ..errors import DamageError
+
 # A numpy array on the host, a ``DeviceArray`` elsewhere: both have shape, dtype, ``[i]``, ``[:n]`` and ``reshape``.
 Array: TypeAlias = Any
 Call: TypeAlias = Callable[[], None]
+
+
+def require_buffers(inputs: Set[str], buffers: Mapping[str, Array]) -> None:
+    """Raises DamageError if an input of an engine has no buffer."""
+    if missing := inputs - buffers.keys():
+        raise DamageError(
+            f"the engine's input '{min(missing)}' has no buffer, since the bundle fits another version: export it again"
+        )
 
 
 class Device(Protocol):
