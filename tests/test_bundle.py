@@ -54,11 +54,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a graph's name is unknown": (lambda raw: renamed(raw, "other"), "expected one of target, draft, extend"),
     "a graph is missing": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend"), "has no graph 'extend'"),
     "a graph's file is outside": (lambda raw: graph(raw).update(file="../evil.onnx"), "which is not among the files"),
-    "a file is outside": (lambda raw: moved(raw, "golden.npz", "../../etc/passwd"), "no path inside the bundle"),
-    "a file is absolute": (lambda raw: moved(raw, "golden.npz", "/etc/passwd"), "no path inside the bundle"),
-    "a file is spelled in another way": (lambda raw: moved(raw, "golden.npz", "./golden.npz"), "no path inside the bundle"),
-    "a file is an engine": (lambda raw: moved(raw, "golden.npz", "engines/x"), "no path inside the bundle"),
-    "a file has no name": (lambda raw: moved(raw, "golden.npz", ""), "no path inside the bundle"),
+    "a file is outside": (lambda raw: moved(raw, "golden.npz", "../../etc/passwd"), "not a path inside the bundle"),
+    "a file is absolute": (lambda raw: moved(raw, "golden.npz", "/etc/passwd"), "not a path inside the bundle"),
+    "a file is spelled in another way": (lambda raw: moved(raw, "golden.npz", "./golden.npz"), "not a path inside the bundle"),
+    "a file is an engine": (lambda raw: moved(raw, "golden.npz", "engines/x"), "not a path inside the bundle"),
+    "a file has no name": (lambda raw: moved(raw, "golden.npz", ""), "not a path inside the bundle"),
     "no forms": (lambda raw: raw.update(forms={}), "forms is empty"),
     "a backend that is none": (lambda raw: raw["forms"].update(x=raw["forms"]["cpu"]), "forms.*'x', expected one of"),
     "a huge capacity": (lambda raw: raw.update(capacity=2**62), "capacity is .*expected 1 to"),
@@ -188,7 +188,7 @@ def test_links_may_not_leave_the_bundle(copy: Path, tmp_path: Path) -> None:
 def test_pipes_do_not_keep_anyone_waiting(copy: Path) -> None:
     (copy / "gumiho.json").unlink()
     os.mkfifo(copy / "gumiho.json")
-    with pytest.raises(GumihoError, match="is no bundle"):
+    with pytest.raises(GumihoError, match="is not a bundle"):
         load(copy)
 
 

@@ -70,7 +70,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, **instead: Callable[..., Any]) -> C
     counts = Counter[str]()
 
     def wrapped(piece: device_check.Piece) -> device_check.Piece:
-        def run(check: device_pieces.Check) -> device_pieces.Found:
+        def run(check: device_pieces.Check) -> device_pieces.Findings:
             counts[piece.name] += 1
             return instead.get(piece.name, piece.run)(check)
 
@@ -218,13 +218,13 @@ def test_on_migraphx(make_bundle: MakeBundle, tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Pieces that are done are not run again, unless something they depend on has changed, or one starts over."""
 
-    def interrupted(check: device_pieces.Check) -> device_pieces.Found:
+    def interrupted(check: device_pieces.Check) -> device_pieces.Findings:
         raise KeyboardInterrupt
 
-    quick = {name: lambda check: device_pieces.Found({}) for name in ("greedy", "times", "selftest")}
+    quick = {name: lambda check: device_pieces.Findings({}) for name in ("greedy", "times", "selftest")}
     counts = counted(monkeypatch, sampled=interrupted, **quick)
     assert ran(bundle)[0] == 130
-    assert "the same command goes on from here" in capsys.readouterr().err
+    assert "run the same command again to continue" in capsys.readouterr().err
     assert dict(counts) == dict.fromkeys(NAMES[: NAMES.index("sampled") + 1], 1)
 
     quick["sampled"] = quick["greedy"]
@@ -265,7 +265,7 @@ def test_a_piece_that_ends_the_process(bundle: Path, monkeypatch: pytest.MonkeyP
     assert statuses == [9, 9, 1, 1]
     pieces = json.loads((bundle.parent / "out" / JSON).read_text("utf-8"))["pieces"]
     assert {name: outcome["state"] for name, outcome in pieces.items()} == {"doctor": "ok", "golden": "failed", "times": "ok"}
-    assert "the process ended 2 times in the middle of this piece" in pieces["golden"]["wrong"][0]
+    assert "the process ended 2 times during this piece" in pieces["golden"]["wrong"][0]
     only(monkeypatch, "doctor", "golden", "times")
     assert ran(bundle, "--again")[0] == 0
 
@@ -276,7 +276,7 @@ def test_time_that_is_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, pieces = ran(bundle, "--minutes", "1e-9")
     assert status == 0
     assert pieces["greedy"]["facts"]["texts"] == 1
-    assert pieces["greedy"]["notes"][0] == "time allowed 1 of 40 prompts"
+    assert pieces["greedy"]["notes"][0] == "checked only 1 of 40 prompts before the time limit"
     assert len(pieces["times"]["facts"]["contexts"]) == 1
     assert "200 texts" in pieces["selftest"]["facts"]["results"][-1]["found"]
     assert ran(bundle)[1]["greedy"]["facts"]["texts"] == 40
@@ -434,7 +434,9 @@ def test_drafting_that_does_not_pay(
 
 def test_memory_that_grows(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = iter(range(100, 1000, 100))
-    monkeypatch.setattr(device_times, "taken", lambda made: {"host": next(held) << 20, "host_peak": None, "device": None})
+    monkeypatch.setattr(
+        device_times, "memory_in_use", lambda made: {"host": next(held) << 20, "host_peak": None, "device": None}
+    )
     only(monkeypatch, "memory")
     status, pieces = ran(bundle)
     assert status == 0

@@ -80,7 +80,7 @@ def test_traffic_counts_what_a_pass_reads(make_bundle: MakeBundle) -> None:
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["nowhere"], "is no bundle"),
+    (["nowhere"], "is not a bundle"),
     (["--device", "ref"], "--device belongs to a backend"),
 ])  # fmt: skip
 def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_stats_for_readers(demo_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["nowhere", "--prompt", "x"], 1, "'nowhere' is no bundle"),
+        (["nowhere", "--prompt", "x"], 1, "'nowhere' is not a bundle"),
         (["BUNDLE", "--prompt-file", "nowhere"], 1, "the prompt cannot be read"),
         (["BUNDLE", "--prompt", "x = 1\n" * 1000], 1, "the bundle's capacity is 1024"),
         (["BUNDLE", "--prompt", "x", "--max-new-tokens", "-3"], 1, "max_new_tokens is -3"),

@@ -18,7 +18,7 @@ from runtime.backends.onnxruntime import Cpu, Engine
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Host
-from runtime.engines.golden_replay import Drafted, malformed, other_choice, other_tree, read, replay
+from runtime.engines.golden_replay import Drafted, choice_difference, malformed, read, replay, tree_difference
 from runtime.engines.store import compile_engines, find_engines
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
@@ -76,12 +76,12 @@ def nodes_of(tree: Drafted) -> list[tuple[int, int, float]]:
 @given(trees(), st.randoms(use_true_random=False))
 def test_rounding_is_no_difference(tree: Drafted, random: Any) -> None:
     """Scores move by less than the tolerance, never above the parent's, and rows change places by that."""
-    assert not other_tree(tree, tree, TOLERANCE, 1.0)
+    assert not tree_difference(tree, tree, TOLERANCE, 1.0)
     moved: list[tuple[int, int, float]] = []
     for token, parent, score in nodes_of(tree):
         off = random.uniform(-0.49, 0.49) * TOLERANCE if moved else 0.0
         moved.append((token, parent, min(score + off, moved[parent][2]) if moved else 0.0))
-    assert not other_tree(built(moved), tree, TOLERANCE, 1.0)
+    assert not tree_difference(built(moved), tree, TOLERANCE, 1.0)
 
 
 @given(trees(), st.data())
@@ -97,7 +97,7 @@ def test_another_parent_is_a_difference(tree: Drafted, data: st.DataObject) -> N
     paths = {tuple(found.tokens[np.flatnonzero(mask)].tolist()) for mask in found.mask}
     if paths == {tuple(tree.tokens[np.flatnonzero(mask)].tolist()) for mask in tree.mask}:
         return
-    assert other_tree(found, tree, TOLERANCE, 1.0)
+    assert tree_difference(found, tree, TOLERANCE, 1.0)
 
 
 @given(trees(), st.data())
@@ -107,7 +107,7 @@ def test_another_token_is_a_difference(tree: Drafted, data: st.DataObject) -> No
         return
     tokens = tree.tokens.copy()
     tokens[row] = 100
-    assert other_tree(replace(tree, tokens=tokens), tree, TOLERANCE, 1.0)
+    assert tree_difference(replace(tree, tokens=tokens), tree, TOLERANCE, 1.0)
 
 
 @given(trees(), st.data())
@@ -119,7 +119,7 @@ def test_a_mask_or_depth_that_does_not_follow_from_the_parents_is_malformed(tree
     depth[row] += 1
     for broken in (replace(tree, mask=mask), replace(tree, depth=depth)):
         assert malformed(broken)
-        assert other_tree(broken, tree, TOLERANCE, 0.0)
+        assert tree_difference(broken, tree, TOLERANCE, 0.0)
 
 
 @pytest.mark.parametrize("parents", [[0, 1, 0], [0, 2, 0], [0, -1, 0], [1, 0, 0]])
@@ -132,10 +132,10 @@ def test_a_near_tie_allows_another_subtree_where_rounding_is_coarse() -> None:
     """Of two nodes as good as tied one is carried on; in fp16 it may be the other one."""
     common = [(7, 0, 0.0), (1, 0, -0.5), (2, 0, -1.0), (3, 0, -1.001), (4, 1, -0.9), (5, 1, -1.5)]
     recorded, found = built([*common, (6, 2, -1.2), (8, 5, -3.0)]), built([*common, (6, 3, -1.201), (8, 5, -3.0)])
-    assert "1 of 7 rows are missing" in other_tree(found, recorded, TOLERANCE, 1.0)
-    assert not other_tree(found, recorded, TOLERANCE, 0.5)
+    assert "1 of 7 rows are missing" in tree_difference(found, recorded, TOLERANCE, 1.0)
+    assert not tree_difference(found, recorded, TOLERANCE, 0.5)
     elsewhere = replace(recorded, tokens=recorded.tokens + 1)
-    assert other_tree(elsewhere, recorded, TOLERANCE, 0.5)
+    assert tree_difference(elsewhere, recorded, TOLERANCE, 0.5)
 
 
 @given(st.integers(1, 9), st.integers(2, 5), st.randoms(use_true_random=False))
@@ -144,12 +144,12 @@ def test_choices_differ_at_near_ties_alone(rows: int, k: int, random: Any) -> No
     recorded = np.arange(rows)
     row, largest = random.randrange(rows), np.abs(top).max()
     found = recorded.copy()
-    assert not other_choice(found, recorded, top, 0.01)
+    assert not choice_difference(found, recorded, top, 0.01)
     found[row] = 99
     near = top[row, 0] - top[row, 1] <= 0.01 * largest
-    assert bool(other_choice(found, recorded, top, 0.01)) is not near
+    assert bool(choice_difference(found, recorded, top, 0.01)) is not near
     found[row] = -1  # what a graph says where its logits are no numbers
-    assert other_choice(found, recorded, top, 0.01)
+    assert choice_difference(found, recorded, top, 0.01)
 
 
 # --- engines -------------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_golden_run_of_zeros_is_refused(copy: Path) -> None:
     with pytest.raises(GumihoError, match=r"golden.npz (is damaged|has \d+ bytes)"):
         compile_engines(Bundle(copy), backend("cpu"))
     update(copy, "golden.npz")
-    with pytest.raises(GumihoError, match=r"golden.npz is damaged \(tree is no tree"):
+    with pytest.raises(GumihoError, match=r"golden.npz is damaged \(tree is malformed"):
         compile_engines(Bundle(copy), backend("cpu"))
 
 

@@ -233,7 +233,7 @@ def test_refused_prompts(demo_bundle: Path, prompt: list[int], count: int, messa
 
 def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
     """Every file that is missing, short or of another format is named."""
-    with pytest.raises(GumihoError, match="is no bundle"):
+    with pytest.raises(GumihoError, match="is not a bundle"):
         load(tmp_path / "nowhere")
     copy = tmp_path / "bundle"
     shutil.copytree(demo_bundle, copy)
@@ -316,7 +316,7 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
         str(tmp_path / "out"),
     ]
     assert cli.main(command) == 0
-    assert "cpu: not compiled here, since weights of w8a8 need a processor" in capsys.readouterr().out
+    assert "cpu: not compiled here, since w8a8 weights need a processor" in capsys.readouterr().out
     Bundle(tmp_path / "out").verify()
 
 

@@ -1,4 +1,4 @@
-"""The backends by name, and what each of them offers. A backend's libraries are imported when it is asked for."""
+"""The backends by name, and their common interface. A backend's libraries are imported only when it is used."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 from ..bundle.manifest import Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device
-from ..errors import GumihoError
+from ..errors import InputError
 from .memory import Free, MemoryNeeds
 
 
@@ -16,15 +16,15 @@ class Engine(Protocol):
     """A compiled graph."""
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
-        """Ties inputs and outputs to buffers and returns the call that runs over them, as often as it is called.
+        """Binds inputs and outputs to buffers and returns a function that runs the graph on them; it can be called repeatedly.
 
-        Inputs are read from, and outputs written to, the buffers' own memory where the device reaches it. A buffer whose name
-        the graph does not have is left out, an output without a buffer computed and dropped; raises GumihoError where an input
-        has none.
+        Buffers that the device can access are read and written in place. Buffers whose name the graph does not have are
+        ignored, and outputs without a buffer are dropped. Raises DamageError if an input has no buffer, and MisuseError after
+        ``close``.
         """
 
     def close(self) -> None:
-        """Frees the engine; calls bound to it are dead after it."""
+        """Frees the engine; calls bound to it must not be used afterwards."""
 
 
 class Backend(Protocol):
@@ -33,34 +33,43 @@ class Backend(Protocol):
     NAME: ClassVar[str]
 
     def __init__(self, device: str, threads: int) -> None:
-        """device: which one, "" for the first; threads: of engines on the processor, 0 for one per physical core.
+        """device: its name, "" for the first one; threads: CPU threads of the engines, 0 for one per physical core.
 
-        Raises GumihoError naming what is missing where the backend cannot run here.
+        Raises InputError for a device that the backend does not have, and UnavailableError if this machine lacks something.
         """
 
     def versions(self) -> dict[str, str]:
-        """Libraries, driver and device: the part of an engine's key that is not the bundle's."""
+        """Versions of libraries and driver, and the device's name: the part of an engine's key that does not depend on the
+        bundle.
+        """
 
     def details(self) -> dict[str, str]:
-        """What else there is to know of driver and device, for a reader."""
+        """More facts about driver and device, as text for people."""
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
-        """What compiling and running take, about; compared with what is free by ``engines.memory_check.require``.
+        """Estimates the memory for compiling and running, which ``engines.memory_check.require`` compares with free memory.
 
-        Raises GumihoError where the processor lacks what the bundle's products take; so does ``open``.
+        Raises UnavailableError if the processor lacks instructions that the bundle's weights need; so does ``open``.
         """
 
     def free(self) -> Free | None:
-        """What is free on the device now; None where that is the processor."""
+        """Free memory of the device now; None if the backend runs on the CPU."""
 
-    def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
-        """Compiles every graph of the bundle's form for this backend into an empty folder; ``engines.store.compile_engines``."""
+    def compile(
+        self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object], check: Callable[[], object]
+    ) -> None:
+        """Compiles every graph of the bundle's form for this backend into an empty folder; see
+        ``engines.store.compile_engines``.
+
+        tune: search longer for faster kernels. progress: called with the name of each step. check: raises GumihoError if the
+        engines in the folder compute wrong results; a backend that can spell the graphs in several ways calls it to choose one.
+        """
 
     def form(self, bundle: Bundle, folder: Path) -> Form:
-        """The bundle's form for this backend with the graphs that the engines in ``folder`` were compiled from: the first, or spares."""
+        """The bundle's form for this backend, with the graphs that the engines in ``folder`` were compiled from."""
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, Engine], Device]:
-        """Loads the engines compiled into ``folder``, by graph, and the memory they work on."""
+        """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use."""
 
 
 _MODULES = {
@@ -70,25 +79,32 @@ _MODULES = {
     "tensorrt": "tensorrt:TensorRT",
 }
 NAMES = tuple(_MODULES)
-DEVICES = "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for migraphx (default: the first)"
+DEVICES = (
+    "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for migraphx "
+    "(default: the first)"
+)
 
 
 def close(engines: Mapping[str, Engine], device: Device) -> None:
-    """Frees what ``Backend.open`` gave: engines first, since they use the device's stream."""
+    """Frees the engines and the device of ``Backend.open``; engines first, since they use the device's stream."""
     for engine in engines.values():
         engine.close()
     device.close()
 
 
 def require(name: str) -> None:
-    """Raises GumihoError for a name that is no backend's."""
+    """Raises InputError if there is no backend of that name."""
     if name not in _MODULES:
-        raise GumihoError(f"there is no backend '{name}': expected one of {', '.join(NAMES)}")
+        raise InputError(f"there is no backend '{name}': expected one of {', '.join(NAMES)}")
 
 
 def backend(name: str, device: str = "", threads: int = 0) -> Backend:
-    """The backend of that name. Raises GumihoError for a name that is none, or naming what is missing to run it here."""
+    """The backend of that name, ready to use.
+
+    device, threads: see ``Backend``. Raises InputError for an unknown name or device, and UnavailableError if the backend
+    cannot run on this machine.
+    """
     require(name)
     module, cls = _MODULES[name].split(":")
-    made: Backend = getattr(import_module(f".{module}", __name__), cls)(device, threads)
-    return made
+    instance: Backend = getattr(import_module(f".{module}", __name__), cls)(device, threads)
+    return instance

@@ -1,4 +1,4 @@
-"""What engines take of memory, and what is free."""
+"""The memory that engines need, and the memory that is free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ import numpy as np
 if TYPE_CHECKING:
     from ..bundle.reader import Bundle
 
+IGNORE = "GUMIHO_IGNORE_MEMORY"  # environment variable that skips the memory checks
 _MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Space:
-    """Bytes of the host's memory and of the device's, at the peak."""
+    """Peak memory in bytes, of the host and of the device."""
 
     host: int
     device: int = 0
@@ -24,7 +25,9 @@ class Space:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """compiling: of making engines. running: of loading them and generating. Lower bounds, so that a refusal is never a guess."""
+    """compiling: to compile engines. running: to load them and generate. Both are lower bounds, so nothing that fits is
+    refused.
+    """
 
     compiling: Space
     running: Space
@@ -32,19 +35,19 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that are free on a device. unified: its memory is the host's, so that both share what is free."""
+    """Free memory of a device in bytes. unified: whether device and host share one memory."""
 
     device: int
     unified: bool
 
 
 def size(nbytes: int) -> str:
-    """Bytes for a reader."""
+    """A number of bytes as text, in GB or MB."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def buffers(bundle: "Bundle", backend: str) -> int:
-    """Bytes of caches and outputs, those of symbolic sizes left out."""
+    """Bytes of caches and outputs; outputs with symbolic sizes are not counted."""
     tensors = [tensor for graph in bundle.manifest.form(backend).graphs.values() for tensor in graph.outputs]
     fixed = [
         tensor for tensor in tensors if not tensor.name.startswith("present_") and all(isinstance(n, int) for n in tensor.shape)
@@ -53,31 +56,35 @@ def buffers(bundle: "Bundle", backend: str) -> int:
 
 
 def host_free() -> int | None:
-    """Bytes that this process can have, swap included: as Linux estimates it, and as its control groups allow. None elsewhere."""
-    known = {}
+    """Bytes that this process can still allocate, swap included: Linux's estimate, bounded by control groups. None on other
+    systems.
+    """
+    meminfo = {}
     for line in _read(_MEMINFO).splitlines():
         name, _, rest = line.partition(":")
-        known[name] = 1024 * int(rest.split()[0])
-    if "MemAvailable" not in known:
+        meminfo[name] = 1024 * int(rest.split()[0])
+    if "MemAvailable" not in meminfo:
         return None
-    swap = known.get("SwapFree", 0)
-    return max(0, min(known["MemAvailable"] + swap, *_allowed(swap)))
+    swap = meminfo.get("SwapFree", 0)
+    return max(0, min(meminfo["MemAvailable"] + swap, *_group_limits(swap)))
 
 
-def _allowed(swap: int) -> Iterator[int]:
-    """What every control group (v2) around the process leaves it. swap: bytes free of the machine's."""
+def _group_limits(swap: int) -> Iterator[int]:
+    """Bytes that each control group (v2) around the process still allows. swap: free bytes of the machine's swap."""
     yield 1 << 62
-    own = next((line[3:].strip("/") for line in _read(_CGROUP).splitlines() if line.startswith("0::")), None)
-    if own is None:
+    path = next((line[3:].strip("/") for line in _read(_CGROUP).splitlines() if line.startswith("0::")), None)
+    if path is None:
         return
-    folder = _CGROUPS / own
+    folder = _CGROUPS / path
     for group in (folder, *folder.parents):
         limit, used = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is not None and used is not None:
             stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-            cached = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))  # goes where memory is wanted
-            most, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
-            yield limit - used + cached + (swap if most is None else max(0, min(swap, most - (swapped or 0))))
+            cached = sum(
+                int(stat.get(name, 0)) for name in ("active_file", "inactive_file")
+            )  # Linux frees it when memory is needed
+            swap_limit, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
+            yield limit - used + cached + (swap if swap_limit is None else max(0, min(swap, swap_limit - (swapped or 0))))
         if group == _CGROUPS:
             return
 

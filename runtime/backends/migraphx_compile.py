@@ -1,7 +1,7 @@
-"""Compiles graphs with MIGraphX in a process of its own.
+"""Compiles graphs with MIGraphX in a child process.
 
-``compile`` and ``save`` hold the interpreter's lock, so no signal could interrupt them here; a program that cannot be compiled is
-written to the temporary folder with all its weights; and what compiling took of memory goes back whole.
+``compile`` and ``save`` hold the interpreter's lock, so signals could not interrupt them in this process. MIGraphX writes a
+program that it cannot compile to the temporary folder, with all its weights. And all memory is freed when the child ends.
 """
 
 import contextlib
@@ -21,8 +21,11 @@ from ..errors import GumihoError
 
 @dataclass(frozen=True)
 class Job:
-    """target: ``gpu`` or ``ref``. index: of the GPU. tune: look longer for faster kernels. bundle: the folder that weights are named
-    relative to. folder: where programs go. graphs: by name, file in the bundle."""
+    """The graphs to compile.
+
+    target: ``gpu`` or ``ref``. index: of the GPU. tune: search longer for faster kernels. bundle: its folder, to which the
+    paths of weights are relative. folder: for the compiled programs. graphs: file in the bundle by graph name.
+    """
 
     target: str
     index: int
@@ -33,10 +36,10 @@ class Job:
 
 
 def compile_apart(job: Job, scratch: Path, environment: Mapping[str, str], progress: Callable[[str], object]) -> None:
-    """Does a job in a child process, which dies with this one.
+    """Does a job in a child process, which ends if this process ends.
 
-    scratch: its folder for temporary files. environment: what is set for it besides ours. Raises GumihoError with what the child
-    said, or how it died.
+    scratch: folder for the child's temporary files. environment: variables set for it in addition to ours. progress: called
+    with each step. Raises GumihoError with the child's error message, or saying how it ended.
     """
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     child = subprocess.Popen(
@@ -54,20 +57,20 @@ def compile_apart(job: Job, scratch: Path, environment: Mapping[str, str], progr
         status = child.wait()
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # with the compilers that it started
+            os.killpg(child.pid, signal.SIGKILL)  # and the compilers that it started
         child.wait()
         raise
     if kind == "error":
         raise GumihoError(text)
     if kind != "done":
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        why = "memory has run out, or somebody ended it" if status == -signal.SIGKILL else "see what it printed above"
-        raise GumihoError(f"MIGraphX {how} while {text}: {why}")
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        advice = "free memory, if it ran out" if status == -signal.SIGKILL else "see its output above"
+        raise GumihoError(f"MIGraphX {ending} while {text}: {advice}")
 
 
 def main() -> int:
     tell_parent = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # MIGraphX prints to standard output too
+    os.dup2(2, 1)  # MIGraphX also prints to standard output
 
     def tell(kind: str, text: str) -> None:
         print(json.dumps([kind, text]), file=tell_parent, flush=True)
@@ -98,14 +101,16 @@ def _compile(job: Job, progress: Callable[[str], object]) -> None:
             progress(f"saving {name}")
             migraphx.save(program, str(Path(job.folder) / f"{name}.mxr"))
         except (RuntimeError, MemoryError, OSError) as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise GumihoError(f"MIGraphX {migraphx.__version__} cannot compile {file}: {said}") from None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise GumihoError(
+                f"MIGraphX {migraphx.__version__} cannot compile {file} ({reason}): try another version"
+            ) from None
         del program
         gc.collect()
 
 
 def _die_with_parent() -> None:
-    """Where the system offers it: a parent that is killed can end nothing."""
+    """Has Linux end this process when its parent ends, since a killed parent cannot do so."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -1,11 +1,11 @@
-"""Which distribution of ONNX Runtime is installed, and what to install instead."""
+"""Checks which distribution of ONNX Runtime is installed, and names the one to install."""
 
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 
-from ..errors import GumihoError
+from ..errors import UnavailableError
 
-# Distributions of one and the same Python package: installed into one folder they overwrite each other's files.
+# These distributions contain the same Python package: if two are installed into one folder, they overwrite each other's files.
 _DISTRIBUTIONS = (
     "onnxruntime",
     "onnxruntime-gpu",
@@ -15,19 +15,20 @@ _DISTRIBUTIONS = (
     "onnxruntime-qnn",
 )
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
-NO_PACKAGE = "the registry has none for aarch64, so export for tensorrt"
+NO_PACKAGE = "PyPI has no such package for aarch64, so export for tensorrt"
 
 
 def require_one() -> None:
-    """Raises GumihoError where two distributions of ONNX Runtime lie in one folder: which files are whose depends on their order."""
-    found: dict[str, list[str]] = {}
+    """Raises UnavailableError if two distributions of ONNX Runtime are installed in one folder, since their files are then
+    mixed.
+    """
+    installed: dict[str, list[str]] = {}
     for name in _DISTRIBUTIONS:
         with suppress(PackageNotFoundError):
-            found.setdefault(str(distribution(name).locate_file("")), []).append(name)
-    for folder, names in found.items():
+            installed.setdefault(str(distribution(name).locate_file("")), []).append(name)
+    for folder, names in installed.items():
         if len(names) > 1:
-            both = " ".join(names)
-            raise GumihoError(
-                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip uninstall -y {both}, "
-                f"then, for an NVIDIA GPU, {INSTALL_CUDA}, or else pip install onnxruntime"
+            raise UnavailableError(
+                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip "
+                f"uninstall -y {' '.join(names)}, then, for an NVIDIA GPU, {INSTALL_CUDA}, or else pip install onnxruntime"
             )

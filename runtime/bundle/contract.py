@@ -1,5 +1,5 @@
-"""What the tensors of a bundle's graphs must be: all of it follows from a few sizes, so a manifest that says otherwise is refused
-before anything is allocated."""
+"""The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
+contradicts itself is refused before anything is allocated."""
 
 from .manifest import Form, Graph, Manifest
 from .records import Damage
@@ -9,29 +9,36 @@ Signature = list[tuple[str, str, Shape]]
 
 
 def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> None:
-    """Raises Damage naming the first tensor that is not what the sizes make it. at: where the graphs stand."""
-    drafters = [_caches(graphs[name], manifest) for name in ("draft", "extend")]
-    if drafters[0] != drafters[1]:
-        raise Damage(f"{at}: draft and extend have other caches, expected the same")
+    """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for
+    messages.
+    """
+    if _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
+        raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
         inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest), graph.appends)
-        for found, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
-            _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in found], expected, f"{at}.{name}: {kind}")
+        for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
+            _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
 
-def _compare(found: Signature, expected: Signature, at: str) -> None:
-    if len(found) != len(expected):
-        raise Damage(f"{at}s are {len(found)}, expected {len(expected)}")
-    for one, other in zip(found, expected, strict=True):
-        if one != other:
-            raise Damage(f"{at} is {one[0]} {one[1]} {list(one[2])}, expected {other[0]} {other[1]} {list(other[2])}")
+def _compare(declared: Signature, expected: Signature, at: str) -> None:
+    if len(declared) != len(expected):
+        raise Damage(f"{at}s are {len(declared)}, expected {len(expected)}")
+    for tensor, expected_tensor in zip(declared, expected, strict=True):
+        if tensor != expected_tensor:
+            raise Damage(f"{at} is {_spelled(*tensor)}, expected {_spelled(*expected_tensor)}")
+
+
+def _spelled(name: str, dtype: str, shape: Shape) -> str:
+    return f"{name} {dtype} {list(shape)}"
 
 
 def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]]:
-    """Layers, and (kv heads, positions, head dim) of every cache."""
+    """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
+    small.
+    """
     shapes = [tensor.shape for tensor in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or not all(isinstance(n, int) for n in shapes[0]):
-        raise Damage(f"{graph.file} has no key and value cache of four static dimensions for every layer")
+        raise Damage(f"{graph.file} lacks a key and a value cache of four static dimensions for every layer")
     _, kv_heads, positions, head_dim = (int(n) for n in shapes[0])
     if positions < manifest.capacity:
         raise Damage(f"{graph.file} has caches of {positions} positions, expected {manifest.capacity} or more")
@@ -41,7 +48,7 @@ def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]
 def _expected(
     manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
 ) -> tuple[Signature, Signature]:
-    """Inputs and outputs of a graph, in order."""
+    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends: see ``Graph.appends``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     rows: int | str = form.chunk if form.static else "rows"
@@ -55,20 +62,20 @@ def _expected(
     past: Signature = [("past_length", "int64", (1,)), *cached("past", positions)]
     if name == "target":
         inputs: Signature = [("tokens", "int64", (rows,)), ("depth", "int64", (rows,)), ("mask", "bool", (rows, rows)), *past]
-        made: Signature = [
+        outputs: Signature = [
             ("choice", "int64", (rows,)),
             ("logits", dtype, (rows, manifest.vocabulary)),
             ("hidden", dtype, (rows, hidden)),
         ]
-        return inputs, [*made, *written]
-    given: Signature = [
+        return inputs, [*outputs, *written]
+    draft_inputs: Signature = [
         ("tokens", "int64", (read,)),
         ("hidden", dtype, (rows, hidden)),
         ("path", "int64", (read,)),
         ("count", "int64", (1,)),
     ]
-    grown: Signature = [
+    tree_outputs: Signature = [
         ("tree_tokens", "int64", (tree,)), ("tree_depth", "int64", (tree,)), ("tree_parent", "int64", (tree,)),
         ("tree_mask", "bool", (tree, tree)), ("tree_score", "float32", (tree,)),
     ]  # fmt: skip
-    return [*given, *past], [*(grown if name == "draft" else ()), *written]
+    return [*draft_inputs, *past], [*(tree_outputs if name == "draft" else ()), *written]

@@ -1,5 +1,6 @@
-"""Files that are written whole or not at all, and read only if they are files."""
+"""Writes files completely or not at all, and reads only regular files."""
 
+import errno
 import io
 import os
 import secrets
@@ -12,40 +13,44 @@ from typing import IO
 
 import numpy as np
 
-from ..errors import GumihoError
+from ..errors import InputError, UnavailableError
 
-HEADERS = 1 << 20  # bytes that an archive may have besides what its arrays hold
+HEADERS = 1 << 20  # bytes that an archive may have in addition to its arrays
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All of a regular file of at most ``most`` bytes; a pipe or a device would keep the reader waiting.
+    """The content of a regular file of at most ``most`` bytes.
 
-    Raises OSError for anything else.
+    Raises OSError for a larger file and for anything else, such as a pipe or a device, which could block the reader.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is no regular file")
-        if found.st_size > most:
-            raise OSError(f"it has {found.st_size} bytes, expected {most} at most")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        if status.st_size > most:
+            raise OSError(f"it has {status.st_size} bytes, expected {most} at most")
         return file.read(most)
 
 
 def read_arrays(path: Path, most: int) -> dict[str, np.ndarray]:
-    """What ``numpy.savez`` wrote: arrays of numbers and text, of at most ``most`` bytes in all. Raises OSError for anything else."""
+    """The arrays by name of a file written by ``numpy.savez``: numbers and text, at most ``most`` bytes in total.
+
+    Raises OSError for anything else.
+    """
     return unpacked(read_regular(path, most + HEADERS), most)
 
 
 def unpacked(archive: bytes | memoryview, most: int) -> dict[str, np.ndarray]:
-    """``read_arrays`` of a file's content."""
+    """Like ``read_arrays``, from a file's content."""
     content = io.BytesIO(archive)
     try:
         with zipfile.ZipFile(content) as parts:
-            # A small file can unpack to any size.
+            # A small compressed file can unpack to any size.
             size = sum(part.file_size for part in parts.infolist())
             if size > most + HEADERS or any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
-                raise OSError(f"it unpacks to {size} bytes, or is compressed, which is not how it is written")
+                raise OSError(f"it unpacks to {size} bytes or is compressed, and neither is how it was written")
             if damaged := parts.testzip():
                 raise OSError(f"its part {damaged} is damaged")
         content.seek(0)
@@ -53,31 +58,32 @@ def unpacked(archive: bytes | memoryview, most: int) -> dict[str, np.ndarray]:
             return {name: arrays[name] for name in arrays.files}
     except OSError:
         raise
-    except Exception as error:  # damage leads numpy and zipfile to raise all kinds of things
-        raise OSError(f"it is no archive of arrays ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
+    except Exception as error:  # numpy and zipfile raise many kinds of exceptions for damaged files
+        raise OSError(
+            f"it is not an archive of arrays ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from None
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``path`` when the block ends well, and vanishes when it does not.
+    """A temporary file that replaces ``path`` if the block succeeds, and is removed if it does not.
 
-    Where ``path`` is a link, the file it leads to is replaced and the link stays. Raises GumihoError where that is no regular
-    file, and where it cannot be written.
+    If ``path`` is a link, its target is replaced and the link stays. Raises InputError if ``path`` is not a regular file or
+    cannot be written, and UnavailableError if the disk is full.
     """
-    place, partial = regular(path), None
+    target, partial = regular(path), None
     try:
-        partial = place.with_name(f".{secrets.token_hex(8)}.partial")
+        partial = target.with_name(f".{secrets.token_hex(8)}.partial")
         with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileNotFoundError):
-            partial.chmod(stat.S_IMODE(place.stat().st_mode))
-        os.replace(partial, place)
+            partial.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(partial, target)
     except OSError as error:
-        raise GumihoError(
-            f"'{path}' cannot be written ({error.strerror or error}): free some space, or name another file"
-        ) from None
+        kind = UnavailableError if error.errno in _NO_SPACE else InputError
+        raise kind(f"'{path}' cannot be written ({error.strerror or error}): free some space, or name another file") from None
     finally:
         if partial:
             with suppress(OSError):
@@ -85,17 +91,19 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def regular(path: Path) -> Path:
-    """Where ``path`` leads, links followed: a regular file, or nothing yet. Raises GumihoError for anything else, such as a folder,
-    a pipe or a device, which a file must not replace."""
+    """The path with links resolved, if it is a regular file or does not exist yet.
+
+    Raises InputError for anything else that a file must not replace, such as a folder, a pipe or a device.
+    """
     try:
-        place = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path))
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG(place.stat().st_mode):
-                raise GumihoError(f"'{path}' cannot be written (it is {_kind(place)} and no file): name another file")
-        return place
+            if not stat.S_ISREG(target.stat().st_mode):
+                raise InputError(f"'{path}' cannot be written (it is {_kind(target)}, not a file): name another file")
+        return target
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise GumihoError(f"'{path}' cannot be written ({reason}): name another file") from None
+        raise InputError(f"'{path}' cannot be written ({reason}): name another file") from None
 
 
 def _kind(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Sizes, samples and hashes of files, and whether files still have them."""
+"""Records sizes and hashes of files, and compares files with their records."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from .records import Bounds, OneOf, Pattern
 
 _SAMPLE, _STRIDE = 64 << 10, 16 << 20  # bytes
-_READ_WHOLE = 256 << 20  # bytes that are hashed when a bundle is opened, which takes a second at most
+_READ_WHOLE = 256 << 20  # bytes that are hashed when a bundle is opened; this takes at most a second
 Count = Annotated[int, Bounds(0, 1 << 40)]
 Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
 
@@ -18,7 +18,8 @@ Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
 class File:
     """A file of a bundle or of compiled engines.
 
-    size: bytes. sample: see ``sample_hash``. sha256: of all of it, "" for a checkpoint's file that was linked and not read.
+    size: bytes. sample: see ``sample_hash``. sha256: of the whole file, "" for a checkpoint's file that was linked without
+    reading it.
     """
 
     size: Count
@@ -27,31 +28,31 @@ class File:
 
     @staticmethod
     def of(path: Path, sha256: str | None = None) -> "File":
-        """Describes a file on disk. sha256: where it is known already."""
+        """Describes a file on disk. sha256: its hash, if already computed."""
         return File(path.stat().st_size, sample_hash(path), file_hash(path) if sha256 is None else sha256)
 
 
 def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | None:
-    """The first file whose hash differs from the one on record, None where all agree. quick: see ``Bundle.verify``."""
-    left = _READ_WHOLE
+    """The first file whose size or hash differs from its record, None if all agree. quick: see ``Bundle.verify``."""
+    bytes_left = _READ_WHOLE
     for name, expected in sorted(files.items(), key=lambda item: item[1].size):
-        left -= expected.size
-        whole = bool(expected.sha256) and (left >= 0 or not quick)
+        bytes_left -= expected.size
+        whole = bool(expected.sha256) and (bytes_left >= 0 or not quick)
         try:
             if not (root / name).is_file() or (root / name).stat().st_size != expected.size:
-                return name  # a pipe or a device could be read forever
-            found = file_hash(root / name) if whole else sample_hash(root / name)
+                return name  # reading a pipe or a device might never end
+            actual = file_hash(root / name) if whole else sample_hash(root / name)
         except OSError:
             return name
-        if found != (expected.sha256 if whole else expected.sample):
+        if actual != (expected.sha256 if whole else expected.sample):
             return name
     return None
 
 
 def sample_hash(path: Path) -> str:
-    """The sha256 of 64 KiB out of every 16 MiB and of the last 64 KiB, which 140 GB give away in a second or two.
+    """The sha256 of 64 KiB of every 16 MiB and of the last 64 KiB; for 140 GB this takes a second or two.
 
-    It tells checkpoints apart and shows what was cut off, zeroed or copied by half, but not a few bytes that changed.
+    It distinguishes checkpoints and detects files that were cut off, zeroed or copied in part, but not a few changed bytes.
     """
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
@@ -62,6 +63,7 @@ def sample_hash(path: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
+    """The sha256 of the whole file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_hash(file)
 

@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the operating system gives back when its holder ends, however it ends."""
+"""One writer at a time: a file lock that the operating system releases when its holder ends, even if it is killed."""
 
 import os
 import sys
@@ -16,50 +16,53 @@ except ImportError:  # not a POSIX system
 
 @contextmanager
 def locked(file: Path, busy: str, wait: Callable[[str], object] | None = None, remove: bool = False) -> Iterator[None]:
-    """Holds the lock of a file, which is made if it is not there; that it is there locks nothing.
+    """Holds the lock of a file, which is created if it does not exist; an existing file that nobody holds is not locked.
 
-    busy: what to say if another process, or another thread, holds it, a sentence with the way out. wait: is told ``busy``, once, and
-    the call waits; without it GumihoError is raised. remove: remove the file at the end. Raises OSError if the file cannot be made.
-    A file system without locks (some network ones) is used unlocked, with a warning on standard error.
+    busy: the message if another process or thread holds the lock, with the way out. wait: called once with ``busy`` before
+    waiting for the lock; if None, GumihoError is raised instead. remove: remove the file at the end. Raises OSError if the file
+    cannot be created. On a file system without locks (some network ones) a warning on standard error is printed and nothing is
+    locked.
     """
-    held = _acquire(file, busy, wait)
+    descriptor = _acquire(file, busy, wait)
     try:
         yield
     finally:
         if remove:
             with suppress(OSError):
-                file.unlink()  # while it is held: see ``_acquire``
-        os.close(held)
+                file.unlink()  # while the lock is held: see ``_acquire``
+        os.close(descriptor)
 
 
 def _acquire(file: Path, busy: str, wait: Callable[[str], object] | None) -> int:
     """A descriptor that holds the lock."""
     while True:
-        held = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            _lock(held, file, busy, wait)
-            # The one who held it before may have removed the file after it was opened here. Then somebody else can make a new one
-            # and lock that, so a lock counts only while its file has the name.
+            _lock(descriptor, file, busy, wait)
+            # The previous holder may have removed the file after it was opened here. Another process can then create and lock a
+            # new file of the same name, so the lock counts only if the name still belongs to the locked file.
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(held), os.stat(file)):
-                    return held
+                if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                    return descriptor
         except BaseException:
-            os.close(held)
+            os.close(descriptor)
             raise
-        os.close(held)
+        os.close(descriptor)
 
 
-def _lock(held: int, file: Path, busy: str, wait: Callable[[str], object] | None) -> None:
+def _lock(descriptor: int, file: Path, busy: str, wait: Callable[[str], object] | None) -> None:
     try:
         if fcntl is None:
             raise OSError("this system has no locks")
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if wait is None:
                 raise GumihoError(busy) from None
             wait(busy)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        said = error.strerror or error
-        print(f"warning: '{file.parent}' cannot be locked ({said}): let nothing else write there meanwhile", file=sys.stderr)
+        reason = error.strerror or error
+        print(
+            f"warning: '{file.parent}' cannot be locked ({reason}): make sure that nothing else writes there", file=sys.stderr
+        )

@@ -1,18 +1,18 @@
-"""The manifest ``gumiho.json``: its schema, and the rules that no field can state by itself."""
+"""The schema of the manifest, ``gumiho.json``."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 from ..devices import Array, Device
-from ..errors import GumihoError
+from ..errors import InputError
 from .hashes import Count, File
 from .records import Bounds, OneOf, Pattern, sealed
 
 FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
-# What a later version may add that this one could not run: a manifest names it under ``requires``.
+# Features that this version knows. Bundles of later versions name under ``requires`` the features that a reader must know.
 FEATURES: tuple[str, ...] = ()
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
@@ -33,9 +33,9 @@ class TensorSpec:
 class Graph:
     """A graph of the bundle.
 
-    file: relative to the bundle, as are the weights it names. weights: bytes of those. reads: bytes of weights that a pass reads,
-    a matrix that is multiplied twice counted twice and an embedding not at all. precision: of its products, that of its weights, or
-    int8 where the rows of a pass are rounded to meet quantized weights.
+    file: path relative to the bundle, as are the paths of its weights. weights: bytes of its weights. reads: bytes of weights
+    that a pass reads; a matrix that is multiplied twice counts twice, an embedding not at all. precision: of its matrix
+    products, that of the weights, or int8 if a pass rounds its rows to int8 to multiply them with quantized weights.
     """
 
     file: str
@@ -47,17 +47,19 @@ class Graph:
 
     @property
     def caches(self) -> tuple[TensorSpec, ...]:
-        """The cache inputs: key and value of every layer in turn, each [1, kv heads, S, d]."""
+        """The cache inputs: key, then value of each layer in turn, each [1, kv heads, S, d]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
 
     @property
     def appends(self) -> bool:
-        """Whether the graph returns its rows' keys and values alone, instead of writing them into the caches."""
+        """Whether the graph returns only its rows' keys and values, instead of updated caches."""
         return bool(self.fresh)
 
     @property
     def fresh(self) -> tuple[TensorSpec, ...]:
-        """The rows' own keys and values, [1, kv heads, n, d], in the order of ``caches``, where the graph returns them alone."""
+        """The outputs with only the rows' keys and values, [1, kv heads, n, d], in the order of ``caches``; () unless
+        ``appends``.
+        """
         return tuple(p for p in self.outputs if p.name.startswith(("new_key.", "new_value.")))
 
     def tree_buffers(self, device: Device) -> dict[str, Array]:
@@ -68,11 +70,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class Form:
-    """The bundle's graphs as one backend wants them.
+    """The bundle's graphs for one backend.
 
-    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether every pass of the target has that
-    many rows, as of the draft graph all that can be accepted; else any number goes. graphs: ``target``, ``draft`` and
-    ``extend``. spares: the same graphs in other dialects, by dialect, for devices and releases that cannot run the first.
+    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: every pass of
+    the target then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
+    any number. graphs: ``target``, ``draft`` and ``extend``. spares: the same graphs in other dialects, by dialect, for devices
+    and releases that cannot run the first.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -82,13 +85,13 @@ class Form:
     spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
 
     def variants(self) -> dict[str, Mapping[str, Graph]]:
-        """Every set of graphs by its dialect, the first choice first."""
+        """All sets of graphs by dialect, in order of preference."""
         return {self.dialect: self.graphs, **self.spares}
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How trees are grown (``graphs.tree.TreeConfig``), and of how many tokens: for the reader and the trace."""
+    """How trees are grown (``graphs.tree.TreeConfig``), and the size of the draft vocabulary; only for display and traces."""
 
     rows: Size
     serial_steps: Annotated[int, Bounds(1, 64)]
@@ -102,12 +105,12 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle says of itself (``gumiho.json``).
+    """A bundle's description (``gumiho.json``).
 
-    capacity: positions a text may take. rows: of the tree, root included. depth: drafted tokens on its longest path. tree: how
-    it is grown. dtype: of caches, hidden rows and logits. weights: how those of ``target`` and ``draft`` are quantized, for the
-    reader. eos_token_ids: all that end a text. forms: by backend. files: by path relative to the bundle. requires: what a
-    reader must know to run the bundle (``FEATURES``).
+    capacity: most positions of a text, prompt included. rows: of the tree, root included. depth: drafted tokens on its longest
+    path. tree: how it is grown. dtype: of caches, hidden rows and logits. weights: how the weights of ``target`` and ``draft``
+    are quantized, in words. eos_token_ids: all tokens that end a text. forms: by backend. files: by path relative to the
+    bundle. requires: features that a reader must know to run the bundle (``FEATURES``).
     """
 
     capacity: Annotated[int, Bounds(1, 1 << 24)]
@@ -131,9 +134,9 @@ class Manifest:
         return next(iter(self.forms))
 
     def form(self, backend: str) -> Form:
-        """Raises GumihoError where the bundle was not exported for the backend."""
+        """The graphs for a backend. Raises InputError if the bundle was not exported for it."""
         if backend not in self.forms:
-            raise GumihoError(
+            raise InputError(
                 f"the bundle has graphs for {', '.join(self.forms)} and none for {backend}: "
                 f"export it again with `gumiho-export --backend {' '.join(self.forms)} {backend}`"
             )

@@ -2,39 +2,39 @@
 
 from pathlib import Path, PurePosixPath
 
-from ..errors import GumihoError
+from ..errors import DamageError, InputError
 from . import contract
 from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
-def parse_manifest(text: str, where: Path) -> Manifest:
-    """A manifest from its JSON. where: the file, for messages.
+def parse_manifest(text: str, file: Path) -> Manifest:
+    """A manifest from its JSON. file: its path, for messages.
 
-    Raises GumihoError for another format, and for the first thing that is damaged.
+    Raises InputError for a format or feature that this version cannot read, and DamageError naming the first damaged value.
     """
     try:
         raw = parse(text)
         if not isinstance(raw, dict):
-            raise Damage("it holds no JSON object")
-        _require_format(raw.get("format"), where)
+            raise Damage("it is not a JSON object")
+        _require_format(raw.get("format"), file)
         manifest = checked(Manifest, unsealed(raw))
         if unknown := sorted(set(manifest.requires) - set(FEATURES)):
-            raise GumihoError(f"{where} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
+            raise InputError(f"{file} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
         _check(manifest)
         return manifest
     except Damage as error:
-        raise GumihoError(f"{where} is damaged ({error}): copy the bundle again") from None
+        raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
 
 
 def _check(manifest: Manifest) -> None:
-    """The rules that no field can state by itself. Raises Damage."""
+    """Raises Damage if fields contradict each other."""
     if not manifest.forms:
         raise Damage("forms is empty")
     if manifest.depth >= manifest.rows:
         raise Damage(f"depth is {manifest.depth}, expected less than the {manifest.rows} rows")
-    if odd := [token for token in manifest.eos_token_ids if token >= manifest.vocabulary]:
-        raise Damage(f"eos_token_ids holds {odd[0]}, expected ids below {manifest.vocabulary}")
+    if outside := [token for token in manifest.eos_token_ids if token >= manifest.vocabulary]:
+        raise Damage(f"eos_token_ids holds {outside[0]}, expected ids below {manifest.vocabulary}")
     for name in manifest.files:
         _require_inside(name)
     for backend, form in manifest.forms.items():
@@ -50,20 +50,21 @@ def _check(manifest: Manifest) -> None:
             contract.check(manifest, form, dict(graphs), at)
 
 
-def _require_format(found: object, where: Path) -> None:
-    if type(found) is not int:
-        raise Damage("it names no format")
-    if found != FORMAT:
-        raise GumihoError(
-            f"{where} has bundle format {shown(str(found)[:20]) if abs(found) < 1 << 64 else 'unknown'} and this version reads {FORMAT}: "
+def _require_format(number: object, file: Path) -> None:
+    if type(number) is not int:
+        raise Damage("its format is not a number")
+    if number != FORMAT:
+        spelled = number if abs(number) < 1 << 64 else "unknown"
+        raise InputError(
+            f"{file} has bundle format {spelled} and this version reads {FORMAT}: "
             "export it again, or install the version that wrote it"
         )
 
 
 def _require_inside(name: str) -> None:
-    """Raises Damage for a path that leaves the bundle, or is spelled in another way than an export spells it."""
+    """Raises Damage for a path that leaves the bundle or is not spelled as an export spells it."""
     path = PurePosixPath(name)
     parts = path.parts
     plain = str(path) == name and name.isprintable() and len(name) < 1024 and "\\" not in name
     if not plain or not parts or path.is_absolute() or ".." in parts or name in (".", MANIFEST) or parts[0] == "engines":
-        raise Damage(f"files names {shown(name)!r}, which is no path inside the bundle")
+        raise Damage(f"files names {shown(name)!r}, which is not a path inside the bundle")

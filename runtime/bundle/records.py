@@ -1,7 +1,7 @@
-"""JSON files that show damage: read once, at the edge, into dataclasses whose fields have the types and bounds they name.
+"""JSON files with a checksum, parsed into dataclasses whose annotations give the types and bounds of the fields.
 
-A record carries the SHA-256 of its own content, so that accidental damage is always noticed. Whoever changes a record on purpose can
-seal it again; what comes out of ``checked`` has the annotated types and bounds all the same.
+A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on purpose
+can seal it again, but ``checked`` still enforces the annotated types and bounds.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 SEAL = "sha256"
-_SHOWN = 60  # characters of a wrong value that a message repeats
+_SHOWN = 60  # characters of a wrong value that a message quotes
 T = TypeVar("T")
 
 
 class Damage(ValueError):
-    """Says in one line which value is wrong and what was expected; callers add the file and the way out."""
+    """Names the wrong value and the expected one in a single line; callers add the file and the way out."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a number, both included."""
+    """The range of a number, both ends included."""
 
     least: float
     most: float
@@ -33,21 +33,21 @@ class Bounds:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The only texts a field may hold."""
+    """The only strings that a field may hold."""
 
-    known: tuple[str, ...]
+    choices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What all of a text matches."""
+    """A regular expression that the whole string must match."""
 
     expression: str
-    what: str  # for messages
+    description: str  # of a matching string, for messages
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON without what JSON does not have. Raises Damage for other text, and for numbers that are not finite."""
+    """Parses standard JSON. Raises Damage for anything else, such as NaN, infinity and numbers too large for a float."""
     try:
         return json.loads(text, parse_constant=_constant, parse_float=_finite)
     except RecursionError:
@@ -69,12 +69,12 @@ def _finite(text: str) -> float:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """The text of a record: the content and its seal."""
+    """The text of a record: the content and its checksum."""
     return json.dumps({**content, SEAL: _seal(content)}, indent=1)
 
 
 def unsealed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's content. Raises Damage where it is not what was sealed."""
+    """A record's content. Raises Damage if it does not match its checksum."""
     content = {name: value for name, value in raw.items() if name != SEAL}
     if raw.get(SEAL) != _seal(content):
         raise Damage("its content does not match its checksum")
@@ -89,39 +89,39 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def checked(kind: type[T], raw: Any, at: str = "") -> T:
-    """Parsed JSON as ``kind``: a dataclass, or anything that the fields of one are annotated with.
+    """Parsed JSON as ``kind``: a dataclass, or any type that annotates its fields.
 
-    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: where the value stands, for
-    messages. Raises Damage for the first value of another type or outside its bounds.
+    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for messages.
+    Raises Damage for the first value of another type or outside its bounds.
     """
-    made: T = _checked(kind, raw, at)
-    return made
+    value: T = _checked(kind, raw, at)
+    return value
 
 
 def _checked(kind: Any, raw: Any, at: str) -> Any:
     if is_dataclass(kind):
         return _record(kind, raw, at)
-    origin, given = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _bounded(_checked(given[0], raw, at), given[1], at)
+        return _bounded(_checked(arguments[0], raw, at), arguments[1], at)
     if origin in (Union, UnionType):
-        for one in given:
+        for alternative in arguments:
             try:
-                return _checked(one, raw, at)
+                return _checked(alternative, raw, at)
             except Damage as error:
                 damage = error
         raise damage
     if origin is tuple:
-        return _tuple(given, raw, at)
+        return _tuple(arguments, raw, at)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(raw, dict):
             raise _wrong(at, raw, "an object")
-        key, value = given
-        return {_checked(key, name, at): _checked(value, inner, _inside(at, name)) for name, inner in raw.items()}
+        key, value = arguments
+        return {_checked(key, name, at): _checked(value, content, _inside(at, name)) for name, content in raw.items()}
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
         raw = _as_float(raw, at)
     if type(raw) is not kind:
-        raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind])
+        raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind])
     return raw
 
 
@@ -136,9 +136,9 @@ def _record(kind: Any, raw: Any, at: str) -> Any:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     values = {}
-    for name, inner, required in _fields(kind):
+    for name, annotation, required in _fields(kind):
         if name in raw:
-            values[name] = _checked(inner, raw[name], _inside(at, name))
+            values[name] = _checked(annotation, raw[name], _inside(at, name))
         elif required:
             raise Damage(f"{_inside(at, name)} is missing")
     return kind(**values)
@@ -146,27 +146,27 @@ def _record(kind: Any, raw: Any, at: str) -> Any:
 
 @cache
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, annotation, and whether it must be there."""
+    """Name, annotation, and whether the field is required."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple((f.name, hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind))
 
 
-def _tuple(given: tuple[Any, ...], raw: Any, at: str) -> tuple[Any, ...]:
+def _tuple(arguments: tuple[Any, ...], raw: Any, at: str) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
-    kinds = (given[0],) * len(raw) if given[-1] is ... else given
+    kinds = (arguments[0],) * len(raw) if arguments[-1] is ... else arguments
     if len(kinds) != len(raw):
         raise Damage(f"{at} has {len(raw)} entries, expected {len(kinds)}")
-    return tuple(_checked(inner, value, f"{at}[{i}]") for i, (inner, value) in enumerate(zip(kinds, raw, strict=True)))
+    return tuple(_checked(kind, value, f"{at}[{i}]") for i, (kind, value) in enumerate(zip(kinds, raw, strict=True)))
 
 
 def _bounded(value: Any, limit: Any, at: str) -> Any:
     if isinstance(limit, Bounds) and not limit.least <= value <= limit.most:
         raise _wrong(at, value, f"{limit.least:,.0f} to {limit.most:,.0f}".replace(",", ""))
-    if isinstance(limit, OneOf) and value not in limit.known:
-        raise _wrong(at, value, f"one of {', '.join(limit.known)}")
+    if isinstance(limit, OneOf) and value not in limit.choices:
+        raise _wrong(at, value, f"one of {', '.join(limit.choices)}")
     if isinstance(limit, Pattern) and not re.fullmatch(limit.expression, value):
-        raise _wrong(at, value, limit.what)
+        raise _wrong(at, value, limit.description)
     return value
 
 
@@ -175,16 +175,16 @@ def _inside(at: str, name: str) -> str:
 
 
 def _wrong(at: str, value: Any, expected: str) -> Damage:
-    what = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_number(value))
-    return Damage(f"{at or 'it'} is {shown(what)}, expected {expected}")
+    actual = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
+    return Damage(f"{at or 'it'} is {shown(actual)}, expected {expected}")
 
 
-def _number(value: Any) -> Any:
-    """Python refuses to print whole numbers of thousands of digits."""
+def _printable(value: Any) -> Any:
+    """The value, or words for an integer that is too long: Python refuses to print integers of thousands of digits."""
     return "a very large number" if isinstance(value, int) and abs(value) >= 1 << 256 else value
 
 
 def shown(text: str) -> str:
-    """A text that came from a file, cut short and on one line."""
+    """A string from a file, shortened and on one line."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= _SHOWN else f"{clean[:_SHOWN]}..."

@@ -1,1 +1,1 @@
-"""Everything that can be checked and measured of a bundle on the device at hand, in pieces that resume."""
+"""Runs all checks and measurements of a bundle on this device, in pieces that can be resumed."""

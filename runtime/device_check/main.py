@@ -1,6 +1,7 @@
-"""Checks and measures everything about a bundle on this device, and writes device_check.json and device_check.md after every step.
+"""Checks and measures everything about a bundle on this device, and writes device_check.json and device_check.md after every
+step.
 
-Run the same command again to continue after an interruption; it repeats steps that failed or that depend on something that has
+Run the same command again to continue after an interruption; it repeats steps that failed and steps whose inputs have
 changed.
 """
 
@@ -26,26 +27,29 @@ from ..bundle.records import Damage, parse, sealed, unsealed
 from ..command import argument_parser
 from ..command import run as run_command
 from ..engines.store import RECORD, find_engines
-from ..errors import GumihoError
+from ..errors import DamageError, GumihoError, InputError
 from . import pieces as device_pieces
 from . import report as device_report
 from . import times as device_times
 from . import tokens as device_tokens
-from .pieces import Check, Found, Skip
+from .pieces import Check, Findings, Skip
 
 JSON, MARKDOWN = "device_check.json", "device_check.md"
 FORMAT = 1
 _MOST = 16 << 20  # bytes of a report
-_CRASHES = 2  # times that a piece may end the process before it is left out
+_CRASHES = 2  # crashes of the process in a piece after which the piece is not run again
 
 
 @dataclass(frozen=True)
 class Piece:
-    """share: of the minutes, where it stops by itself. needs: what must be there: "", "backend" or "engines". again: the command that
-    shows its failure."""
+    """A step of the check.
+
+    share: its share of the time budget, 0 for a piece without a time limit. needs: "", "backend" or "engines". again: the
+    command that reproduces its failure.
+    """
 
     name: str
-    run: Callable[[Check], Found]
+    run: Callable[[Check], Findings]
     share: float
     needs: str
     again: str = "device_check"
@@ -66,8 +70,12 @@ PIECES = (
 
 @dataclass
 class Outcome:
-    """Of a piece. state: ok, failed, skipped, or running where the process ended in the middle of it. key: of what it depends on.
-    crashes: how often the process ended in the middle of it. trace: of an error that is none of ours."""
+    """The outcome of a piece.
+
+    state: ok, failed, skipped, or running if the process ended during the piece. key: a digest of everything it depends on.
+    crashes: how often the process ended during the piece. trace: the traceback of an unexpected exception. again: see
+    ``Piece``.
+    """
 
     state: str
     key: str
@@ -84,7 +92,7 @@ class Report:
     """The outcomes so far, on disk."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], fresh: bool) -> None:
-        """fresh: forget what is there. Raises GumihoError where it is damaged."""
+        """about: see the function ``about``. fresh: ignore an earlier report. Raises DamageError if that is damaged."""
         self.folder, self.about = folder, about
         self.pieces: dict[str, Outcome] = {} if fresh else self._read()
 
@@ -93,7 +101,7 @@ class Report:
         try:
             raw = parse(read_regular(file, _MOST))
             if not isinstance(raw, dict):
-                raise Damage("it holds no JSON object")
+                raise Damage("it is not a JSON object")
             content = unsealed(raw)
             if content.get("format") != FORMAT:
                 return {}
@@ -101,10 +109,10 @@ class Report:
         except FileNotFoundError:
             return {}
         except (OSError, Damage, KeyError, TypeError, AttributeError) as error:
-            raise GumihoError(f"{file} is damaged ({error}): start over with --again") from None
+            raise DamageError(f"{file} is damaged ({error}): start over with --again") from None
 
     def save(self) -> None:
-        # In the order of the table: an earlier run may have stopped anywhere.
+        # In the order of PIECES, wherever an earlier run stopped.
         pieces = {piece.name: asdict(self.pieces[piece.name]) for piece in PIECES if piece.name in self.pieces}
         text = sealed({"format": FORMAT, "about": self.about, "pieces": pieces})
         with replaced(self.folder / JSON) as file:
@@ -113,12 +121,12 @@ class Report:
             file.write(device_report.markdown(json.loads(text)).encode())
 
     @property
-    def holds(self) -> bool:
+    def passed(self) -> bool:
         return all(outcome.state in ("ok", "skipped") for outcome in self.pieces.values())
 
 
 def check_all(check: Check, report: Report, minutes: float) -> None:
-    """Runs the pieces that are not done, and saves the report after each."""
+    """Runs the pieces that are not done yet, and saves the report after each."""
     total = sum(piece.share for piece in PIECES)
     for i, piece in enumerate(PIECES):
         before = report.pieces.get(piece.name)
@@ -126,25 +134,25 @@ def check_all(check: Check, report: Report, minutes: float) -> None:
         if before and before.key == current and _done(before):
             print(device_report.line(piece.name, asdict(before)) + " (checked before)")
             continue
-        left = minutes / total * sum(later.share for later in PIECES[i:])
-        check.say(f"[{i + 1}/{len(PIECES)}] {piece.name}, {left:.0f} minutes left at most")
+        minutes_left = minutes / total * sum(later.share for later in PIECES[i:])
+        check.say(f"[{i + 1}/{len(PIECES)}] {piece.name}, at most {minutes_left:.0f} minutes left")
         crashes = before.crashes + 1 if before and before.state == "running" and before.key == current else 0
         if missing:
             outcome = Outcome("skipped", current, notes=[f"not run: {missing}"])
         elif crashes >= _CRASHES:
-            wrong = f"the process ended {crashes} times in the middle of this piece: the backend crashed, or memory ran out (--again tries it anew)"
-            outcome = Outcome("failed", current, wrong=[wrong], crashes=crashes)
+            cause = f"the process ended {crashes} times during this piece, since the backend crashed or memory ran out"
+            outcome = Outcome("failed", current, wrong=[f"{cause}: use --again to retry"], crashes=crashes)
         else:
             report.pieces[piece.name] = Outcome("running", current, crashes=crashes)
             report.save()
             check.deadline = monotonic() + 60 * minutes * piece.share / total
             try:
-                outcome = _made(check, piece)
-            except BaseException:  # interrupted: that is no crash
+                outcome = _run_piece(check, piece)
+            except BaseException:  # an interruption, which does not count as a crash
                 del report.pieces[piece.name]
                 report.save()
                 raise
-            outcome.key = _key(check, piece, minutes)[0]  # a compile changes what the engines are
+            outcome.key = _key(check, piece, minutes)[0]  # compiling has changed the engines' key
         outcome.again = check_command(piece.again, check)
         report.pieces[piece.name] = outcome
         report.save()
@@ -157,28 +165,30 @@ def _done(outcome: Outcome) -> bool:
     return outcome.state == "ok" or (outcome.state == "failed" and outcome.crashes >= _CRASHES)
 
 
-def _made(check: Check, piece: Piece) -> Outcome:
-    """A piece's outcome, whatever happens in it. After an error the next piece loads the model anew."""
+def _run_piece(check: Check, piece: Piece) -> Outcome:
+    """Runs a piece; an exception becomes a failed outcome, and the next piece then loads the model again."""
     started, trace = monotonic(), ""
     try:
-        found = piece.run(check)
-        state = "failed" if found.wrong else "ok"
+        findings = piece.run(check)
+        state = "failed" if findings.wrong else "ok"
     except Skip as reason:
-        found, state = Found(notes=[str(reason)]), "skipped"
-    except Exception as error:  # libraries of devices raise all kinds of things, and the other pieces are to go on
+        findings, state = Findings(notes=[str(reason)]), "skipped"
+    except Exception as error:  # device libraries raise many kinds of exceptions, and the other pieces should still run
         text = " ".join(str(error).split())[:500]
-        found, state = Found(wrong=[text if isinstance(error, GumihoError) else f"{type(error).__name__}: {text}"]), "failed"
+        message = text if isinstance(error, GumihoError) else f"{type(error).__name__}: {text}"
+        findings, state = Findings(wrong=[message]), "failed"
         trace = "" if isinstance(error, GumihoError) else traceback.format_exc()[-4000:]
         with suppress(Exception):
             check.close()
-    return Outcome(state, "", round(monotonic() - started, 3), found.facts, found.wrong, found.notes, trace=trace)
+    seconds = round(monotonic() - started, 3)
+    return Outcome(state, "", seconds, findings.facts, findings.wrong, findings.notes, trace=trace)
 
 
 def _key(check: Check, piece: Piece, minutes: float) -> tuple[str, str]:
-    """A digest of what a piece depends on, and what it lacks to be run; "" where it lacks nothing."""
+    """A digest of everything that a piece depends on, and the reason why it cannot run, "" if it can."""
     parts: dict[str, Any] = {
         "bundle": check.bundle.hash,
-        "runtime": _source(),
+        "runtime": _source_digest(),
         "device": check.device,
         "threads": check.threads,
     }
@@ -194,8 +204,8 @@ def _key(check: Check, piece: Piece, minutes: float) -> tuple[str, str]:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16], missing
 
 
-def _source() -> str:
-    """A digest of the runtime's own code."""
+def _source_digest() -> str:
+    """A digest of the runtime's code."""
     digest, root = hashlib.sha256(), Path(__file__).parent
     for file in sorted(root.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -203,16 +213,16 @@ def _source() -> str:
 
 
 def check_command(module: str, check: Check) -> str:
-    """The command line of a module for what is checked."""
+    """A command line that runs a module with this check's bundle, backend and device."""
     options = {"--backend": check.name, "--device": check.device}
     if module in ("device_check", "selftest"):
         options["--threads"] = str(check.threads or "")
-    given = [part for name, value in options.items() if value for part in (name, value)]
-    return shlex.join(["python", "-m", f"runtime.{module}", str(check.bundle.path), *given])
+    arguments = [part for name, value in options.items() if value for part in (name, value)]
+    return shlex.join(["python", "-m", f"runtime.{module}", str(check.bundle.path), *arguments])
 
 
 def about(check: Check) -> dict[str, Any]:
-    """What a reader of the report has to know of bundle and machine."""
+    """Facts about the bundle and the machine for the report."""
     manifest, facts = check.bundle.manifest, dict[str, str]()
     with suppress(GumihoError):
         facts = check.backend.versions() | check.backend.details()
@@ -224,13 +234,13 @@ def about(check: Check) -> dict[str, Any]:
             "bytes": check.bundle.weights(), "sources": dict(manifest.sources),
         },
         "backend": check.name, "device": check.device, "threads": check.threads, "facts": facts,
-        "packages": doctor.installed(), "platform": platform.platform(), "runtime": _source(),
+        "packages": doctor.installed(), "platform": platform.platform(), "runtime": _source_digest(),
     }  # fmt: skip
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is an interruption like Ctrl-C."""
+    """Treats SIGTERM as an interruption, like Ctrl-C."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -260,31 +270,29 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         if not 0 < args.minutes < 1e6:
-            raise GumihoError(f"--minutes is {args.minutes}: give more than 0")
+            raise InputError(f"--minutes is {args.minutes}: give more than 0")
         if args.threads < 0:
-            raise GumihoError(f"--threads is {args.threads}: give 0 for one per physical core, or more")
+            raise InputError(f"--threads is {args.threads}: give 0 for one per physical core, or more")
         check = Check(
-            args.bundle, args.backend, args.device, args.threads, lambda what: print(f"{what} ...", file=sys.stderr, flush=True)
+            args.bundle, args.backend, args.device, args.threads, lambda step: print(f"{step} ...", file=sys.stderr, flush=True)
         )
-        named = [check.bundle.path.name, check.name, args.device.replace(":", "")]
-        out: Path = args.out or Path("-".join(["device_check", *filter(None, named)]))
+        names = [check.bundle.path.name, check.name, args.device.replace(":", "")]
+        out: Path = args.out or Path("-".join(["device_check", *filter(None, names)]))
         try:
             out.mkdir(parents=True, exist_ok=True)
             with locked(out / ".lock", f"another check writes to {out}: wait for it to end, or name another folder with --out"):
                 report = Report(out, about(check), args.again)
                 check_all(check, report, args.minutes)
         except OSError as error:
-            raise GumihoError(
-                f"'{out}' cannot be written ({error.strerror or error}): name another folder with --out"
-            ) from None
+            raise InputError(f"'{out}' cannot be written ({error.strerror or error}): name another folder with --out") from None
         except KeyboardInterrupt:
-            print("interrupted: the same command goes on from here", file=sys.stderr)
+            print("interrupted: run the same command again to continue", file=sys.stderr)
             raise
         finally:
             with suppress(Exception):
                 check.close()
-        print(f"{'all holds' if report.holds else 'FAILED'}: {out / MARKDOWN}, {out / JSON}")
-        return 0 if report.holds else 1
+        print(f"{'all passed' if report.passed else 'FAILED'}: {out / MARKDOWN}, {out / JSON}")
+        return 0 if report.passed else 1
 
     with _terminable():
         return run_command(work)

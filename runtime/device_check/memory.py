@@ -1,4 +1,4 @@
-"""What a process and its device hold of memory."""
+"""The memory that this process and its device use."""
 
 import sys
 from typing import Any
@@ -7,14 +7,14 @@ from ..backends import Backend
 
 try:
     import resource
-except ImportError:  # no POSIX
+except ImportError:  # not a POSIX system
     resource = None  # type: ignore[assignment]
 
 
-def taken(backend: Backend) -> dict[str, Any]:
-    """host: bytes that the process holds now; host_peak: at most so far, children included; device: as the driver tells it.
+def memory_in_use(backend: Backend) -> dict[str, Any]:
+    """host: bytes that the process uses now; host_peak: the most so far, with child processes; device: the driver's report.
 
-    None where the system does not tell.
+    Each is None if the system does not provide it.
     """
     return {"host": _resident(), "host_peak": _peak(), "device": backend.details().get("memory")}
 

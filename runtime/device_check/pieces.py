@@ -1,6 +1,6 @@
-"""What the pieces of ``runtime.device_check`` share, and those of them that ask other commands' functions.
+"""The basis of the pieces of ``runtime.device_check``, and the pieces that use functions of other commands.
 
-A piece is a function of the ``Check`` that returns what it ``Found``.
+A piece is a function that takes a ``Check`` and returns its ``Findings``.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from ..engines import golden_replay as golden
 from ..engines.store import compile_engines, find_engines
 from ..errors import GumihoError
 from ..model import Model, load
-from .memory import taken
+from .memory import memory_in_use
 from .prompts import prompts
 
-_SELFTEST = 4, 48, 2000  # prompts, tokens and texts drawn, at most
+_SELFTEST = 4, 48, 2000  # most prompts, tokens and sampled texts
 
 
 class Skip(Exception):
-    """A piece cannot be made here, and nothing is wrong with the device. Says why."""
+    """A piece cannot run here although nothing is wrong with the device. The text is the reason."""
 
 
 @dataclass
-class Found:
-    """facts: numbers and texts as JSON has them. wrong: what does not hold, a line each. notes: what a reader should look at."""
+class Findings:
+    """facts: results in JSON's types. wrong: the failures, one line each. notes: observations worth a look, one line each."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -35,10 +35,10 @@ class Found:
 
 
 class Check:
-    """What the pieces share: the bundle, the backend, and one loaded model.
+    """The bundle, the backend and one loaded model, which the pieces share.
 
-    deadline: of the running piece, in seconds of ``time.monotonic``. Opening raises GumihoError where the bundle is damaged or was
-    not exported for the backend; a backend that cannot run here shows in ``backend``.
+    deadline: of the running piece, in seconds of ``time.monotonic``. Opening raises DamageError if the bundle is damaged, and
+    InputError if it was not exported for the backend; if the backend cannot run here, using ``backend`` raises.
     """
 
     def __init__(self, path: str, name: str, device: str, threads: int, say: Callable[[str], object]) -> None:
@@ -52,14 +52,14 @@ class Check:
 
     @property
     def backend(self) -> Backend:
-        """Raises GumihoError where it cannot run here."""
+        """The backend. Raises GumihoError if it cannot run here."""
         if not self._backend:
             self._backend = backend(self.name, self.device, self.threads)
         return self._backend
 
     @property
     def model(self) -> Model:
-        """Loaded when it is first asked for, and warm: what is bound or recorded in a first text has been."""
+        """The model, loaded on first use and warmed up by two short texts."""
         if not self._model:
             self.say("loading")
             self._model = load(self.bundle.path, self.name, self.device, self.threads)
@@ -85,50 +85,51 @@ class Check:
             model.close()
 
 
-def look(check: Check) -> Found:
-    """The backend, its device and its libraries, and every byte of the bundle."""
-    made, line = doctor.look(check.name, check.device)
-    found = Found({"packages": doctor.installed(), "backend": line})
-    if made is None:
-        found.wrong.append(line)
-        return found
-    found.facts |= made.versions() | made.details()
+def look(check: Check) -> Findings:
+    """Checks the backend, its device and libraries, and every byte of the bundle."""
+    instance, line = doctor.look(check.name, check.device)
+    findings = Findings({"packages": doctor.installed(), "backend": line})
+    if instance is None:
+        findings.wrong.append(line)
+        return findings
+    findings.facts |= instance.versions() | instance.details()
+    forms = check.bundle.manifest.forms
     lines, ready = doctor.examine(
-        check.bundle, {n: made if n == check.name else None for n in check.bundle.manifest.forms},
-        dict.fromkeys(check.bundle.manifest.forms, check.device), quick=False,
+        check.bundle, {name: instance if name == check.name else None for name in forms},
+        dict.fromkeys(forms, check.device), quick=False,
     )  # fmt: skip
-    found.facts |= {"bundle": lines, "engines": "current" if ready else "to be compiled"}
-    return found
+    findings.facts |= {"bundle": lines, "engines": "current" if ready else "to be compiled"}
+    return findings
 
 
-def compile(check: Check) -> Found:
-    """Compiles, unless there are current engines. How long it took is in the piece's seconds."""
+def compile(check: Check) -> Findings:
+    """Compiles the engines, unless there are current ones."""
     try:
-        return Found({"engines": find_engines(check.bundle, check.backend).name, "compiled": False})
+        return Findings({"engines": find_engines(check.bundle, check.backend).name, "compiled": False})
     except GumihoError:
         pass
     started = monotonic()
     folder, errors = compile_engines(check.bundle, check.backend, progress=check.say)
-    peak = taken(check.backend)["host_peak"]
-    return Found(
+    peak = memory_in_use(check.backend)["host_peak"]
+    return Findings(
         {"engines": folder.name, "compiled": True, "compile_seconds": monotonic() - started, "host_peak": peak, **errors}
     )
 
 
-def replay(check: Check) -> Found:
-    """The golden run through the engines on disk."""
+def replay(check: Check) -> Findings:
+    """Replays the golden run through the engines on disk."""
     form, depth = check.bundle.manifest.form(check.name), check.bundle.manifest.depth
     tolerance = {name: golden.TOLERANCE[form.graphs[name].precision] for name in ("target", "draft")}
     tolerance["draft"] *= depth
     errors = golden.check(check.bundle, check.backend, find_engines(check.bundle, check.backend))
-    return Found({name: {"error": error, "tolerance": tolerance[name]} for name, error in errors.items()})
+    return Findings({name: {"error": error, "tolerance": tolerance[name]} for name, error in errors.items()})
 
 
-def prove(check: Check) -> Found:
-    """The properties that ``runtime.selftest`` confirms."""
-    found, (count, length, draws) = Found({"results": []}), _SELFTEST
+def prove(check: Check) -> Findings:
+    """Checks the properties of ``runtime.selftest``."""
+    findings, (count, length, draws) = Findings({"results": []}), _SELFTEST
     for result in selftest.results(check.model, count, length, draws, check.say, check.deadline):
-        found.facts["results"].append({"name": result.name, "holds": result.holds, "found": result.found})
+        findings.facts["results"].append({"name": result.name, "holds": result.holds, "found": result.found})
         if not result.holds:
-            found.wrong.append(f"{result.name}: {result.found}")
-    return found
+            findings.wrong.append(f"{result.name}: {result.found}")
+    return findings

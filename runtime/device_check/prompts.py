@@ -1,10 +1,10 @@
-"""The prompts of ``runtime.device_check``: 40, the same in every run, and no data file needed."""
+"""The 40 prompts of ``runtime.device_check``; they are the same in every run and need no data file."""
 
 from ..model import Model
 from ..selftest import prompts as random_prompts
 
-_LONG = 512  # tokens of a long prompt, at most
-_EVERY = 8  # how many prompts there are to a long one
+_LONG = 512  # most tokens of a long prompt
+_EVERY = 8  # one prompt in so many is long
 
 TEXTS = (
     "def read_lines(path):\n    with open(path) as file:\n",
@@ -51,13 +51,13 @@ TEXTS = (
 
 
 def prompts(model: Model) -> list[list[int]]:
-    """Token ids: of the texts above, every eighth one preceded by those before it; without a tokenizer, random ones."""
+    """Token ids of the texts above, every eighth after all texts before it; random ids if the bundle has no tokenizer."""
     if not model.bundle.has_tokenizer:
         return random_prompts(model, len(TEXTS))
     most = max(1, min(_LONG, model.bundle.manifest.capacity // 2))
-    made: list[list[int]] = []
+    token_ids: list[list[int]] = []
     for i, text in enumerate(TEXTS):
         long = i % _EVERY == _EVERY - 1
         ids = model.encode("\n\n".join(TEXTS[: i + 1]) if long else text)
-        made.append(ids[-most:])
-    return made
+        token_ids.append(ids[-most:])
+    return token_ids

@@ -1,4 +1,4 @@
-"""The report of ``runtime.device_check`` for a reader, made of device_check.json and nothing else."""
+"""Writes the report of ``runtime.device_check`` as Markdown, only from device_check.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ _RESULT = {"ok": "ok", "failed": "FAILED", "skipped": "skipped", "running": "not
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """report: the content of device_check.json."""
+    """The whole report. report: the content of device_check.json."""
     about, pieces = report["about"], report["pieces"]
     failed = [name for name, outcome in pieces.items() if outcome["state"] == "failed"]
     verdict = f"Failed: {', '.join(failed)}." if failed else "Nothing failed."
@@ -17,7 +17,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         _table(*summary(report)),
         "## Pieces",
         _table(["piece", "result", "seconds", "found"], [
-            [name, _RESULT[o["state"]], f"{o['seconds']:.1f}", found(name, o)] for name, o in pieces.items()
+            [name, _RESULT[o["state"]], f"{o['seconds']:.1f}", findings(name, o)] for name, o in pieces.items()
         ]),
     ]  # fmt: skip
     for title, section in (("Time", _times(pieces)), ("Memory", _memory(pieces)), ("Differences", _differences(pieces))):
@@ -30,22 +30,23 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def summary(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heading and the one row of the table for a README."""
+    """The heading and the only row of the summary table."""
     about, pieces = report["about"], report["pieces"]
     greedy, sampled, golden = (pieces.get(name, {}).get("facts", {}) for name in ("greedy", "sampled", "golden"))
-    ways = [(name, facts) for name, facts in (("greedy", greedy), ("sampled", sampled)) if facts]
+    runs = [facts for facts in (greedy, sampled) if facts]
 
-    def of(part: str, way: str) -> str:
-        return " / ".join(str(facts[way][part]) for _, facts in ways) or "-"
+    def of(part: str, mode: str) -> str:
+        return " / ".join(str(facts[mode][part]) for facts in runs) or "-"
 
     columns = {
         "device": about["facts"].get("device") or about["facts"].get("machine") or about["device"] or "-",
         "backend": about["backend"],
         "bundle": f"{about['bundle']['name']}, {_weights(about['bundle'])}",
         "golden run, largest error": ", ".join(f"{name} {part['error']:.1e}" for name, part in golden.items()) or "-",
-        "texts as in plain decoding, greedy / sampled": " / ".join(f"{f['alike']} of {f['texts']}" for _, f in ways) or "-",
-        "near-ties": " / ".join(str(f["near_ties"]) for _, f in ways) or "-",
-        "defects": " / ".join(str(f["defects"]) for _, f in ways) or "-",
+        "texts as in plain decoding, greedy / sampled": " / ".join(f"{facts['alike']} of {facts['texts']}" for facts in runs)
+        or "-",
+        "near-ties": " / ".join(str(facts["near_ties"]) for facts in runs) or "-",
+        "defects": " / ".join(str(facts["defects"]) for facts in runs) or "-",
         "plain, tokens/s": of("tokens_per_second", "plain"),
         "speculative, tokens/s": of("tokens_per_second", "speculative"),
         "tau": of("tau", "speculative"),
@@ -55,12 +56,12 @@ def summary(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def line(name: str, outcome: Mapping[str, Any]) -> str:
-    """A piece on the terminal."""
-    return f"{_RESULT[outcome['state']]:<8}{name}: {found(name, outcome)}"
+    """A piece's line on the terminal."""
+    return f"{_RESULT[outcome['state']]:<8}{name}: {findings(name, outcome)}"
 
 
 def failure(name: str, outcome: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What an issue report needs."""
+    """The facts about a failed piece that an issue report needs."""
     return "\n".join(
         [
             f"piece:     {name}",
@@ -71,15 +72,15 @@ def failure(name: str, outcome: Mapping[str, Any], about: Mapping[str, Any]) -> 
     )
 
 
-def found(name: str, outcome: Mapping[str, Any]) -> str:
-    """What a piece found, in a line."""
-    told = _TELL[name](outcome["facts"]) if outcome["facts"] else ""
-    return "; ".join(filter(None, [*outcome["wrong"], told, *outcome["notes"]])) or "-"
+def findings(name: str, outcome: Mapping[str, Any]) -> str:
+    """The findings of a piece in one line."""
+    facts = _DESCRIBE[name](outcome["facts"]) if outcome["facts"] else ""
+    return "; ".join(filter(None, [*outcome["wrong"], facts, *outcome["notes"]])) or "-"
 
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     speeds = (
-        f", {facts['speculative']['tokens_per_second']} tokens/s and {facts['plain']['tokens_per_second']} plainly, "
+        f", {facts['speculative']['tokens_per_second']} tokens/s, {facts['plain']['tokens_per_second']} with plain decoding, "
         f"tau {facts['speculative']['tau']}"
         if "plain" in facts
         else ""
@@ -95,7 +96,7 @@ def _plain_time(facts: Mapping[str, Any]) -> str:
     return "plain pass " + ", ".join(f"{at['plain'][0]:.3g} ms at context {at['context']}" for at in facts["contexts"])
 
 
-_TELL = {
+_DESCRIBE = {
     "doctor": lambda facts: f"{facts['backend']}; engines {facts.get('engines', 'not looked for')}",
     "compile": lambda facts: (
         f"compiled in {facts['compile_seconds']:.1f} s, {_bytes(facts['host_peak'])} of host memory at most: {facts['engines']}"
@@ -118,7 +119,7 @@ _TELL = {
 
 
 def _times(pieces: Mapping[str, Any]) -> str:
-    """Fastest and median of a few, in milliseconds."""
+    """A table of pass times, fastest and median, in milliseconds."""
     contexts = pieces.get("times", {}).get("facts", {}).get("contexts", [])
     if not contexts:
         return ""
@@ -129,11 +130,12 @@ def _times(pieces: Mapping[str, Any]) -> str:
     rows = list(contexts[0]["target"])
     heading = ["context", "plain pass", *(f"target, {n} rows" for n in rows), "draft", "draft and verification", "prefill"]
     table = [
-        [str(at["context"]), cell(at["plain"]), *(cell(at["target"].get(n)) for n in rows), cell(at.get("draft")), cell(at["cycle"]),
+        [str(at["context"]), cell(at["plain"]), *(cell(at["target"].get(n)) for n in rows),
+         cell(at.get("draft")), cell(at["cycle"]),
          f"{cell(at['prefill']['times'])}, {at['prefill']['rows'] / at['prefill']['times'][0] * 1e3:.0f} tokens/s"]
         for at in contexts
     ]  # fmt: skip
-    static = "Every pass has one size here. " if pieces["times"]["facts"]["static"] else ""
+    static = "All passes have one size here. " if pieces["times"]["facts"]["static"] else ""
     return f"{static}Milliseconds: the fastest, and the median in brackets.\n\n{_table(heading, table)}"
 
 
@@ -149,7 +151,8 @@ def _memory(pieces: Mapping[str, Any]) -> str:
 def _differences(pieces: Mapping[str, Any]) -> str:
     table = [
         [name, str(place["prompt"]), str(place["index"]), str(place["token"]), str(place["choice"]),
-         place["margin"] if isinstance(place["margin"], str) else f"{place['margin']:.1e}", "near-tie" if place["near"] else "DEFECT"]
+         place["margin"] if isinstance(place["margin"], str) else f"{place['margin']:.1e}",
+         "near-tie" if place["near"] else "DEFECT"]
         for name in ("greedy", "sampled", "cpu") for place in pieces.get(name, {}).get("facts", {}).get("places", [])
     ]  # fmt: skip
     return _table(["piece", "prompt", "token", "is", "plain decoding's", "margin", ""], table) if table else ""
@@ -161,7 +164,8 @@ def _machine(about: Mapping[str, Any]) -> str:
         f"backend:   {about['backend']} {about['device']}: {facts or 'does not run here'}",
         f"packages:  {about['packages']}",
         f"system:    {about['platform']}",
-        f"bundle:    {bundle['name']} {bundle['hash']}, {_weights(bundle)}, {bundle['rows']} rows, {bundle['capacity']} positions",
+        f"bundle:    {bundle['name']} {bundle['hash']}, {_weights(bundle)}, {bundle['rows']} rows, "
+        f"{bundle['capacity']} positions",
         f"command:   {about['command']}",
     ])  # fmt: skip
 

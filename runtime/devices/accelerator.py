@@ -1,4 +1,4 @@
-"""Memory of an accelerator with one stream, over the few calls that CUDA's runtime and HIP share."""
+"""Memory of an accelerator with one stream, based on the few calls that CUDA's runtime and HIP share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GumihoError
+from .host import require_buffers
 
-_ALIGNMENT = 256  # bytes; what both runtimes' own allocations promise
+_ALIGNMENT = 256  # bytes; both runtimes align their own allocations to it
 
 
 class DeviceArray:
-    """Memory of a device, seen as an array: what little of numpy's interface buffers need.
+    """An array in a device's memory, with the part of numpy's interface that buffers need.
 
-    address: of its first element. mirror: the host's copy of a mirrored array, or None.
+    address: of its first element, on the device. mirror: the host's copy if the array is mirrored, else None.
     """
 
     __slots__ = ("address", "dtype", "mirror", "shape")
@@ -46,35 +46,38 @@ class DeviceArray:
 
 
 class Accelerator(ABC):
-    """One device and one stream on which everything is ordered: copies, engines, kept rows.
+    """One device and one stream, which orders all copies and engine runs.
 
-    Subclasses give the runtime's calls; every address is a plain int, every size in bytes, every failure a GumihoError.
+    Subclasses implement the runtime's calls. Addresses are plain ints and sizes are bytes; every failed call raises
+    GumihoError.
     """
 
-    name: str  # of the device, its architecture included
+    name: str  # the device's, with its architecture
     index: int
     stream: int
-    unified: bool  # whether its memory is the host's
+    unified: bool  # whether device and host share one memory
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes of device memory: free, and in all."""
+        """Bytes of device memory: free and total."""
 
     @abstractmethod
     def details(self) -> dict[str, str]:
-        """Versions of driver and runtime, free memory: for a reader."""
+        """Versions of driver and runtime, and free memory, as text for people."""
 
     @abstractmethod
     def enter(self) -> None:
-        """Makes the device the calling thread's current one: a stream takes work from no thread that is on another device."""
+        """Makes this the calling thread's current device; a stream refuses work from a thread whose current device is another
+        one.
+        """
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
-        """Device memory."""
+        """Allocates device memory and returns its address."""
 
     @abstractmethod
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
-        """Host memory that the device reads and writes directly, uint8 [nbytes]."""
+        """Allocates host memory that the device reads and writes directly: uint8 [nbytes]."""
 
     @abstractmethod
     def fill(self, address: int, nbytes: int) -> None:
@@ -82,19 +85,21 @@ class Accelerator(ABC):
 
     @abstractmethod
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Copies between any two of host and device, on the stream."""
+        """Copies between host and device, in any direction, or within either, on the stream."""
 
     @abstractmethod
     def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        """Copies ``height`` runs of ``width`` bytes that lie a pitch apart, device to device, on the stream."""
+        """Copies ``height`` runs of ``width`` bytes within the device, on the stream; the pitches are the bytes from one run to
+        the next.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits until the stream has nothing left to do."""
+        """Waits until all work on the stream is done."""
 
     @abstractmethod
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """Records what a function puts on the stream, and returns a call that puts it there again at once."""
+        """Records the work that a function puts on the stream. Returns a function that launches all of it in one call."""
 
     @abstractmethod
     def close(self) -> None:
@@ -146,70 +151,72 @@ class Accelerator(ABC):
 
 
 class Staging:
-    """A bound call of an engine on an accelerator: inputs of the host go in through one block, outputs come back through
-    another, and what is on the device stays there.
+    """A bound call of an engine on an accelerator.
 
-    ``launch(buffers)`` is given by the engine; it puts the engine's own work on the stream. The host may change its inputs as
-    soon as the call returns: they have been copied aside.
+    All host inputs are copied to the device in one block and all host outputs are copied back in another; device arrays are
+    used in place. The engine provides ``launch(buffers)``, which puts its work on the stream. The host may change its inputs as
+    soon as the call returns, since they were copied to pinned memory.
     """
 
     def __init__(
         self, device: Accelerator, buffers: Mapping[str, Any], inputs: set[str], outputs: set[str],
         launch: Callable[[Mapping[str, DeviceArray]], None], capturable: bool,
     ) -> None:  # fmt: skip
-        """buffers: a numpy array or DeviceArray for each name; names that the engine does not have are left out. capturable:
-        whether ``launch`` may be recorded and replayed. Raises GumihoError where an input has no buffer."""
-        if missing := inputs - buffers.keys():
-            raise GumihoError(f"the engine's input '{min(missing)}' has no buffer: the bundle does not fit this version")
+        """buffers: a numpy array or DeviceArray by name; names that the engine does not have are ignored. capturable: whether
+        ``launch`` may be recorded and replayed. Raises DamageError if an input has no buffer."""
+        require_buffers(inputs, buffers)
         self.device, self.launch, self.capturable = device, launch, capturable
         bound = {name: buffer for name, buffer in buffers.items() if name in inputs | outputs}
         host = {name: buffer for name, buffer in bound.items() if isinstance(buffer, np.ndarray)}
-        self.buffers: dict[str, DeviceArray] = {n: b for n, b in bound.items() if n not in host}
-        self._into, self._up = self._block({n: b for n, b in host.items() if n in inputs})
-        self._back, self._down = self._block({n: b for n, b in host.items() if n in outputs})
-        self._mirrors = [b for n, b in self.buffers.items() if n in outputs and b.mirror is not None]
+        self.buffers: dict[str, DeviceArray] = {name: buffer for name, buffer in bound.items() if name not in host}
+        self._host_inputs, self._upload = self._block({name: array for name, array in host.items() if name in inputs})
+        self._host_outputs, self._download = self._block({name: array for name, array in host.items() if name in outputs})
+        self._mirrored = [array for name, array in self.buffers.items() if name in outputs and array.mirror is not None]
 
     def _block(self, arrays: Mapping[str, np.ndarray]) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
-        """Lays arrays out in one block on each side. Returns (array, its place in the pinned block) of each, and the block's
-        addresses on the device and the host and its bytes."""
-        places, size = {}, 0
+        """Allocates one block on the device and one of pinned host memory that hold all the arrays, one after another.
+
+        Returns a pair (array, its part of the pinned block) for each array, and (device address, host address, bytes) of the
+        blocks.
+        """
+        offsets, size = {}, 0
         for name, array in arrays.items():
-            places[name] = size
+            offsets[name] = size
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not size:
             return [], (0, 0, 0)
         block, pinned = self.device.zeros((size,), np.uint8), self.device.pinned((size,), np.uint8)
         pairs = []
         for name, array in arrays.items():
-            at = places[name]
-            self.buffers[name] = DeviceArray(block.address + at, array.shape, array.dtype)
-            pairs.append((array, pinned[at : at + array.nbytes].view(array.dtype).reshape(array.shape)))
+            offset = offsets[name]
+            self.buffers[name] = DeviceArray(block.address + offset, array.shape, array.dtype)
+            pairs.append((array, pinned[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)))
         return pairs, (block.address, pinned.ctypes.data, size)
 
     def stage(self) -> None:
-        """Copies the host's inputs aside."""
-        for array, place in self._into:
-            place[...] = array
+        """Copies the host's inputs to pinned memory."""
+        for array, pinned in self._host_inputs:
+            pinned[...] = array
 
     def enqueue(self) -> None:
-        """Everything that happens on the stream."""
-        device, host, size = self._up
+        """Puts the whole call on the stream: copies to the device, the engine's run, copies to the host."""
+        device, host, size = self._upload
         if size:
             self.device.copy(device, host, size)
         self.launch(self.buffers)
-        for array in self._mirrors:
+        for array in self._mirrored:
             assert array.mirror is not None
             self.device.copy(array.mirror.ctypes.data, array.address, array.nbytes)
-        device, host, size = self._down
+        device, host, size = self._download
         if size:
             self.device.copy(host, device, size)
 
     def finish(self) -> None:
-        """Waits for what the host is to read, if anything."""
-        if self._back:
+        """Waits for the host's outputs, if there are any, and copies them from pinned memory."""
+        if self._host_outputs:
             self.device.synchronize()
-            for array, place in self._back:
-                array[...] = place
+            for array, pinned in self._host_outputs:
+                array[...] = pinned
 
     def __call__(self) -> None:
         self.stage()
@@ -218,7 +225,7 @@ class Staging:
 
 
 class Fused:
-    """Bound calls in turn, recorded once and put on the stream in one piece from then on."""
+    """Several bound calls in order; the first run records them, later runs replay the recording in one launch."""
 
     def __init__(self, device: Accelerator, calls: tuple[Staging, ...]) -> None:
         self._device, self._calls = device, calls
@@ -232,7 +239,7 @@ class Fused:
         for call in self._calls:
             call.stage()
         if self._replay is None:
-            self._enqueue()  # engines set themselves up in their first run, which must not be recorded
+            self._enqueue()  # an engine's first run also sets it up, which must not be recorded
             self._device.synchronize()
             self._replay = self._device.capture(self._enqueue)
         else:

@@ -1,4 +1,6 @@
-"""CUDA's runtime through NVIDIA's own bindings (``cuda-bindings``), whose calls return an error code and then their results."""
+"""CUDA's runtime through NVIDIA's Python bindings (``cuda-bindings``), whose calls return an error code followed by their
+results.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -6,24 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GumihoError
+from ..errors import UnavailableError
 from .accelerator import Accelerator
 
 try:
     from cuda.bindings import runtime as rt
 except ImportError as error:
-    raise GumihoError(f"an NVIDIA GPU needs the package 'cuda-bindings' ({error}): pip install 'cuda-bindings>=13'") from None
+    raise UnavailableError(
+        f"an NVIDIA GPU needs the package 'cuda-bindings' ({error}): pip install 'cuda-bindings>=13'"
+    ) from None
 
 _DEFAULT = rt.cudaMemcpyKind.cudaMemcpyDefault  # the runtime tells host and device addresses apart
 _INTEGRATED = rt.cudaDeviceAttr.cudaDevAttrIntegrated
 
 
-def _check(what: str, result: tuple[Any, ...]) -> Any:
-    """The results of a call behind its error code: none, one, or a tuple."""
+def _check(call: str, result: tuple[Any, ...]) -> Any:
+    """The results of a call without its error code: the one result, or a tuple of none or several.
+
+    call: its name, for the message. Raises UnavailableError if the call failed.
+    """
     error, *values = result
     if int(error):
         reason = rt.cudaGetErrorString(error)[1].decode(errors="replace")
-        raise GumihoError(f"{what} failed ({reason}): look at driver and free memory with nvidia-smi")
+        raise UnavailableError(f"{call} failed ({reason}): check the driver and free memory with nvidia-smi")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -31,14 +38,14 @@ class Cuda(Accelerator):
     """An NVIDIA GPU."""
 
     def __init__(self, index: int) -> None:
-        """Raises GumihoError where the driver or the device is missing."""
+        """Raises UnavailableError if the driver or the device is missing."""
         self.index = index
         self._allocated: list[int] = []
         self._pinned: list[int] = []
         self._recorded: list[Any] = []
         count = _check("cudaGetDeviceCount", rt.cudaGetDeviceCount())
         if index >= count:
-            raise GumihoError(f"there is no NVIDIA GPU {index}: {count} can be seen")
+            raise UnavailableError(f"there is no NVIDIA GPU {index}: this machine shows {count}, and indices start at 0")
         self.enter()
         properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
         self.capability = int(properties.major), int(properties.minor)
@@ -63,14 +70,14 @@ class Cuda(Accelerator):
         return {"driver": f"CUDA {self.driver}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
-        place = int(_check(f"cudaMalloc of {nbytes} bytes", rt.cudaMalloc(nbytes)))
-        self._allocated.append(place)
-        return place
+        address = int(_check(f"cudaMalloc of {nbytes} bytes", rt.cudaMalloc(nbytes)))
+        self._allocated.append(address)
+        return address
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
-        place = int(_check(f"cudaMallocHost of {nbytes} bytes", rt.cudaMallocHost(nbytes)))
-        self._pinned.append(place)
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place))
+        address = int(_check(f"cudaMallocHost of {nbytes} bytes", rt.cudaMallocHost(nbytes)))
+        self._pinned.append(address)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
     def fill(self, address: int, nbytes: int) -> None:
         _check("cudaMemsetAsync", rt.cudaMemsetAsync(address, 0, nbytes, self._stream))
@@ -91,8 +98,8 @@ class Cuda(Accelerator):
         try:
             enqueue()
         finally:
-            ended = rt.cudaStreamEndCapture(self._stream)
-        graph = _check("cudaStreamEndCapture", ended)
+            captured = rt.cudaStreamEndCapture(self._stream)
+        graph = _check("cudaStreamEndCapture", captured)
         executable = _check("cudaGraphInstantiate", rt.cudaGraphInstantiate(graph, 0))
         _check("cudaGraphDestroy", rt.cudaGraphDestroy(graph))
         self._recorded.append(executable)
@@ -106,12 +113,14 @@ class Cuda(Accelerator):
         if not self.stream:
             return
         self.enter()
-        rt.cudaStreamSynchronize(self._stream)  # unchecked: whatever failed has been told, and memory goes back all the same
+        rt.cudaStreamSynchronize(
+            self._stream
+        )  # unchecked: an earlier failure was already reported, and memory is freed in any case
         for executable in self._recorded:
             rt.cudaGraphExecDestroy(executable)
-        for place in self._allocated:
-            rt.cudaFree(place)
-        for place in self._pinned:
-            rt.cudaFreeHost(place)
+        for address in self._allocated:
+            rt.cudaFree(address)
+        for address in self._pinned:
+            rt.cudaFreeHost(address)
         rt.cudaStreamDestroy(self._stream)
         self._allocated, self._pinned, self._recorded, self.stream = [], [], [], 0

@@ -1,4 +1,5 @@
-"""HIP's runtime through ctypes: its Python packages are tied to one ROCm release each, these calls are the same in all.
+"""HIP's runtime through ctypes: each of its Python packages is tied to one ROCm release, but these calls are the same in all
+releases.
 
 Signatures: hip/hip_runtime_api.h of HIP 6.3.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import GumihoError
+from ..errors import UnavailableError
 from .accelerator import Accelerator
 
 _DEFAULT = 4  # hipMemcpyDefault: the runtime tells host and device addresses apart
@@ -47,14 +48,14 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 def roots() -> list[str]:
-    """Folders of ROCm on this machine, the one to be preferred first."""
-    named = [os.environ[name] for name in ("ROCM_PATH",) if os.environ.get(name)]
-    found = [*named, "/opt/rocm", *sorted(glob("/opt/rocm-*"), reverse=True)]
-    return [root for root in dict.fromkeys(found) if os.path.isdir(root)]
+    """ROCm's folders on this machine, in order of preference."""
+    configured = [os.environ[name] for name in ("ROCM_PATH",) if os.environ.get(name)]
+    candidates = [*configured, "/opt/rocm", *sorted(glob("/opt/rocm-*"), reverse=True)]
+    return [root for root in dict.fromkeys(candidates) if os.path.isdir(root)]
 
 
 def advice() -> str:
-    """How to get MIGraphX's Python module here: ROCm has it for the Python of the distribution it was packaged for, and no other."""
+    """How to get MIGraphX's Python module here; ROCm ships it only for the Python version of the Linux distribution."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for root in roots():
         files = [*glob(f"{root}/lib/libmigraphx_py_*.so*"), *glob(f"{root}/lib/migraphx.cpython-*.so")]
@@ -62,22 +63,26 @@ def advice() -> str:
         if here in pythons:
             return f"put {root}/lib on PYTHONPATH"
         if pythons:
-            return f"{root} has it for Python {' and '.join(pythons)}, and this is {here}: make an environment of that Python, and put {root}/lib on PYTHONPATH"
-    return (
-        "install ROCm's package migraphx (the package of that name on PyPI is another one), and put /opt/rocm/lib on PYTHONPATH"
-    )
+            versions = " and ".join(pythons)
+            return (
+                f"{root} has it for Python {versions}, and this is {here}: "
+                f"make an environment with that Python and put {root}/lib on PYTHONPATH"
+            )
+    return "install ROCm's package migraphx (the package of that name on PyPI is unrelated) and put /opt/rocm/lib on PYTHONPATH"
 
 
 def mapped(maps: str) -> list[str]:
-    """Of a ``/proc/self/maps``, the HIP libraries: a second one in the process would know nothing of the first one's memory."""
-    paths = (line.partition("/") for line in maps.splitlines())
-    return list(
-        dict.fromkeys(f"/{path}" for _, slash, path in paths if slash and re.search(r"/libamdhip64\.so[.\d]*$", f"/{path}"))
-    )
+    """The HIP libraries that a process has loaded: a second one in it could not use the first one's memory.
+
+    maps: the content of its ``/proc/self/maps``.
+    """
+    lines = (line.partition("/") for line in maps.splitlines())
+    paths = [f"/{path}" for _, slash, path in lines if slash]
+    return list(dict.fromkeys(path for path in paths if re.search(r"/libamdhip64\.so[.\d]*$", path)))
 
 
 def candidates() -> list[str]:
-    """Where HIP's library may be, the one that MIGraphX has loaded first."""
+    """Paths to try for HIP's library; the one that MIGraphX has loaded comes first."""
     try:
         loaded = mapped(_MAPS.read_text("utf-8"))
     except OSError:
@@ -97,14 +102,14 @@ def _library() -> ctypes.CDLL:
             getattr(library, function).restype = c_int
         library.hipGetErrorString.argtypes, library.hipGetErrorString.restype = (c_int,), c_char_p
         return library
-    raise GumihoError("an AMD GPU needs ROCm's libamdhip64.so: install ROCm, or set ROCM_PATH to where it lies")
+    raise UnavailableError("an AMD GPU needs ROCm's libamdhip64.so: install ROCm, or set ROCM_PATH to its folder")
 
 
 class Hip(Accelerator):
     """An AMD GPU."""
 
     def __init__(self, index: int) -> None:
-        """Raises GumihoError where the library, the driver or the device is missing."""
+        """Raises UnavailableError if the library, the driver or the device is missing."""
         self._hip = _library()
         self.index = index
         self._allocated: list[int] = []
@@ -112,7 +117,7 @@ class Hip(Accelerator):
         count = c_int()
         self._check("hipGetDeviceCount", byref(count))
         if index >= count.value:
-            raise GumihoError(f"there is no AMD GPU {index}: {count.value} can be seen")
+            raise UnavailableError(f"there is no AMD GPU {index}: this machine shows {count.value}, and indices start at 0")
         self.enter()
         properties = ctypes.create_string_buffer(_PROPERTIES)
         self._check("hipGetDevicePropertiesR0600", properties, index)
@@ -135,7 +140,7 @@ class Hip(Accelerator):
     def _check(self, function: str, *arguments: object) -> None:
         if error := getattr(self._hip, function)(*arguments):
             text = self._hip.hipGetErrorString(error).decode(errors="replace")
-            raise GumihoError(f"{function} failed ({text}): look at the driver with rocminfo, and at free memory with rocm-smi")
+            raise UnavailableError(f"{function} failed ({text}): check the driver with rocminfo and free memory with rocm-smi")
 
     def enter(self) -> None:
         self._check("hipSetDevice", self.index)
@@ -151,18 +156,18 @@ class Hip(Accelerator):
         return {"runtime": f"HIP {self.runtime}", "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"}
 
     def allocate(self, nbytes: int) -> int:
-        place = c_void_p()
-        self._check("hipMalloc", byref(place), nbytes)
-        assert place.value
-        self._allocated.append(place.value)
-        return place.value
+        address = c_void_p()
+        self._check("hipMalloc", byref(address), nbytes)
+        assert address.value
+        self._allocated.append(address.value)
+        return address.value
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
-        place = c_void_p()
-        self._check("hipHostMalloc", byref(place), nbytes, 0)
-        assert place.value
-        self._pinned.append(place.value)
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place.value))
+        address = c_void_p()
+        self._check("hipHostMalloc", byref(address), nbytes, 0)
+        assert address.value
+        self._pinned.append(address.value)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value))
 
     def fill(self, address: int, nbytes: int) -> None:
         self._check("hipMemsetAsync", address, 0, nbytes, self.stream)
@@ -183,10 +188,12 @@ class Hip(Accelerator):
         if not self.stream:
             return
         self.enter()
-        self._hip.hipStreamSynchronize(self.stream)  # unchecked: what failed has been told, and memory goes back all the same
-        for place in self._allocated:
-            self._hip.hipFree(place)
-        for place in self._pinned:
-            self._hip.hipHostFree(place)
+        self._hip.hipStreamSynchronize(
+            self.stream
+        )  # unchecked: an earlier failure was already reported, and memory is freed in any case
+        for address in self._allocated:
+            self._hip.hipFree(address)
+        for address in self._pinned:
+            self._hip.hipHostFree(address)
         self._hip.hipStreamDestroy(self.stream)
         self._allocated, self._pinned, self.stream = [], [], 0

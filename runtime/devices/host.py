@@ -1,51 +1,65 @@
-"""The processor's own memory, and what any other kind must offer as well."""
+"""The interface of a device's memory, and its implementation for the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-# numpy's on the host, ``DeviceArray`` elsewhere: both know shape, dtype, ``[i]``, ``[:n]`` and ``reshape``.
+from ..errors import DamageError
+
+# A numpy array on the host, a ``DeviceArray`` elsewhere: both have shape, dtype, ``[i]``, ``[:n]`` and ``reshape``.
 Array: TypeAlias = Any
 Call: TypeAlias = Callable[[], None]
+
+
+def require_buffers(inputs: Set[str], buffers: Mapping[str, Array]) -> None:
+    """Raises DamageError if an input of an engine has no buffer."""
+    if missing := inputs - buffers.keys():
+        raise DamageError(
+            f"the engine's input '{min(missing)}' has no buffer, since the bundle fits another version: export it again"
+        )
 
 
 class Device(Protocol):
     """Memory that engines read and write.
 
-    A numpy array given to an engine on any device is the host's: an input is copied there before the call, an output copied
-    back after it. What is made by ``zeros`` stays on the device.
+    If an engine is bound to a numpy array, each call copies an input to the device before the run and an output back after it.
+    Arrays made by ``zeros`` stay on the device.
     """
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, mirrored: bool = False) -> Array:
         """A zeroed array. mirrored: the host reads it after every call that writes it."""
 
     def read(self, array: Array) -> np.ndarray:
-        """What an array holds; of a mirrored one, as of the last call that returned something to the host."""
+        """An array's content; a mirrored array has the content of the last call that returned output to the host."""
 
     def write(self, array: Array, values: np.ndarray) -> None:
-        """Sets all of an array, to values of its shape and dtype."""
+        """Overwrites an array with values of the same shape and dtype."""
 
     def move(self, destination: Array, at: int, source: Array, row: int, count: int) -> None:
-        """Copies ``count`` rows from ``source[:, row]`` on to ``destination[:, at]``, both [n, rows, d] of one n and d; rows that are
-        read and rows that are written do not overlap."""
+        """Copies ``count`` rows, starting at ``source[:, row]``, to ``destination[:, at]``.
+
+        Both arrays are [n, rows, d] with the same n and d. The rows read and the rows written must not overlap.
+        """
 
     def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
-        """Two calls in place of two bound ones that follow each other, with nothing the host writes in between: so a device
-        may put both on its way in the first and wait in the second."""
+        """Two calls that replace two bound calls, if the host writes nothing between them.
+
+        A device may launch both in the first and wait in the second.
+        """
 
     def enter(self) -> None:
-        """Readies the calling thread, which may be another one than last time, for calls and copies."""
+        """Prepares the calling thread for calls and copies; needed whenever the thread changes."""
 
     def synchronize(self) -> None:
-        """Waits for every call and copy made so far."""
+        """Waits until all calls and copies so far are done."""
 
     def close(self) -> None:
-        """Frees what belongs to the device; its arrays are dead after it."""
+        """Frees the device's memory; its arrays must not be used afterwards."""
 
 
 class Host:
-    """Arrays are numpy's, copies are assignments, and every call has ended when it returns."""
+    """The host's memory: arrays are numpy arrays, copies are assignments, and every call is done when it returns."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, mirrored: bool = False) -> np.ndarray:
         return np.zeros(shape, dtype)

@@ -1,1 +1,1 @@
-"""Compiled engines: where they lie, the golden run that proves them, and what their passes cost."""
+"""Compiled engines: the store in a bundle, the golden run that checks them, and the times of their passes."""

@@ -1,8 +1,8 @@
-"""The golden run: a short recorded one that every engine is replayed against after compiling.
+"""The golden run: a short recorded run that new engines must reproduce.
 
-golden.npz holds the inputs and outputs of a prefill (``prompt``), the drafter's extension and tree (``tree``), the target's
-pass over a tree of the same size (``verify``), and the tree drafted after its longest path (``next``), as eager PyTorch computed
-them. Every pass of the replay is fed the recorded inputs, so that an error shows in the graph it comes from.
+golden.npz contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
+tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
+(``next``). Every pass of the replay reads recorded inputs, so an error shows in the graph that causes it.
 """
 
 from collections.abc import Mapping
@@ -18,25 +18,26 @@ from ..bundle.reader import Bundle
 from ..bundle.records import Damage
 from ..decoding.kv_cache import KVCache
 from ..devices import Array, Call, Device
-from ..errors import GumihoError
+from ..errors import DamageError, GumihoError
 
 FILE = "golden.npz"
-# By the precision of a graph's products. The recorded run rounds no rows to int8, and what that does grows with the layers.
+# By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
-# Of the recorded rows that are well above the tree's worst, the share that must be there again. A level keeps and carries on its best
-# nodes only: where two of those are as good as tied, rounding decides which, and all that grows below follows. In fp32 that is
-# too rare to allow for.
+# The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree. Each
+# level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is kept, and with it a whole
+# subtree. In fp32 that is too rare to allow for.
 _SHARE = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.5}
 _TREE = ("tokens", "depth", "parent", "mask", "score")
 _MOST = 64 << 20  # bytes
 
 
 def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
-    """Runs the recorded passes over fresh caches whose unused positions hold garbage, padded where the form is static.
+    """Runs the recorded passes on new caches whose unused positions contain garbage, padded if the form is static.
 
-    Returns the largest error of target (logits and hidden, relative to the largest logit or hidden value) and draft (tree
-    scores, in nats). Raises GumihoError where an output holds NaN or infinity, an error exceeds the tolerance of its graph's
-    precision, the target chooses another token by more than that, or a tree is not the recorded one.
+    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and
+    ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the tolerance of its
+    graph's precision, the target chooses another token by more than that, or a tree differs from the recorded one; and
+    DamageError if the golden run is damaged.
     """
     run, manifest = read(bundle), bundle.manifest
     device.enter()
@@ -46,7 +47,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     errors = {"target": 0.0, "draft": 0.0}
 
     def target_pass(name: str) -> tuple[Call, Call]:
-        """The pass, and what looks at its outputs."""
+        """A recorded pass of the target, and a function that checks its outputs."""
         rows, tolerance = len(run[f"{name}.tokens"]), limits(form, manifest.depth)["target"]
         n = form.chunk if form.static else rows
         mask = np.eye(n, dtype=np.bool_)
@@ -57,22 +58,22 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
         out = {"choice": choice, "logits": logits, "hidden": hidden}
 
         def check() -> None:
-            found = {"logits": device.read(logits)[:rows], "hidden": device.read(hidden)[:rows]}
-            for output, values in found.items():
+            outputs = {"logits": device.read(logits)[:rows], "hidden": device.read(hidden)[:rows]}
+            for output, values in outputs.items():
                 _require_finite("target", output, values)
-            expected = run[f"{name}.top_logits"]
-            top = np.take_along_axis(found["logits"], run[f"{name}.top_ids"], axis=1)
-            for values, recorded in ((top, expected), (found["hidden"], run[f"{name}.hidden"])):
+            top_logits = run[f"{name}.top_logits"]
+            top = np.take_along_axis(outputs["logits"], run[f"{name}.top_ids"], axis=1)
+            for values, recorded in ((top, top_logits), (outputs["hidden"], run[f"{name}.hidden"])):
                 errors["target"] = float(np.maximum(errors["target"], _relative(values, recorded)))
             _require("target", errors["target"], tolerance)
-            if other := other_choice(choice[:rows], run[f"{name}.choice"], expected, tolerance):
-                raise _differs("target", other)
+            if difference := choice_difference(choice[:rows], run[f"{name}.choice"], top_logits, tolerance):
+                raise _differs("target", difference)
             target.commit(form.graphs["target"], range(rows))
 
         return engines["target"].bind({**inputs, **out, **target.bindings(form.graphs["target"])}), check
 
     def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, name: str = "") -> tuple[Call, Call]:
-        """name: of the recorded tree, if the pass grows one."""
+        """A recorded pass of the drafter, and a function that checks its tree. name: of that tree, "" if there is none."""
         count, most = len(tokens), manifest.depth + 1 if name else form.chunk
         n, rows = most if form.static else count, max(manifest.rows, form.chunk)
         inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": np.array([count]), "hidden": _pad(hidden, rows)}
@@ -81,14 +82,14 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
         def check() -> None:
             if name:
                 precision, tolerance = form.graphs[graph].precision, limits(form, manifest.depth)["draft"]
-                found, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in _TREE))
-                _require_finite("draft", "tree_score", found.score)
-                # Scores are sorted, so they compare row by row even where candidates as good as tied changed places.
-                off = float(np.abs(found.score - recorded.score).max())
-                errors["draft"] = float(np.maximum(errors["draft"], off))
+                drafted, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in _TREE))
+                _require_finite("draft", "tree_score", drafted.score)
+                # Scores are sorted, so they can be compared row by row even if nearly tied candidates changed places.
+                error = float(np.abs(drafted.score - recorded.score).max())
+                errors["draft"] = float(np.maximum(errors["draft"], error))
                 _require("draft", errors["draft"], tolerance)
-                if other := other_tree(found, recorded, tolerance, _SHARE[precision]):
-                    raise _differs("draft", other)
+                if difference := tree_difference(drafted, recorded, tolerance, _SHARE[precision]):
+                    raise _differs("draft", difference)
             draft.commit(form.graphs[graph], range(count))
 
         return engines[graph].bind({**inputs, **tree, **draft.bindings(form.graphs[graph])}), check
@@ -96,33 +97,33 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     def tree_pass(name: str, hidden: np.ndarray) -> tuple[Call, Call]:
         return draft_pass("draft", run[f"{name}.read"], run[f"{name}.path"], hidden, name)
 
-    def make(*passes: tuple[Call, Call]) -> None:
+    def run_checked(*passes: tuple[Call, Call]) -> None:
         for call, check in passes:
             call()
             device.synchronize()
             check()
 
     prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
-    make(target_pass("prompt"), draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
+    run_checked(target_pass("prompt"), draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
     (draft_tree, check_tree), (verify, check_verify) = tree_pass("tree", hidden), target_pass("verify")
     start, finish = device.fuse(draft_tree, verify)
-    for _ in range(2):  # a device that records the two as one runs what it recorded the second time
+    for _ in range(2):  # a device that records the two calls as one replays the recording the second time
         start()
         finish()
     check_tree()
     check_verify()
-    make(tree_pass("next", run["verify.hidden"]))
+    run_checked(tree_pass("next", run["verify.hidden"]))
     return errors
 
 
 def limits(form: Form, depth: int) -> dict[str, float]:
     """The largest errors that pass, as ``replay`` returns them. depth: of the tree."""
-    # A node's score adds up as many log-probabilities as it is deep.
+    # A node's score is the sum of as many log-probabilities as its depth.
     return {"target": TOLERANCE[form.graphs["target"].precision], "draft": TOLERANCE[form.graphs["draft"].precision] * depth}
 
 
 def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
-    """``replay`` over the engines in a folder, which are closed afterwards."""
+    """``replay`` with the engines in a folder, which are closed afterwards."""
     engines, device = backend.open(bundle, folder)
     try:
         return replay(bundle, backend.form(bundle, folder), engines, device)
@@ -130,14 +131,14 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
         close(engines, device)
 
 
-# --- what a replay compares ----------------------------------------------------------------------------------------------
+# --- comparing outputs ---------------------------------------------------------------------------------------------------
 
 
 def _require_finite(graph: str, output: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         raise GumihoError(
-            f"the compiled {graph} engine is not kept, since its output '{output}' holds NaN or infinity: the weights are damaged, or "
-            "this version of the backend computes them wrongly; check the bundle with `python -m runtime.doctor`, then try another version"
+            f"the compiled {graph} engine is discarded, since its output '{output}' holds NaN or infinity: check the bundle "
+            "with `python -m runtime.doctor`, then try another version of the backend"
         )
 
 
@@ -146,29 +147,30 @@ def _require(graph: str, error: float, limit: float) -> None:
         raise _differs(graph, f"by {error:.2g}, more than {limit:.2g}")
 
 
-def _differs(graph: str, how: str) -> GumihoError:
+def _differs(graph: str, difference: str) -> GumihoError:
     return GumihoError(
-        f"the compiled {graph} engine differs from the golden run {how}: it is not kept; try another version of the backend"
+        f"the compiled {graph} engine is discarded, since it differs from the golden run {difference}: "
+        "try another version of the backend"
     )
 
 
-def other_choice(found: np.ndarray, recorded: np.ndarray, top_logits: np.ndarray, tolerance: float) -> str:
-    """The first row whose choice is not the recorded one though its two largest logits are well apart; "" where there is none.
+def choice_difference(choice: np.ndarray, recorded: np.ndarray, top_logits: np.ndarray, tolerance: float) -> str:
+    """Describes the first row whose choice differs, unless its two largest logits are a near-tie; "" without such a row.
 
-    found, recorded: int64 [n]; top_logits: fp32 [n, k], recorded, in descending order; tolerance: of the largest logit.
+    choice, recorded: int64 [n]; top_logits: fp32 [n, k], recorded, in descending order; tolerance: of the largest logit.
     """
-    largest = np.abs(top_logits).max()
-    apart = (
-        np.ones(len(found), np.bool_) if top_logits.shape[1] < 2 else top_logits[:, 0] - top_logits[:, 1] > tolerance * largest
-    )
-    for row in np.flatnonzero((found != recorded) & (apart | (found < 0))):
-        return f"in its choice for row {row}: token {found[row]} instead of {recorded[row]}"
+    if top_logits.shape[1] < 2:
+        near_tie = np.zeros(len(choice), np.bool_)
+    else:
+        near_tie = top_logits[:, 0] - top_logits[:, 1] <= tolerance * np.abs(top_logits).max()
+    for row in np.flatnonzero((choice != recorded) & (~near_tie | (choice < 0))):
+        return f"in its choice for row {row}: token {choice[row]} instead of {recorded[row]}"
     return ""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A draft graph's tree. tokens, depth, parent: int64 [R]; mask: bool [R, R]; score: fp32 [R], cumulative log-probabilities."""
+    """A draft graph's tree. tokens, depth, parent: int64 [R]; mask: bool [R, R]; score: fp32 [R], summed log-probabilities."""
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -182,8 +184,9 @@ def _drafted(tree: Mapping[str, Array], device: Device) -> Drafted:
 
 
 def malformed(tree: Drafted) -> str:
-    """What makes it no tree, "" where it is one: parents come before children, depths and mask follow from them, and after the root
-    the best rows come first."""
+    """Describes the first violated rule of a tree, "" if it is well-formed: parents precede children, depths and mask follow
+    from the parents, and after the root the rows are in descending order of score.
+    """
     rows = len(tree.tokens)
     parent, row = tree.parent, np.arange(rows)
     if parent[0] != 0 or ((parent[1:] < 0) | (parent[1:] >= row[1:])).any():
@@ -195,29 +198,30 @@ def malformed(tree: Drafted) -> str:
     if (depth != tree.depth).any():
         return f"in its depths: {tree.depth.tolist()} with the parents {parent.tolist()}"
     if (mask != tree.mask).any():
-        return f"in its mask: row {int(np.argwhere(mask != tree.mask)[0][0])} does not see its ancestors and itself, and only these"
+        wrong_row = int(np.argwhere(mask != tree.mask)[0][0])
+        return f"in its mask: row {wrong_row} does not see exactly itself and its ancestors"
     return "in the order of its scores" if (np.diff(tree.score[1:]) > 0).any() or tree.score[0] != 0 else ""
 
 
-def other_tree(found: Drafted, recorded: Drafted, tolerance: float, share: float) -> str:
-    """How a tree differs from the recorded one by more than rounding explains; "" where it does not.
+def tree_difference(tree: Drafted, recorded: Drafted, tolerance: float, share: float) -> str:
+    """Describes how a tree differs from the recorded one by more than rounding explains, "" if it does not.
 
-    Rows are told apart by the tokens on their path. Of the recorded rows that score better than the worst row by more than the
-    tolerance, in nats, at least ``share`` must be there again, with that score.
+    Rows are identified by the tokens on their path. Of the recorded rows whose score exceeds the worst row's by more than the
+    tolerance (in nats), at least ``share`` must be in the tree, with the same score within the tolerance.
     """
-    if what := malformed(found):
-        return what
-    ours, theirs = _by_path(found), _by_path(recorded)
+    if fault := malformed(tree):
+        return fault
+    scores, recorded_scores = _scores_by_path(tree), _scores_by_path(recorded)
     worst = float(recorded.score.min())
-    firm = [path for path, score in theirs.items() if score - worst > tolerance]
-    missing = [path for path in firm if path not in ours or not abs(ours[path] - theirs[path]) <= tolerance]
-    if len(missing) > (1 - share) * len(firm):
-        return f"in its tree: {len(missing)} of {len(firm)} rows are missing, the best of them the path {list(missing[0])}"
+    clear = [path for path, score in recorded_scores.items() if score - worst > tolerance]
+    missing = [path for path in clear if path not in scores or not abs(scores[path] - recorded_scores[path]) <= tolerance]
+    if len(missing) > (1 - share) * len(clear):
+        return f"in its tree: {len(missing)} of {len(clear)} rows are missing, the best of them the path {list(missing[0])}"
     return ""
 
 
-def _by_path(tree: Drafted) -> dict[tuple[int, ...], float]:
-    """Scores by the tokens from the root to each row."""
+def _scores_by_path(tree: Drafted) -> dict[tuple[int, ...], float]:
+    """The score of each row, by the tokens from the root to it."""
     paths: list[tuple[int, ...]] = [(int(tree.tokens[0]),)]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parent[1:].tolist(), strict=True):
         paths.append((*paths[parent], token))
@@ -225,34 +229,34 @@ def _by_path(tree: Drafted) -> dict[tuple[int, ...], float]:
 
 
 def _pad(array: np.ndarray, rows: int) -> np.ndarray:
-    """The first ``rows`` rows, zeros after those that are there."""
+    """The first ``rows`` rows of an array, padded with zeros if it has fewer."""
     out = np.zeros((rows, *array.shape[1:]), array.dtype)
     out[: len(array)] = array[:rows]
     return out
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest error, relative to the largest expected value; infinite where all that is expected is zero."""
+def _relative(values: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error, relative to the largest expected value; infinite if all expected values are 0."""
     largest = float(np.abs(expected).max())
-    return float(np.abs(found.astype(np.float32) - expected).max()) / largest if largest else np.inf
+    return float(np.abs(values.astype(np.float32) - expected).max()) / largest if largest else np.inf
 
 
 # --- the file ------------------------------------------------------------------------------------------------------------
 
 
 def read(bundle: Bundle) -> dict[str, np.ndarray]:
-    """The recorded run. Raises GumihoError where a part is missing, has another type or shape, or holds what no run can."""
+    """The recorded run: arrays by name. Raises DamageError if one is missing or has another dtype, shape or range."""
     file = bundle.path / FILE
     try:
         run = read_arrays(file, _MOST)
         _check(run, bundle.manifest)
         return run
     except (OSError, Damage) as error:
-        raise GumihoError(f"{file} is damaged ({error}): copy the bundle again") from None
+        raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
 
 
 def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
-    """Raises Damage."""
+    """Raises Damage if the run does not fit the manifest."""
     rows, tokens, integer, float32 = manifest.rows, manifest.vocabulary, np.dtype(np.int64), np.dtype(np.float32)
     for name in ("prompt", "verify"):
         n, k = (
@@ -277,14 +281,14 @@ def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
         _part(run, f"{name}.parent", integer, (rows,), rows)
         _part(run, f"{name}.mask", np.dtype(np.bool_), (rows, rows))
         _part(run, f"{name}.score", float32, (rows,))
-        if what := malformed(Drafted(*(run[f"{name}.{part}"] for part in _TREE))):
-            raise Damage(f"{name} is no tree {what}")
+        if fault := malformed(Drafted(*(run[f"{name}.{part}"] for part in _TREE))):
+            raise Damage(f"{name} is malformed {fault}")
 
 
 def _part(
     run: Mapping[str, np.ndarray], name: str, dtype: np.dtype, shape: tuple[int | None, ...], below: int | None = None
 ) -> np.ndarray:
-    """A part of the run. shape: None for any size; below: what whole numbers must be less than. Raises Damage."""
+    """An array of the run. shape: None allows any size; below: an upper bound of its integers, excluded. Raises Damage."""
     if (part := run.get(name)) is None:
         raise Damage(f"{name} is missing")
     fits = part.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, part.shape, strict=True))

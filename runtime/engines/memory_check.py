@@ -1,48 +1,49 @@
-"""Whether what engines take of memory is free here."""
+"""Checks that this machine has enough free memory for engines."""
 
 import os
 from typing import TYPE_CHECKING
 
 from ..backends import memory
-from ..backends.memory import Free, Space, size
-from ..errors import GumihoError
+from ..backends.memory import IGNORE, Free, Space, size
+from ..errors import UnavailableError
 
 if TYPE_CHECKING:
     from ..backends import Backend
     from ..bundle.reader import Bundle
 
-IGNORE = "GUMIHO_IGNORE_MEMORY"
-
 
 def require(bundle: "Bundle", backend: "Backend", compiling: bool = False) -> Space:
-    """What loading, or compiling and then loading, takes at its peak.
+    """The peak memory of loading engines, or of compiling and then loading them.
 
-    Raises GumihoError where that is more than can be had here, unless the environment has ``GUMIHO_IGNORE_MEMORY``: what GPUs take
-    was read in the libraries' sources, so that a user must be able to try.
+    Raises UnavailableError if less memory is free. The environment variable ``GUMIHO_IGNORE_MEMORY`` skips this check, since
+    the needs of GPUs were derived from the libraries' sources and never measured.
     """
     needs = backend.memory(bundle)
     need = needs.running
     if compiling:
         need = Space(max(need.host, needs.compiling.host), max(need.device, needs.compiling.device))
-    reason = _lack(need, memory.host_free(), backend.free())
-    if reason and not os.environ.get(IGNORE):
-        raise GumihoError(
-            f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {reason}: free some, add swap, or export "
-            f"again with --weights int4 or a smaller --capacity ({IGNORE}=1 tries all the same)"
+    shortage = _shortage(need, memory.host_free(), backend.free())
+    if shortage and not os.environ.get(IGNORE):
+        raise UnavailableError(
+            f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {shortage}: free some, add swap, or "
+            f"export again with --weights int4 or a smaller --capacity ({IGNORE}=1 skips this check)"
         )
     return need
 
 
-def _lack(need: Space, host: int | None, device: Free | None) -> str:
-    """What does not fit, for a reader; "" where all does. host: bytes that are free, None where it is not known."""
-    if host is not None and need.host > host:
-        return f"{size(need.host)} of memory, and {size(host)} are free, swap included"
+def _shortage(need: Space, host_bytes: int | None, device: Free | None) -> str:
+    """The memory that is needed and the memory that is free, in words; "" if it suffices.
+
+    host_bytes: free memory of the host, None if unknown. device: free memory of the device, None without one.
+    """
+    if host_bytes is not None and need.host > host_bytes:
+        return f"{size(need.host)} of memory, and {size(host_bytes)} are free, swap included"
     if device is None or not need.device:
         return ""
-    room = max(device.device, host or 0) if device.unified else device.device
-    if need.device > room:
-        return f"{size(need.device)} on the device, and {size(room)} are free there"
-    if device.unified and need.host + need.device > room:
+    device_bytes = max(device.device, host_bytes or 0) if device.unified else device.device
+    if need.device > device_bytes:
+        return f"{size(need.device)} on the device, and {size(device_bytes)} are free there"
+    if device.unified and need.host + need.device > device_bytes:
         both = f"{size(need.host)} for the host and {size(need.device)} for the device"
-        return f"{both}, and {size(room)} of the memory that they share are free, swap included"
+        return f"{both}, and {size(device_bytes)} of the memory that they share are free, swap included"
     return ""

@@ -1,4 +1,4 @@
-"""What passes cost on this device, measured when engines are compiled."""
+"""Measures the times of passes on this device, when engines are compiled."""
 
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -6,16 +6,18 @@ from time import perf_counter_ns
 from ..decoding.decoder import Decoder
 from ..decoding.prices import Costs, rising, sizes
 
-_CONTEXT = 128  # positions before a measured pass
-_HOST = 60_000.0  # nanoseconds; told apart from the engines' only in a real cycle
-_ENOUGH, _ALL = 1_000_000_000, 60_000_000_000  # nanoseconds after which a pass is not measured again, and no other one at all
+_CONTEXT = 128  # positions in the cache before a measured pass
+_HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
+# Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
+_PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
 
 
 def measure(decoder: Decoder) -> Costs:
-    """Times the draft, and the target over as many rows as a tree may have, each a few times; the fastest counts. Costs
-    that fall with rows are lowered to what more rows took.
+    """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few runs
+    counts.
 
-    On devices where draft and verification are one launch, that is the target's time and the draft's is none.
+    If a pass over fewer rows took longer than one over more rows, it gets the lower time. On devices that launch draft and
+    verification together, their time counts as the target's and the draft's is 0.
     """
     rows, static = decoder.manifest.rows, decoder.form.static
     decoder.clear()
@@ -33,13 +35,11 @@ def measure(decoder: Decoder) -> Costs:
     if static:
         costs = Costs(rising({1: _fastest(decoder.passes.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
     else:
-        cycle()  # a tree to verify
-        by_rows, started = (
-            {1: _fastest(decoder.passes.causal(1)), rows: _fastest(decoder.passes.verification(rows))},
-            perf_counter_ns(),
-        )
+        cycle()  # makes a tree to verify
+        by_rows = {1: _fastest(decoder.passes.causal(1)), rows: _fastest(decoder.passes.verification(rows))}
+        started = perf_counter_ns()
         for size in sizes(rows):
-            if size not in by_rows and perf_counter_ns() - started < _ALL:  # what is not measured is not chosen
+            if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
                 by_rows[size] = _fastest(decoder.passes.verification(size))
         costs = Costs(rising(by_rows), _fastest(draft), _HOST)
     decoder.clear()
@@ -51,9 +51,9 @@ def _fastest(call: Callable[[], None]) -> float:
 
 
 def timed(call: Callable[[], None]) -> list[int]:
-    """Nanoseconds of a call, made up to five times; fewer times where they add up to a second."""
+    """Nanoseconds of up to five runs of a call; fewer once their sum exceeds a second."""
     times: list[int] = []
-    while len(times) < 5 and sum(times) < _ENOUGH:
+    while len(times) < 5 and sum(times) < _PASS_LIMIT:
         started = perf_counter_ns()
         call()
         times.append(perf_counter_ns() - started)

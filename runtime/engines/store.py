@@ -1,4 +1,4 @@
-"""Where engines live in a bundle: compiled once per key, found again by it, never taken for one another, and checked for damage."""
+"""Stores compiled engines in a bundle's folder, under a key of everything they depend on, and checks them for damage."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from ..bundle.locks import locked
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
-from ..errors import GumihoError
+from ..errors import DamageError, GumihoError, UnavailableError
 from . import golden_replay as golden
 from .memory_check import require
 from .pass_times import measure
@@ -26,20 +26,20 @@ from .pass_times import measure
 RECORD = "engine.json"
 MEASURING = "measuring passes"  # the step of ``compile_engines`` after compiling
 _MOST = 1 << 20  # bytes of a record
-_PROBE = 1 << 20  # bytes
-_SHOWN = 80  # characters of a key's part that a message repeats
+_PROBE = 1 << 20  # bytes written to test for free disk space
+_SHOWN = 80  # characters of a key's value that a message quotes
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a folder of engines says of itself. key: what they depend on, see ``key``. files: everything else in the folder."""
+    """Describes a folder of engines. key: see the function ``key``. files: all other files in the folder."""
 
     key: Mapping[str, str]
     files: Mapping[Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", "the name of a file")], File]
 
 
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """What engines depend on besides the options they were compiled with: another value of any part makes them other ones."""
+    """Everything that engines depend on, except the options of compiling: if a value changes, they must be compiled again."""
     files = [graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     hashes = {name: bundle.manifest.files[name] for name in files}
@@ -51,13 +51,15 @@ def compile_engines(
 ) -> tuple[Path, dict[str, float]]:
     """Compiles for one backend and replays the golden run; an engine that fails it is not kept.
 
-    The engines that were there stay usable until the new ones are. Another compile of the same bundle is waited for.
+    The previous engines stay usable until the new ones are complete. If another process compiles the same bundle, this one
+    waits.
 
-    tune: look longer for faster kernels; progress is told what is being done. Returns the engines' folder and the largest
-    error of every graph in the replay.
+    tune: search longer for faster kernels. progress: called with the name of each step. Returns the engines' folder and the
+    largest error of every graph in the replay. Raises UnavailableError if memory or disk space is missing, and GumihoError if
+    compiling or the golden run fails.
     """
-    whole = key(bundle, backend) | {"tune": str(tune)}
-    digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
+    full_key = key(bundle, backend) | {"tune": str(tune)}
+    digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:12]
     root, name = bundle.path / "engines", f"{backend.NAME}-{digest}"
     need = require(bundle, backend, compiling=True)
     progress(f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else ""))
@@ -66,41 +68,41 @@ def compile_engines(
     try:
         root.mkdir(exist_ok=True)
         with locked(root / ".lock", f"another process compiles engines of {bundle.path}; waiting for it to end", progress):
-            for left in root.glob(".*.partial-*"):  # of a process that was killed: whoever writes holds the lock
-                shutil.rmtree(left, ignore_errors=True)
+            for abandoned in root.glob(".*.partial-*"):  # by a killed process, since a running one would hold the lock
+                shutil.rmtree(abandoned, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
             try:
                 partial.chmod(0o755)
                 try:
-                    backend.compile(bundle, partial, tune, progress)
+                    backend.compile(bundle, partial, tune, progress, lambda: golden.check(bundle, backend, partial))
                 except GumihoError:
-                    _require_room(partial)  # libraries fail in words of their own where the disk takes no more
+                    _require_room(partial)  # on a full disk, libraries fail with unrelated messages
                     raise
                 progress("replaying the golden run")
                 errors = _prove(bundle, backend, partial, progress)
                 files = {file.name: File.of(file) for file in sorted(partial.iterdir())}
-                (partial / RECORD).write_text(sealed(asdict(Record(whole, files))), "utf-8")
+                (partial / RECORD).write_text(sealed(asdict(Record(full_key, files))), "utf-8")
                 return _install(partial, root, name), errors
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise GumihoError(
+        raise UnavailableError(
             f"writing engines to {root} failed ({error.strerror or error}): free some space or make the bundle writable"
         ) from None
 
 
 def _require_room(folder: Path) -> None:
-    """Raises OSError where not even a small file can be written."""
+    """Raises OSError if not even a small file can be written."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_PROBE))
         file.flush()
 
 
 def _install(partial: Path, root: Path, name: str) -> Path:
-    """Gives finished engines a name of their own, and only then removes those they replace."""
+    """Gives the new engines an unused name, and only then removes the ones they replace."""
     old = [folder for folder in root.glob(f"{name}*") if folder.name.split("~")[0] == name]
-    taken = {folder.name for folder in old}
-    folder = root / next(n for n in (name, *(f"{name}~{i}" for i in range(1, len(old) + 2))) if n not in taken)
+    used = {folder.name for folder in old}
+    folder = root / next(n for n in (name, *(f"{name}~{i}" for i in range(1, len(old) + 2))) if n not in used)
     partial.rename(folder)
     for replaced in old:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -108,7 +110,7 @@ def _install(partial: Path, root: Path, name: str) -> Path:
 
 
 def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[str], object]) -> dict[str, float]:
-    """Replays the golden run through fresh engines, and measures what their passes cost."""
+    """Replays the golden run through new engines and measures the times of their passes. Returns the largest errors."""
     engines, device = backend.open(bundle, folder)
 
     def free() -> None:
@@ -126,43 +128,45 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
 
 
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
-    """The folder of the current engines, the newest if several options were compiled, checked for damage.
+    """The folder of the current engines, checked for damage; the newest one if they were compiled with several options.
 
-    quick: read samples of large files, see ``Bundle.verify``. Raises GumihoError naming what differs from those that are there,
-    or what is damaged.
+    quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or only ones
+    that were compiled for something else, and DamageError if they are damaged.
     """
-    wanted, reason = key(bundle, backend), ""
+    kind: type[GumihoError] = UnavailableError
+    current, reason = key(bundle, backend), ""
     command = f"run `python -m runtime.compile {bundle.path} --backend {backend.NAME}`"
     for folder in _newest_first(bundle.path / "engines", backend.NAME):
         try:
             record = read_record(folder)
         except Damage as error:
-            reason = reason or f"{folder / RECORD} is damaged ({error})"
+            if not reason:
+                reason, kind = f"{folder / RECORD} is damaged ({error})", DamageError
             continue
-        if part := next((part for part in wanted if record.key.get(part) != wanted[part]), None):
-            theirs = str(record.key.get(part))[:_SHOWN]
-            reason = reason or f"the engines in {folder} were compiled for {part} {theirs}, and here it is {wanted[part]}"
+        if part := next((part for part in current if record.key.get(part) != current[part]), None):
+            recorded = str(record.key.get(part))[:_SHOWN]
+            reason = reason or f"the engines in {folder} were compiled for {part} {recorded}, and here it is {current[part]}"
         elif damaged := first_damaged(folder, record.files, quick):
-            reason = f"{folder / damaged} is missing or damaged"
+            reason, kind = f"{folder / damaged} is missing or damaged", DamageError
         else:
             return folder
-    raise GumihoError(f"{reason or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")
+    raise kind(f"{reason or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")
 
 
 def _newest_first(root: Path, backend: str) -> list[Path]:
     times = {}
     for folder in root.glob(f"{backend}-*"):
-        with suppress(OSError):  # replaced by a compile that has just ended
+        with suppress(OSError):  # another process has just replaced it
             times[folder] = (folder / RECORD).stat().st_mtime_ns
     return sorted(times, key=lambda folder: -times[folder])
 
 
 def read_record(folder: Path) -> Record:
-    """Raises Damage."""
+    """The record of a folder of engines. Raises Damage."""
     try:
         raw = parse(read_regular(folder / RECORD, _MOST))
     except OSError as error:
         raise Damage(f"it cannot be read: {error.strerror or error}") from None
     if not isinstance(raw, dict):
-        raise Damage("it holds no JSON object")
+        raise Damage("it is not a JSON object")
     return checked(Record, unsealed(raw))

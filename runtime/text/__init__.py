@@ -1,1 +1,1 @@
-"""From token ids to text and from conversations to prompts."""
+"""Turns token ids into text, and conversations into prompts."""

@@ -1,7 +1,7 @@
-"""Renders a conversation with the target's own chat template: the text that transformers' ``apply_chat_template`` renders.
+"""Renders a conversation with the target's chat template, like transformers' ``apply_chat_template``.
 
-Templates are programs that came with a checkpoint, so they run in Jinja's sandbox. What they find there (filters, functions,
-the ``generation`` tag, how messages are prepared) is that of transformers 5.23, ``utils/chat_template_utils.py``.
+Templates are programs from a checkpoint, so they run in Jinja's sandbox. Their environment (filters, functions, the
+``generation`` tag, the form of messages) is that of transformers 5.23, ``utils/chat_template_utils.py``.
 """
 
 import json
@@ -16,77 +16,77 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from ..errors import GumihoError
+from ..errors import DamageError, GumihoError, InputError
 from .template_sandbox import Sandbox
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
-# By what makes the bare value of a subclass's, whatever that does to its own str().
+# Converts an instance of a subclass to the plain type, even if the subclass overrides the conversion.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
     """A compiled chat template. Safe to use from any thread."""
 
     def __init__(self, text: str, variables: Mapping[str, str], source: str) -> None:
-        """text: the template; variables: what it may name besides the conversation; source: where it is from, for messages.
+        """text: the template; variables: more variables that it can use; source: its file, for messages.
 
-        Raises GumihoError where the template does not parse.
+        Raises DamageError if the template does not parse.
         """
         self._variables, self._source = dict(variables), source
         try:
             self._template = _environment().compiled(text)
         except TemplateSyntaxError as error:
-            raise GumihoError(f"{self._said()} does not parse (line {error.lineno}: {error.message}): correct it") from None
-        except Exception as error:  # what Jinja let pass, Python's compiler may refuse
-            raise GumihoError(f"{self._said()} does not parse ({_what(error)}): correct it") from None
+            raise DamageError(f"{self._name()} does not parse (line {error.lineno}: {error.message}): correct it") from None
+        except Exception as error:  # Jinja accepts some templates whose generated code Python's compiler refuses
+            raise DamageError(f"{self._name()} does not parse ({_described(error)}): correct it") from None
 
     @staticmethod
     def of(folder: Path) -> "ChatTemplate | None":
         """The template of a bundle: ``chat_template.jinja``, else the one in ``tokenizer_config.json``; None without either.
 
-        Raises GumihoError for damaged files, several templates without a default, and one that does not parse.
+        Raises DamageError for damaged files, for several templates without a default, and for a template that does not parse.
         """
         file, config = folder / "chat_template.jinja", _read_json(folder / _CONFIG)
         if file.is_file():
             return ChatTemplate(_read(file), _special_tokens(folder, config), str(file))
-        file, found = folder / _CONFIG, config.get("chat_template")
-        if isinstance(found, list):
-            found = _default(found, file)
-        if found is None:
+        file, text = folder / _CONFIG, config.get("chat_template")
+        if isinstance(text, list):
+            text = _default(text, file)
+        if text is None:
             return None
-        if not isinstance(found, str):
-            raise GumihoError(f"{file} is damaged (its chat_template is no text): copy the bundle again")
-        return ChatTemplate(found, _special_tokens(folder, config), str(file))
+        if not isinstance(text, str):
+            raise DamageError(f"{file} is damaged (its chat_template is not a string): copy the bundle again")
+        return ChatTemplate(text, _special_tokens(folder, config), str(file))
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, special tokens spelled out: encode it with ``add_special_tokens=False``.
+        """The conversation as text that includes special tokens: encode it with ``add_special_tokens=False``.
 
-        messages: each with a ``role`` and a ``content``, and what else the template reads, in JSON's types.
-        add_generation_prompt: whether to end where the assistant's next message begins, if the template can. Raises
-        GumihoError where there is no message, where one is no mapping or holds another type, and where the template refuses
-        the conversation (with its own words) or fails on it.
+        messages: each with a ``role``, a ``content`` and other keys that the template reads, in JSON's types.
+        add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. Raises
+        InputError if there is no message, if one is not a mapping of JSON's types, and if the template refuses the conversation
+        (with its own message) or fails on it.
         """
-        said = [_prepared(message, at) for at, message in enumerate(messages)]
-        if not said:
-            raise GumihoError("the conversation is empty: give at least one message")
-        given = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        prepared = [_prepared(message, index) for index, message in enumerate(messages)]
+        if not prepared:
+            raise InputError("the conversation is empty: give at least one message")
+        conversation = {"messages": prepared, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return Sandbox.render(self._template, self._variables | given)
+            return Sandbox.render(self._template, self._variables | conversation)
         except GumihoError:
             raise
-        except Exception as error:  # a template is a program: it may raise whatever Python can
-            raise GumihoError(
-                f"{self._said()} fails on this conversation ({_what(error)}): "
+        except Exception as error:  # a template is a program that can raise any exception
+            raise InputError(
+                f"{self._name()} fails on this conversation ({_described(error)}): "
                 "change the messages, or give the prompt as text or token ids"
             ) from None
 
-    def _said(self) -> str:
+    def _name(self) -> str:
         return f"the chat template in {self._source}"
 
 
-def _what(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -94,19 +94,19 @@ def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise GumihoError(f"{file} cannot be read ({error}): copy the bundle again") from None
+        raise DamageError(f"{file} cannot be read ({error}): copy the bundle again") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file. Raises DamageError."""
     if not file.is_file():
         return {}
     try:
         content = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
-        raise GumihoError(f"{file} is damaged ({error}): copy the bundle again") from None
+        raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
     if not isinstance(content, dict):
-        raise GumihoError(f"{file} is damaged (it holds no JSON object): copy the bundle again")
+        raise DamageError(f"{file} is damaged (it is not a JSON object): copy the bundle again")
     return content
 
 
@@ -114,72 +114,74 @@ def _default(templates: list[Any], file: Path) -> Any:
     try:
         named = {entry["name"]: entry["template"] for entry in templates}
     except (KeyError, TypeError):
-        raise GumihoError(
-            f"{file} is damaged (its chat_template is a list of other things than names and templates): copy the bundle again"
+        raise DamageError(
+            f"{file} is damaged (its chat_template is not a list of names and templates): copy the bundle again"
         ) from None
     if "default" not in named:
-        raise GumihoError(
-            f"{file} has the chat templates {', '.join(map(str, named)) or '(none)'} and none of them is the default: "
-            "put the one to use into chat_template.jinja"
+        raise DamageError(
+            f"{file} has no default chat template (only {', '.join(map(str, named)) or 'an empty list'}): "
+            "write the template to use to chat_template.jinja"
         )
     return named["default"]
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Variables like ``bos_token``. The map, which the exporter writes, knows what transformers adds to the configuration."""
+    """Variables such as ``bos_token``. The exporter writes the map, which includes the tokens that transformers adds to the
+    configuration.
+    """
     named = {name: value for name, value in config.items() if name.endswith("_token")} | _read_json(folder / _SPECIAL)
     contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _prepared(message: Any, at: int) -> dict[str, Any]:
-    """A message as templates expect it: what is None left out, and what the assistant thought under each of its names."""
+def _prepared(message: Any, index: int) -> dict[str, Any]:
+    """A message as templates expect it: without values of None, and with the assistant's reasoning under each of its names."""
     if not isinstance(message, Mapping):
-        raise GumihoError(f"message {at} is {_kind(message)}: give a mapping with a role and a content")
-    plain: dict[str, Any] = _plain({key: value for key, value in message.items() if value is not None}, at)
-    thought = next((plain[name] for name in _THOUGHTS if plain.get(name) is not None), None)
-    return plain if thought is None else {"thinking": thought} | plain | {"reasoning_content": thought}
+        raise InputError(f"message {index} is {_type_name(message)}: give a mapping with a role and a content")
+    plain: dict[str, Any] = _plain({key: value for key, value in message.items() if value is not None}, index)
+    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
+    return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
 
 
-def _plain(value: Any, at: int) -> Any:
-    """A copy in JSON's types, since the sandbox does not know what the methods of other objects can do."""
+def _plain(value: Any, index: int) -> Any:
+    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. index: of the message."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key, at): _plain(inner, at) for key, inner in value.items()}
+        return {_plain(key, index): _plain(entry, index) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(_plain(inner, at) for inner in value)
-    for kind, bare in _SCALARS:
+        return (tuple if isinstance(value, tuple) else list)(_plain(entry, index) for entry in value)
+    for kind, convert in _SCALARS:
         if isinstance(value, kind):
-            return bare(value)
-    raise GumihoError(f"message {at} holds {_kind(value)}: give text, numbers, lists and mappings")
+            return convert(value)
+    raise InputError(f"message {index} holds {_type_name(value)}: give text, numbers, lists and mappings")
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-# --- what a template finds --------------------------------------------------------------------------------------------
+# --- a template's environment -----------------------------------------------------------------------------------------
 
 
 class _Generation(Extension):
-    """``{% generation %}``, with which templates mark the assistant's words for training. It shows what stands within."""
+    """The tag ``{% generation %}``, which marks the assistant's text for training. It renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        within = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # As a call with a body, and not the body alone, so that variables set within end with it.
-        return nodes.CallBlock(self.call_method("_shown"), [], [], within).set_lineno(line)
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, not just its content, so that variables set in it are local to it.
+        return nodes.CallBlock(self.call_method("_rendered"), [], [], content).set_lineno(line)
 
     @staticmethod
-    def _shown(caller: Callable[[], str]) -> str:
+    def _rendered(caller: Callable[[], str]) -> str:
         return caller()
 
 
 class _Dict:
-    """``dict`` without what else the type can do."""
+    """``dict``'s constructors, without the type's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -189,7 +191,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without the names that Python itself looks up."""
+    """Jinja's namespace without names that begin with an underscore, some of which have a meaning for Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
@@ -198,14 +200,14 @@ class _Namespace(Namespace):
 
 
 def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
-    made = _Namespace()
+    namespace = _Namespace()
     for name, value in dict(*args, **kwargs).items():
-        made[name] = value
-    return made
+        namespace[name] = value
+    return namespace
 
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes what HTML reads as markup."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -214,17 +216,17 @@ def _strftime_now(format: str) -> str:
 
 
 def _raise_exception(message: object) -> None:
-    raise GumihoError(f"the target's chat template refuses this conversation: {message}")
+    raise InputError(f"the target's chat template refuses this conversation: {message}")
 
 
 def _environment() -> Sandbox:
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _tojson
-    made.globals |= {
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
         "dict": _Dict(),
         "namespace": _namespace,
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
     }
-    made.guard()
-    return made
+    environment.guard()
+    return environment

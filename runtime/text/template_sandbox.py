@@ -1,7 +1,7 @@
-"""Where chat templates run: Jinja's sandbox, with an end to what a template can take of time and memory.
+"""Runs chat templates in Jinja's sandbox, with limits on time and memory.
 
-The sandbox bounds ``range`` only. Here every loop, macro, call and filter looks at the clock, and nothing makes a text or list larger
-than ``_MOST``, so that none of the steps between two looks can take long.
+Jinja's own sandbox only limits ``range``. This one checks the time in every loop, macro, call and filter, and refuses strings
+and lists larger than ``_MOST``, so that no step between two checks can take long.
 """
 
 import re
@@ -16,29 +16,29 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 3.0  # that a rendering may take
-_MOST = 1 << 23  # characters or entries of anything
-_BITS = 1 << 14  # of whole numbers
+SECONDS = 3.0  # the longest time of a rendering
+_MOST = 1 << 23  # characters of a string, or entries of a list
+_BITS = 1 << 14  # of an integer
 _WIDTH = 1 << 12  # of padding, indentation and the like
-_SLOW = {"striptags", "urlize", "wordwrap", "xmlattr", "pprint", "urlencode"}  # filters whose time may grow with the square
-_SLOW_MOST = 1 << 16  # characters
-_SPEC = re.compile(r"\d{4,}|\*")
-_ends = local()
+_SLOW = {"striptags", "urlize", "wordwrap", "xmlattr", "pprint", "urlencode"}  # filters whose time can grow quadratically
+_SLOW_MOST = 1 << 16  # characters that such a filter may get
+_WIDE_SPEC = re.compile(r"\d{4,}|\*")
+_deadline = local()
 
 
-def _refuse(what: str) -> SecurityError:
-    return SecurityError(f"the template {what}")
+def _refused(reason: str) -> SecurityError:
+    return SecurityError(f"the template {reason}")
 
 
 def tick() -> None:
-    """Raises SecurityError where the time is up."""
-    if monotonic() > getattr(_ends, "at", float("inf")):
-        raise _refuse(f"runs longer than {SECONDS:.0f} s")
+    """Raises SecurityError after the deadline."""
+    if monotonic() > getattr(_deadline, "seconds", float("inf")):
+        raise _refused(f"runs longer than {SECONDS:.0f} s")
 
 
 def _require(size: int) -> None:
     if size > _MOST:
-        raise _refuse("makes a text or list that is too large")
+        raise _refused("makes a string or list that is too large")
 
 
 def _size(value: Any) -> int:
@@ -46,13 +46,13 @@ def _size(value: Any) -> int:
 
 
 def _concat(pieces: Any) -> str:
-    found, size = [], 0
+    checked, size = [], 0
     for piece in pieces:
         tick()
         size += len(piece)
         _require(size)
-        found.append(piece)
-    return "".join(found)
+        checked.append(piece)
+    return "".join(checked)
 
 
 def _text(value: Any) -> str:
@@ -62,22 +62,22 @@ def _text(value: Any) -> str:
 
 
 def _format(template: str) -> None:
-    if _SPEC.search(template) or template.count("%") + template.count("{") > _WIDTH:
-        raise _refuse("pads a text too widely")
+    if _WIDE_SPEC.search(template) or template.count("%") + template.count("{") > _WIDTH:
+        raise _refused("pads a string too widely")
 
 
 def _operate(operator: str, left: Any, right: Any) -> None:
-    """Raises SecurityError where an operation would make something too large."""
+    """Raises SecurityError if the operation's result would be too large."""
     if operator == "*":
         if isinstance(left, int) and isinstance(right, int):
             if left.bit_length() + right.bit_length() > _BITS:
-                raise _refuse("makes a number that is too large")
+                raise _refused("makes a number that is too large")
         elif isinstance(left, int) or isinstance(right, int):
-            count, other = (left, right) if isinstance(left, int) else (right, left)
-            _require(_size(other) * max(0, count) if isinstance(other, (str, list, tuple)) else 0)
+            count, sequence = (left, right) if isinstance(left, int) else (right, left)
+            _require(_size(sequence) * max(0, count) if isinstance(sequence, (str, list, tuple)) else 0)
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _BITS:
-            raise _refuse("makes a number that is too large")
+            raise _refused("makes a number that is too large")
     elif operator == "%":
         if isinstance(left, str):
             _format(left)
@@ -86,59 +86,64 @@ def _operate(operator: str, left: Any, right: Any) -> None:
 
 
 def _arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a filter, or a method of text or a list. value: what it works on."""
+    """Raises SecurityError if a filter, or a method of a string or list, would take too long or make too large a result.
+
+    value: the object that the filter or method ``name`` is applied to.
+    """
     tick()
-    given = [*args, *kwargs.values()]
-    wide = max((abs(one) for one in given if isinstance(one, int) and not isinstance(one, bool)), default=0)
-    if wide > _WIDTH and name not in ("round", "default", "d", "index", "append", "insert", "count", "get"):
-        raise _refuse(f"gives {name} a number that is too large")
+    values = [*args, *kwargs.values()]
+    largest = max((abs(number) for number in values if isinstance(number, int) and not isinstance(number, bool)), default=0)
+    if largest > _WIDTH and name not in ("round", "default", "d", "index", "append", "insert", "count", "get"):
+        raise _refused(f"gives {name} a number that is too large")
     if isinstance(value, str):
         if name == "replace" and len(args) >= 2:
-            old, new = (_text(one) for one in args[:2])
+            old, new = (_text(argument) for argument in args[:2])
             _require(len(value) + (value.count(old) if old else len(value) + 1) * len(new))
         elif name in ("indent", "expandtabs"):
-            widths = [wide, *(len(one) for one in given if isinstance(one, str))]
+            widths = [largest, *(len(text) for text in values if isinstance(text, str))]
             _require((1 + value.count("\n") + value.count("\t")) * max(widths) + len(value))
         elif name in ("format", "format_map"):
             _format(value)
         elif name in _SLOW and len(value) > _SLOW_MOST:
-            raise _refuse(f"gives {name} a text that is too long")
+            raise _refused(f"gives {name} a string that is too long")
     if name == "join":
-        parts, between = (given[0] if given else (), value) if isinstance(value, str) else (value, given[0] if given else "")
+        parts, between = (
+            (values[0] if values else (), value) if isinstance(value, str) else (value, values[0] if values else "")
+        )
         if isinstance(parts, (str, list, tuple)):
-            _require(sum(len(one) if isinstance(one, str) else 1 for one in parts) + len(parts) * _size(between))
-    elif name == "sum" and not all(isinstance(one, (int, float, str)) for one in given):
-        raise _refuse("adds up other things than numbers")
-    elif name == "tojson" and any(isinstance(one, str) and len(one) > _WIDTH for one in given):
-        raise _refuse("indents too widely")
+            _require(sum(len(part) if isinstance(part, str) else 1 for part in parts) + len(parts) * _size(between))
+    elif name == "sum" and not all(isinstance(argument, (int, float, str)) for argument in values):
+        raise _refused("sums values that are not numbers")
+    elif name == "tojson" and any(isinstance(text, str) and len(text) > _WIDTH for text in values):
+        raise _refused("indents too widely")
 
 
 def _guarded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    at = 1 if hasattr(filter, "jinja_pass_arg") else 0
+    first = 1 if hasattr(filter, "jinja_pass_arg") else 0
 
     @wraps(filter)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _arguments(name, args[at] if len(args) > at else None, args[at + 1 :], kwargs)
-        made = filter(*args, **kwargs)
-        _require(_size(made))
-        return made
+        _arguments(name, args[first] if len(args) > first else None, args[first + 1 :], kwargs)
+        result = filter(*args, **kwargs)
+        _require(_size(result))
+        return result
 
     return call
 
 
 class _Clock(Extension):
-    """Its method is called at the beginning of every loop's and macro's body; calls look at the clock."""
+    """Its method is called at the start of every loop and macro body, since calls check the time."""
 
     def node(self) -> nodes.ExprStmt:
-        return nodes.ExprStmt(self.call_method("look"))
+        return nodes.ExprStmt(self.call_method("check"))
 
     @staticmethod
-    def look() -> None:
+    def check() -> None:
         pass
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Raises SecurityError while a template of it is rendered that takes too much."""
+    """Rendering one of its templates raises SecurityError if it takes too much time or memory."""
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
     concat = staticmethod(_concat)
@@ -149,7 +154,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
 
     def guard(self) -> None:
-        """Bounds the filters; the last step of setting it up."""
+        """Adds the limits to the filters; must be called after all filters are set."""
         self.filters = {name: _guarded(name, filter) for name, filter in self.filters.items()}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -166,28 +171,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
-        made = super().wrap_str_format(value)
-        if made is not None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
             _format(value.__self__)
-        return made
+        return wrapped
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        clock: Any = next(one for one in self.extensions.values() if isinstance(one, _Clock))
+        clock: Any = next(extension for extension in self.extensions.values() if isinstance(extension, _Clock))
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             node.body.insert(0, clock.node().set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
     def compiled(self, source: str) -> Template:
         template = self.from_string(source)
-        # What generated code joins texts with.
+        # The functions with which the generated code joins strings.
         template.root_render_func.__globals__.update(concat=_concat, str_join=lambda parts: _concat(map(_text, parts)))
         return template
 
     @staticmethod
     def render(template: Template, variables: dict[str, Any]) -> str:
-        _ends.at = monotonic() + SECONDS
+        _deadline.seconds = monotonic() + SECONDS
         try:
             return template.render(variables)
         finally:
-            del _ends.at
+            del _deadline.seconds

@@ -32,7 +32,9 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
     class StandIn(Cpu):
         NAME = form
 
-        def compile(self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object]) -> None:
+        def compile(
+            self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object], check: Callable[[], object]
+        ) -> None:
             """ONNX has scales of blocks from opset 21 on; MIGraphX' parser, which asks for no opset, has them in the 18 it is given."""
             own = bundle.manifest.forms[form]
             for name, graph in own.graphs.items():
@@ -42,7 +44,7 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
                 (folder / f"{name}-21.onnx").write_bytes(model.SerializeToString())
             files = {name: replace(graph, file=str(folder / f"{name}-21.onnx")) for name, graph in own.graphs.items()}
             manifest = replace(bundle.manifest, forms={form: replace(own, graphs=files)})
-            super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress)  # type: ignore[arg-type]
+            super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress, check)  # type: ignore[arg-type]
 
         def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
             engines, device = super().open(bundle, folder)
