@@ -13,7 +13,7 @@ crash (its issue 20824), use CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_C
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -27,7 +27,7 @@ from typing import Any
 
 from runtime.bundle.reader import Bundle
 from runtime.command import run as run_command
-from runtime.errors import InputError, UnavailableError
+from runtime.errors import UnavailableError
 from tools import report
 from tools.bench_setup import ROOT, Prompt, about, digest, environment, tokenized
 from tools.peers import ours
@@ -264,19 +264,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
     if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
         parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
-    return run_command(lambda: again(args) if args.again else fresh(args))
-
-
-def again(args: argparse.Namespace) -> int:
-    file = args.out / "bench.json"
-    if not file.is_file():
-        raise InputError(f"{file} does not exist: run without --again first")
-    results = json.loads(file.read_text("utf-8"))
-    text = report.markdown(results)
-    (args.out / "bench.md").write_text(text, "utf-8")
-    report.plot(results, args.out)
-    print(text)
-    return 0
+    return run_command(lambda: report.render(args.out) if args.again else fresh(args))
 
 
 def fresh(args: argparse.Namespace) -> int:
@@ -304,7 +292,7 @@ def fresh(args: argparse.Namespace) -> int:
         bench.measure(prompts, tuning, save)
     finally:
         bench.close(bench.programs)
-    return again(args)
+    return report.render(args.out)
 
 
 if __name__ == "__main__":

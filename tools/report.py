@@ -1,9 +1,12 @@
 """The table and the plots of a run of ``tools/bench.py``, made only from its ``bench.json``."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from runtime.errors import InputError
 
 COLUMNS = (
     "way", "weights", "tokens/s", "of reference", "of plain", "tau", "first token, ms", "peak, MiB", "texts as plain", "as reference",
@@ -141,3 +144,16 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
         figure.suptitle(f"{prompts}, {run['prompts'][prompts]} prompts, {run['about']['new tokens']} new tokens")
         for kind in ("png", "svg"):
             figure.savefig(folder / f"bench-{prompts}.{kind}")
+
+
+def render(folder: Path) -> int:
+    """Writes the table and the plots of a run's ``bench.json`` next to it and prints the table. Returns the exit status."""
+    file = folder / "bench.json"
+    if not file.is_file():
+        raise InputError(f"{file} does not exist: run without --again first")
+    results = json.loads(file.read_text("utf-8"))
+    text = markdown(results)
+    (folder / "bench.md").write_text(text, "utf-8")
+    plot(results, folder)
+    print(text)
+    return 0
