@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: demo test
+.PHONY: demo test wheel
 .DEFAULT_GOAL := demo
 
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
@@ -23,3 +23,10 @@ test: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
+
+# The package as users install it, from another folder: its commands run, and type checkers see its types.
+wheel: $(VENV)/ready
+	rm -rf build/lib build/wheel && $(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet .
+	cd build && wheel/bin/gumiho --version && wheel/bin/gumiho doctor --backend cpu
+	cd build && $(abspath $(BIN))/mypy --strict --config-file= --python-executable wheel/bin/python ../examples
