@@ -76,11 +76,11 @@ def explain(model: Model, difference: Difference) -> str:
 
 def replay(model: Model, generations: Sequence[Generation]) -> int:
     """Checks generations by plain decoding, prints the differences and returns the exit status."""
-    found = [difference for generation in generations for difference in differences(model, generation)]
-    for difference in found:
+    differing = [difference for generation in generations for difference in differences(model, generation)]
+    for difference in differing:
         print(explain(model, difference), file=sys.stderr)
-    if not found:
+    if not differing:
         count = sum(len(generation.ids) for generation in generations)
         print(f"lossless: plain decoding chooses each of the {count} tokens", file=sys.stderr)
         return 0
-    return NEAR_TIE if all(difference.near for difference in found) else 1
+    return NEAR_TIE if all(difference.near for difference in differing) else 1

@@ -32,10 +32,10 @@ def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
         raise InputError(f"{error} (--raw continues the prompt without a chat template)") from None
 
 
-def run(model: Model, prompt: Sequence[int], asked: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
-    """One generation, its text printed as it comes if asked to, and written down where it came from."""
-    generation, text = model.start(prompt, asked), ""
-    about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": asked.speculate}
+def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
+    """One generation and its text. show: print it as it comes. trace: file for the record of its cycles."""
+    generation, text = model.start(prompt, chosen), ""
+    about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": chosen.speculate}
     tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None
     price = model.decoder.planner.plain_pass_ns if model.decoder.planner else None
     written = Trace(prompt, model.bundle.manifest.tree.serial_steps, tokenizer, about, price) if trace else None
@@ -50,10 +50,12 @@ def run(model: Model, prompt: Sequence[int], asked: Settings, show: bool, trace:
     return generation, text
 
 
-def warn_if_lossy(asked: Settings) -> None:
-    if asked.lossy:
-        named = [f"--{name} {value}" for name, value in (("tree", asked.tree), ("accept", asked.accept)) if value != "exact"]
-        print(f"note: with {' and '.join(named)} the output may differ from the target's", file=sys.stderr)
+def warn_if_lossy(chosen: Settings) -> None:
+    if chosen.lossy:
+        options = [
+            f"--{name} {value}" for name, value in (("tree", chosen.tree), ("accept", chosen.accept)) if value != "exact"
+        ]
+        print(f"note: with {' and '.join(options)} the output may differ from the target's", file=sys.stderr)
 
 
 def report(generations: Sequence[Generation], texts: Sequence[str], compared: Comparison | None, style: str | None) -> None:
@@ -80,10 +82,10 @@ def report(generations: Sequence[Generation], texts: Sequence[str], compared: Co
         print(f"{other}\n{compared.describe(lossy)}", file=sys.stderr)
 
 
-def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
-    warn_if_lossy(asked)
+def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
+    warn_if_lossy(chosen)
     if args.chat and not prompted(args):
-        return TerminalChat(model, asked, args.system, bool(args.stats)).run()
+        return TerminalChat(model, chosen, args.system, bool(args.stats)).run()
     prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
     for i, prompt in enumerate(prompts if args.prompts else ()):
         try:
@@ -92,18 +94,18 @@ def generate(model: Model, args: argparse.Namespace, asked: Settings) -> int:
             raise InputError(f"of {args.prompts}, prompt {i + 1}: {error}") from None
     if args.trace and len(prompts) > 1:
         raise InputError("--trace shows one text: give one prompt")
-    ended = [run(model, prompt, asked, args.stats != "json", args.trace) for prompt in prompts]
-    generations, texts = [generation for generation, _ in ended], [text for _, text in ended]
+    runs = [run(model, prompt, chosen, args.stats != "json", args.trace) for prompt in prompts]
+    generations, texts = [generation for generation, _ in runs], [text for _, text in runs]
     compared = None
     if args.compare:
-        other = replace(asked, trace=False, tree="exact", accept="exact", speculate=asked.lossy)
+        other = replace(chosen, trace=False, tree="exact", accept="exact", speculate=chosen.lossy)
         seeds = [generation.stats.seed for generation in generations]
-        again = [
+        others = [
             run(model, prompt, replace(other, seed=seed), show=False)[0] for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        compared = Comparison.of(generations, again)
+        compared = Comparison.of(generations, others)
     report(generations, texts, compared, args.stats)
-    differ = compared is not None and compared.differ and not asked.lossy
+    differ = compared is not None and compared.differ and not chosen.lossy
     replayed = replay(model, generations) if args.check_lossless else 0
     return 1 if differ else replayed
 
@@ -112,11 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
 
     def work() -> int:
-        asked = settings(args)
+        chosen = settings(args)
         if args.trace:
             Trace.check(args.trace)
         with load(args.bundle, args.backend, args.device, args.threads) as model:
-            return generate(model, args, asked)
+            return generate(model, args, chosen)
 
     return run_command(work)
 

@@ -237,9 +237,9 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)
-    made = backend(name, device, threads)
+    chosen = backend(name, device, threads)
     opened.verify(quick=True)
-    form, engines, memory, costs = _open(opened, made)
+    form, engines, memory, costs = _open(opened, chosen)
     try:
         model = Model(opened, form, engines, memory, costs)
         _log.info(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from runtime.decoding.sampling import _REACH, Sampler, kept, noise
+from runtime.decoding.sampling import _REACH, Sampler, candidates, noise
 from runtime.decoding.settings import Settings
 from runtime.errors import GumihoError
 
@@ -125,7 +125,7 @@ def test_kept_is_transformers(steps: tuple[str, ...], data: st.DataObject, row: 
     """
     asked = draw_settings(data, steps, len(row))
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    ids, values = kept(row, temperature, **{**defaults, **asked})
+    ids, values = candidates(row, temperature, **{**defaults, **asked})
     fewest, most = (int((their_logits(row, temperature, asked, slack) > -inf).sum()) for slack in (-1e-9, 1e-9))
     assert fewest <= len(ids) <= most
     likeliest = np.argsort(-row, kind="stable")[: len(ids)]
@@ -148,7 +148,7 @@ def test_choice_is_the_argmax_over_all_that_is_kept(
     """No token that could win is passed over, and the noise is that of the seed and of the place in prompt and text."""
     prompt, text = data.draw(texts(len(row)))
     asked = draw_settings(data, data.draw(st.sets(st.sampled_from(FILTERS))), len(row))
-    ids, values = kept(row, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **asked})
+    ids, values = candidates(row, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **asked})
     expected = ids[(values + noise(seed, len(prompt) + len(text), ids)).argmax()]
     made = sampler(Settings(temperature=temperature, **asked), len(row), prompt, text, seed=seed)
     assert made.choose(row) == expected == made.choose(row)
@@ -431,7 +431,7 @@ def test_a_row_is_not_sorted(
 
         monkeypatch.setattr(f"runtime.decoding.sampling.np.{name}", spied)
 
-    few = len(kept(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})[0])
+    few = len(candidates(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})[0])
     for name in ("sort", "argsort", "lexsort", "unique", "sort_complex"):
         spy(name)
     sampler(Settings(temperature=temperature, **filters), len(logits)).choose(logits)

@@ -45,7 +45,7 @@ def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     return -np.log(-np.log(uniform))
 
 
-def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+def candidates(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that can be drawn, as ascending ids int64 [n], and their logits divided by the temperature, float64 [n].
 
     row: float32 [V]. Uses partial selection; at most a few hundred tokens, or ten times those that top-p keeps, are sorted.
@@ -211,7 +211,7 @@ class Sampler:
             )
         if not s.temperature:
             return int(row.argmax())
-        ids, values = kept(row, s.temperature, s.top_k, s.top_p, s.min_p)
+        ids, values = candidates(row, s.temperature, s.top_k, s.top_p, s.min_p)
         able = values >= values.max() - _REACH
         ids, values = ids[able], values[able]
         return int(ids[(values + noise(self.seed, len(self._ids), ids)).argmax()])

@@ -167,9 +167,9 @@ class Settings:
             raise InputError(f"logprobs is {self.logprobs}: give the number of alternatives for each token, 0 or more")
         if self.rows is not None and self.rows < 2:
             raise InputError(f"rows is {self.rows}: give 2 or more, or speculate=False for plain decoding")
-        for name, value, known in (("tree", self.tree, "fta"), ("accept", self.accept, "typical")):
-            if value not in ("exact", known):
-                raise InputError(f"{name} is {value!r}: give 'exact' or '{known}'")
+        for name, value, lossy in (("tree", self.tree, "fta"), ("accept", self.accept, "typical")):
+            if value not in ("exact", lossy):
+                raise InputError(f"{name} is {value!r}: give 'exact' or '{lossy}'")
         if (self.tree, self.accept) == ("fta", "typical"):
             raise InputError("tree 'fta' and accept 'typical' exclude each other: leave one of them out")
         # Medusa's rule uses only the target's distribution; it would bypass every other step.
@@ -177,8 +177,8 @@ class Settings:
             if self.logprobs is not None:
                 raise InputError("accept 'typical' does not compute logprobs: leave one of the two out")
             defaults = {field.name: field.default for field in fields(self)}
-            asked = (name for name in _STEPS if getattr(self, name) and getattr(self, name) != defaults[name])
-            if name := next(asked, ""):
+            changed = (name for name in _STEPS if getattr(self, name) and getattr(self, name) != defaults[name])
+            if name := next(changed, ""):
                 raise InputError(f"accept 'typical' does not apply {name}: leave one of the two out")
 
     @property

@@ -3,15 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+# Every other field is a list or dict, or belongs to one generation only.
+_SUMMED = ("texts", "prompt_tokens", "cached_tokens", "tokens", "cycles", "cycle_tokens", "lookups", "looked_up",
+           "prefill_ns", "draft_ns", "target_ns", "host_ns")  # fmt: skip
+
 
 @dataclass
 class Stats:
-    """Counts and times of one generation. Times are in nanoseconds; ``summary`` gives the usual units.
+    """Counts and times of one generation. Times are in nanoseconds; ``summary`` converts them.
 
-    texts: that were added up. cached_tokens: of the prompt, found in the caches. cycles: target passes behind the prefill.
-    cycle_tokens: tokens emitted by them. rows: cycles by the rows they verified, 1 for plain ones. accepted[d]: cycles in which
-    at least d + 1 drafted tokens were accepted. lookups: cycles that verified what a lookup found, and looked_up the tokens of it that
-    were accepted. seed: None where nothing was drawn.
+    texts: number of generations added up. cached_tokens: prompt tokens that were in the caches. cycles: target passes after the
+    prefill. cycle_tokens: tokens emitted by them. rows: cycles by the number of verified rows, 1 for plain ones. accepted[d]: cycles that
+    accepted at least d + 1 drafted tokens. lookups: cycles that verified a prompt lookup; looked_up: tokens accepted from them. seed:
+    None if nothing was drawn.
     """
 
     texts: int = 1
@@ -32,8 +36,8 @@ class Stats:
     finish_reason: str | None = None
 
     def count(self, emitted: int, times: tuple[int, int, int], rows: int = 1, lookup: bool = False) -> None:
-        """One cycle: its tokens, of which the last is the target's own, its nanoseconds of draft, target and host, the rows that were
-        verified, and whether a lookup found them."""
+        """Adds a cycle. emitted: its tokens, the last of them the target's own. times: nanoseconds of draft, target and host. rows:
+        verified. lookup: whether a prompt lookup proposed them."""
         self.rows[rows] = self.rows.get(rows, 0) + 1
         self.cycles += 1
         self.cycle_tokens += emitted
@@ -49,20 +53,7 @@ class Stats:
 
     def add(self, other: "Stats") -> None:
         """Adds the counts and times of another generation."""
-        for name in (
-            "texts",
-            "prompt_tokens",
-            "cached_tokens",
-            "tokens",
-            "cycles",
-            "cycle_tokens",
-            "lookups",
-            "looked_up",
-            "prefill_ns",
-            "draft_ns",
-            "target_ns",
-            "host_ns",
-        ):
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for rows, cycles in other.rows.items():
             self.rows[rows] = self.rows.get(rows, 0) + cycles
