@@ -101,9 +101,7 @@ def _next(out: Path, engines: Sequence["Compiled"], device: str) -> list[str]:
     where = f" --device {device}" if device else ""
     path = shlex.quote(str(out))
     lines = [
-        f"next, on the device: python -m runtime.compile {path} --backend {one.name}{where}"
-        for one in engines
-        if one.backend is None
+        f"next, on the device: gumiho compile {path} --backend {one.name}{where}" for one in engines if one.backend is None
     ]
     ready = [one.name for one in engines if one.backend is not None]
-    return lines + [f'next: python -m runtime.generate {path} --backend {name}{where} --prompt "..."' for name in ready[:1]]
+    return lines + [f'next: gumiho generate {path} --backend {name}{where} --prompt "..."' for name in ready[:1]]

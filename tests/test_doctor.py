@@ -39,7 +39,7 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     copy = tmp_path / "bundle"
     shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))
     assert doctor.main([str(copy), "--backend", "cpu"]) == 1
-    assert f"python -m runtime.compile {copy} --backend cpu" in capsys.readouterr().out
+    assert f"gumiho compile {copy} --backend cpu" in capsys.readouterr().out
 
 
 def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, c
     assert set(about) <= set(said)
     assert "  cpu: golden run: target 1.0e-06 of at most 2.0e-03: ok" in lines
     assert "  cpu: golden run: draft 2.0e+01 of at most 1.0e-02: TOO LARGE" in lines
-    assert lines[-1] == f'next: python -m runtime.generate {bundle.path} --backend cpu --prompt "..."'
+    assert lines[-1] == f'next: gumiho generate {bundle.path} --backend cpu --prompt "..."'
 
 
 def test_measured_passes_give_an_estimate_of_their_own(demo_bundle: Path) -> None:

@@ -125,7 +125,7 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize("name", ["target.onnx", "draft.onnx", "extend.onnx", RECORD])
 def test_a_flipped_bit_is_noticed(copy: Path, name: str) -> None:
     flip(folder(copy) / name)
-    with pytest.raises(GumihoError, match=rf"{name} is (missing or )?damaged.*run `python -m runtime.compile"):
+    with pytest.raises(GumihoError, match=rf"{name} is (missing or )?damaged.*run `gumiho compile"):
         load(copy)
 
 
@@ -136,7 +136,7 @@ def test_a_record_that_is_none_hides_no_other_engines(copy: Path, text: str) -> 
     (bad / RECORD).write_text(text)
     assert folder(copy) == good
     shutil.rmtree(good)
-    with pytest.raises(GumihoError, match="engine.json is damaged.*run `python -m runtime.compile"):
+    with pytest.raises(GumihoError, match="engine.json is damaged.*run `gumiho compile"):
         load(copy)
 
 

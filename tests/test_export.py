@@ -1003,7 +1003,7 @@ def test_without_the_device_an_export_says_what_to_run_there(
     out = capsys.readouterr().out
     if "not compiled here" not in out:
         pytest.skip("TensorRT runs here")
-    assert f"python -m runtime.compile {tmp_path / 'out'} --backend tensorrt" in out
+    assert f"gumiho compile {tmp_path / 'out'} --backend tensorrt" in out
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.dtype, list(manifest.forms), manifest.forms["tensorrt"].static) == ("float16", ["tensorrt"], True)
 

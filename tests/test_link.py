@@ -467,6 +467,6 @@ def test_what_does_not_fit_into_memory_is_not_compiled_here(
     out = capsys.readouterr().out
     assert "cpu: not compiled here, since compiling for cpu needs about" in out
     assert "of memory, and 0 MB are free, swap included: free some" in out
-    assert f"python -m runtime.compile {tmp_path / 'out'} --backend cpu" in out
+    assert f"gumiho compile {tmp_path / 'out'} --backend cpu" in out
     assert not (tmp_path / "out/engines").exists()
     Bundle(tmp_path / "out").verify()

@@ -263,7 +263,7 @@ def test_damaged_bundles(demo_bundle: Path, tmp_path: Path) -> None:
     (copy / "gumiho.json").write_text(text)
 
     shutil.rmtree(copy / "engines")
-    with pytest.raises(GumihoError, match=r"no engines for backend 'cpu': run `python -m runtime.compile"):
+    with pytest.raises(GumihoError, match=r"no engines for backend 'cpu': run `gumiho compile"):
         load(copy)
 
 
@@ -273,7 +273,7 @@ def test_stale_engines_are_never_loaded(demo_bundle: Path, tmp_path: Path) -> No
     folder = next((copy / "engines").glob("cpu-*"))
     edit(folder / "engine.json", lambda raw: raw["key"].update(onnxruntime="0.1"))
     folder.rename(folder.with_name("cpu-0"))
-    with pytest.raises(GumihoError, match=r"compiled for onnxruntime 0.1, and here it is .*python -m runtime.compile"):
+    with pytest.raises(GumihoError, match=r"compiled for onnxruntime 0.1, and here it is .*gumiho compile"):
         load(copy)
     done = subprocess.run([sys.executable, "-m", "runtime.compile", str(copy)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

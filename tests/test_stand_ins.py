@@ -276,7 +276,7 @@ def test_damaged_tensorrt_engines_say_the_command(nvidia: ModuleType, bundle: Pa
     folder, _ = compiled(bundle, "tensorrt")
     assert folder == find_engines(Bundle(bundle), backend("tensorrt"))
     (folder / "draft.plan").write_bytes(b"of another version")
-    command = rf"run `python -m runtime.compile {bundle} --backend tensorrt`"
+    command = rf"run `gumiho compile {bundle} --backend tensorrt`"
     with pytest.raises(GumihoError, match=rf"draft\.plan is missing or damaged: {command}"):
         load(bundle, "tensorrt")
     # What hashes do not show: a driver that no longer takes what it took.

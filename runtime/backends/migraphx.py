@@ -174,7 +174,7 @@ class MIGraphX:
         except RuntimeError as error:
             raise DamageError(
                 f"MIGraphX {migraphx.__version__} cannot load {file} ({_first_line(error)}): "
-                f"run `python -m runtime.compile {bundle.path} --backend migraphx` again"
+                f"run `gumiho compile {bundle.path} --backend migraphx` again"
             ) from None
 
 

@@ -244,7 +244,7 @@ class TensorRT:
     def _stale(self, bundle: Bundle, file: Path, reason: str) -> DamageError:
         return DamageError(
             f"TensorRT {trt.__version__} cannot load {file} ({reason}): "
-            f"run `python -m runtime.compile {bundle.path} --backend tensorrt` again"
+            f"run `gumiho compile {bundle.path} --backend tensorrt` again"
         )
 
 

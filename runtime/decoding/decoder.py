@@ -136,7 +136,7 @@ class Decoder:
         if choice < 0:
             raise DamageError(
                 f"the target's logits hold NaN or infinity after {len(self.text[0]) + len(self.text[1])} tokens: the weights or engines are damaged, "
-                "or values overflow; run `python -m runtime.doctor` on the bundle"
+                "or values overflow; run `gumiho doctor` on the bundle"
             )
         return self.selector.add(self.selector.choose(choice, lambda: self.passes.row(row)))
 

@@ -129,7 +129,7 @@ def _require_finite(graph: str, output: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         raise GumihoError(
             f"the compiled {graph} engine is discarded, since its output '{output}' holds NaN or infinity: check the bundle "
-            "with `python -m runtime.doctor`, then try another version of the backend"
+            "with `gumiho doctor`, then try another version of the backend"
         )
 
 

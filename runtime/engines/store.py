@@ -135,7 +135,7 @@ def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
     """
     kind: type[GumihoError] = UnavailableError
     current, reason = key(bundle, backend), ""
-    command = f"run `python -m runtime.compile {bundle.path} --backend {backend.NAME}`"
+    command = f"run `gumiho compile {bundle.path} --backend {backend.NAME}`"
     for folder in _newest_first(bundle.path / "engines", backend.NAME):
         try:
             record = read_record(folder)
