@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from operator import eq
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -105,13 +104,13 @@ class Trace:
         """How long plain decoding would have taken for the tokens after the first. None if this was plain decoding itself, or
         if nothing shows what a plain pass costs.
 
-        passes: one per token. pass_us: what one takes: the median target time of this generation's plain passes, or else the
-        stored price, and the least host time of any cycle. measured: plain passes of this generation, 0 if the stored price was
+        passes: one per token. pass_us: what one takes: the shortest target time of this generation's plain passes (other load only lengthens a pass), or
+        else the stored price, and the least host time of any cycle. measured: plain passes of this generation, 0 if the stored price was
         taken. total_us: of all passes. decoding_us: that this generation took. speedup: the ratio.
         """
         cycles = self._cycles[1:]
         plain_ns = [cycle.times[1] for cycle in cycles if cycle.rows == 1 and cycle.tree is None]
-        pass_ns = median(plain_ns) if plain_ns else self._plain_pass_ns
+        pass_ns = min(plain_ns) if plain_ns else self._plain_pass_ns
         passes, decoding_ns = sum(len(cycle.tokens) for cycle in cycles), sum(sum(cycle.times) for cycle in cycles)
         if len(plain_ns) == len(cycles) or not pass_ns or not decoding_ns:
             return None
