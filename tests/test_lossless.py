@@ -111,7 +111,7 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
     assert main(options) == 1
     said = capsys.readouterr().err
     assert "plain decoding chooses" in said
-    assert "logit margin" in said
+    assert "of the largest logit" in said
     assert "too much for rounding" in said
     monkeypatch.setattr(module.Decoder, "_accept", original)
     monkeypatch.setattr("runtime.lossless.NEAR", {"float32": 1e9})
