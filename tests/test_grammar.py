@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from runtime.decoding.grammar import Grammar, GrammarMatcher, GrammarMatchers
 from runtime.errors import GumihoError
-from tests.test_spelling import DEMO, metaspace
+from tests.test_token_bytes import DEMO, metaspace
 
 Node = tuple[str, Any]
 PADDING = 5  # rows of logits behind the tokenizer's last id
@@ -596,8 +596,8 @@ def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from runtime.decoding.grammar import Grammar, Guides; assert 'llguidance' not in sys.modules; "
-        "Guides(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
+        "import sys; from runtime.decoding.grammar import Grammar, GrammarMatchers; assert 'llguidance' not in sys.modules; "
+        "GrammarMatchers(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
         "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], input=DEMO, text=True, check=True)
