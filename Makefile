@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: demo test wheel
+.PHONY: check demo test test-all wheel
 .DEFAULT_GOAL := demo
 
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
@@ -17,12 +17,20 @@ demo: $(VENV)/ready
 	$(BIN)/gumiho-export --ckpt demo/drafter --target demo/target --out build/demo --overwrite
 	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
 
-test: $(VENV)/ready
+# A file's tests share bundles, so one process runs them. The files that take longest come first (tests/conftest.py).
+PYTEST = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+
+check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples
-	$(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
+
+test: check
+	$(PYTEST)
+
+test-all: check
+	$(PYTEST) -m ""
 
 # The package as users install it, from another folder: its commands run, and type checkers see its types.
 wheel: $(VENV)/ready

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from exporter import cli
 from runtime.bundle.locks import locked
+from tests import traces
 from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,8 +28,9 @@ def numbers(options: Sequence[str]) -> list[str]:
 
 MakeBundle = Callable[..., Path]
 
-# The demo pair and an odd one for every backend: several tests share what these export to.
-EVERY_BACKEND = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", "--dtype", "fp32", "--rows", "8", "--capacity", "200")
+# The demo pair for every backend: several tests share what this exports to.
+SIZES = ("--dtype", "fp32", "--rows", "8", "--capacity", "200")
+EVERY_BACKEND = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", *SIZES)
 ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=11)
 
 
@@ -47,11 +49,22 @@ def whole_trees() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the processes of a session have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_traces(shared: Path) -> Iterator[None]:
+    with traces.shared(shared):
+        yield
+
+
+@pytest.fixture(scope="session")
+def make_bundle(shared: Path) -> MakeBundle:
     """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``. Each is exported once a
     session, whichever of its processes wants it first."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made: dict[tuple[str, ...], Path] = {}
 
     def make(pair: RandomPair | Path, *options: str) -> Path:

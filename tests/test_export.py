@@ -5,7 +5,6 @@ import errno
 import hashlib
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,15 +100,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     RandomPair(TINY, heads=1).write(folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def calm() -> Iterator[None]:
-    """pytest keeps every record that is logged, and the tracer logs thousands."""
-    logger = logging.getLogger("torch")
-    propagate, logger.propagate = logger.propagate, False
-    yield
-    logger.propagate = propagate
 
 
 @pytest.fixture(scope="module")
@@ -608,45 +598,33 @@ def start(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-# Signal, and the file whose appearance in the unfinished bundle is waited for.
-SIGNALS = [
-    (signal.SIGTERM, "weights/target.bin"),
-    (signal.SIGINT, "graphs/cpu/target.onnx"),
-    (signal.SIGKILL, "graphs/cpu/target.onnx"),
-]
-
-
-@pytest.fixture(scope="module")
-def killed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path, int, str]]]:
-    """Real exports, killed midway, all at once to save time: folder, exit status, and what each one printed."""
-    folders = [tmp_path_factory.mktemp(f"killed{i}") for i in range(len(SIGNALS))]
-    logs = [folder.with_name(f"{folder.name}.log") for folder in folders]
-    processes = [start(options(tiny, folder / "out"), log) for folder, log in zip(folders, logs, strict=True)]
+def killed(argv: list[str], folder: Path, number: signal.Signals, file: str) -> tuple[int, str]:
+    """A real export, killed midway: as soon as a file appears in the unfinished bundle. Returns exit status and what it printed."""
+    log = folder.with_name(f"{folder.name}.log")
+    process, deadline = start(argv, log), time.monotonic() + 400
     try:
-        waiting, deadline = set(range(len(SIGNALS))), time.monotonic() + 400
-        while waiting and time.monotonic() < deadline:
-            for i in list(waiting):
-                number, file = SIGNALS[i]
-                if processes[i].poll() is not None or (folders[i] / ".out.partial" / file).exists():
-                    if processes[i].poll() is None:
-                        processes[i].send_signal(number)
-                    waiting.discard(i)
+        while process.poll() is None and not (folder / ".out.partial" / file).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        statuses = [p.wait(200) for p in processes]
-        yield list(zip(folders, statuses, [log.read_text() for log in logs], strict=True))
+        process.send_signal(number)
+        return process.wait(200), log.read_text()
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
-@pytest.mark.parametrize("index", range(len(SIGNALS)), ids=[f"{s.name} at {f}" for s, f in SIGNALS])
+@pytest.mark.parametrize(("number", "file"), [
+    pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights"),
+    pytest.param(signal.SIGINT, "graphs/cpu/target.onnx", id="SIGINT at graphs", marks=pytest.mark.exhaustive),
+    pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs"),
+])  # fmt: skip
 def test_a_killed_export_leaves_nothing_that_hinders_the_next(
-    killed: list[tuple[Path, int, str]], tiny: Path, quick: None, index: int
+    tiny: Path, tmp_path: Path, quick: None, number: signal.Signals, file: str
 ) -> None:
-    folder, status, log = killed[index]
-    if SIGNALS[index][0] == signal.SIGKILL:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    status, log = killed(options(tiny, folder / "out"), folder, number, file)
+    if number == signal.SIGKILL:
         assert status == -signal.SIGKILL
         assert not (folder / "out").exists()
         assert (folder / ".out.partial").exists()

@@ -19,6 +19,7 @@ from graphs.dialects.quantization import FP8, Scheme
 from graphs.dialects.standard import Standard
 from graphs.layer import LlamaShape
 from graphs.target import Target
+from tests import traces
 
 LAYERS = 4
 SHAPE = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
@@ -84,8 +85,12 @@ def spelled(model: ir.Model) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+USUAL = ("cpu", "cpu, w8a8", "tensorrt, int4")
+
+
+@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.trace._capture", traces.trace_anew)  # else the second were the first
     repeated = traced(*FORMS[form])
     monkeypatch.setattr("exporter.trace._shortened", lambda module: nullcontext(0))
     whole = traced(*FORMS[form])

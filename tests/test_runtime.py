@@ -1,6 +1,7 @@
 """The runtime as people embed it: imports, threads, limits, streaming, errors."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -413,15 +414,25 @@ def test_causes_have_their_own_exceptions(demo_bundle: Path) -> None:
         model.generate(PROMPT)
 
 
-def test_events_are_logged_under_one_name(demo_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "gumiho"), load(demo_bundle, threads=1) as model:
-        list(model.generate(PROMPT, 5))
-    assert {record.name.partition(".")[0] for record in caplog.records} == {"gumiho"}
-    levels = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [level for level, message in levels if message.startswith(f"loaded {demo_bundle} for cpu in ")] == ["INFO"]
-    assert [level for level, message in levels if message.startswith("generation ended: {") and "'tokens': 5" in message] == [
-        "DEBUG"
+def test_events_are_logged_under_one_name(demo_bundle: Path) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    root, gumiho = logging.getLogger(), logging.getLogger("gumiho")
+    root.addHandler(handler)
+    gumiho.setLevel("DEBUG")
+    try:
+        with load(demo_bundle, threads=1) as model:
+            list(model.generate(PROMPT, 5))
+    finally:
+        gumiho.setLevel(logging.NOTSET)
+        root.removeHandler(handler)
+    messages = {record.getMessage(): record.levelname for record in records if record.name.startswith("gumiho.")}
+    assert [level for message, level in messages.items() if message.startswith(f"loaded {demo_bundle} for cpu in ")] == ["INFO"]
+    ended = [
+        level for message, level in messages.items() if message.startswith("generation ended: {") and "'tokens': 5" in message
     ]
+    assert ended == ["DEBUG"]
 
 
 def test_nothing_is_printed_where_no_logging_is_set_up(demo_bundle: Path) -> None:

@@ -75,7 +75,11 @@ def at_once(pair: Path, folder: Path, overwrite: bool, apart: float) -> str:
     return "locked" if any("another export" in error for error, _ in ends) else "finished before"
 
 
-@pytest.mark.parametrize(("overwrite", "apart"), [(False, 0.0), (True, 0.0), (True, 0.5)])
+@pytest.mark.parametrize(("overwrite", "apart"), [
+    (True, 0.0),
+    pytest.param(False, 0.0, marks=pytest.mark.exhaustive),
+    pytest.param(True, 0.5, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_two_exports_at_once_leave_one_whole_bundle(pair: Path, tmp_path: Path, overwrite: bool, apart: float) -> None:
     at_once(pair, tmp_path, overwrite, apart)
 
@@ -160,7 +164,7 @@ def test_standard_output_may_be_full(pair: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_an_interruption_while_libraries_are_imported(pair: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes as soon as torch's files are mapped, and torch takes a second to import."""
     process = started(options(pair, tmp_path / "out"))

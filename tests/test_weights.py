@@ -232,7 +232,7 @@ print(packer.pack("weights/second.bin", {"b": Source((64 << 20,), slices)})["b"]
     assert int(grown) < 64 << 10  # KiB, of 256 MiB
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_products_of_codes_take_little_memory(tmp_path: Path, bits: int) -> None:
     """Of a golden run, as wide as those with an lm_head: a result a worker, and slices."""
     code = """

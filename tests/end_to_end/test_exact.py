@@ -81,18 +81,22 @@ def unlike(model: Model) -> int:
 
 
 QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
-    (DEMO, CPU4), (DEMO, ("--weights", "int8", "--capacity", "200")), (ODD, INT8), (FULL, ("--weights", "int4", "--capacity", "200")),
-    (DEMO, WHOLE),
-], ids=["demo int4", "demo int8, target alone", "odd int8", "full heads int4, target alone", "demo w8a8"])  # fmt: skip
+    pytest.param(DEMO, CPU4, id="demo int4"),
+    pytest.param(DEMO, ("--weights", "int8", "--capacity", "200"), id="demo int8, target alone"),
+    pytest.param(ODD, INT8, id="odd int8", marks=pytest.mark.exhaustive),
+    pytest.param(FULL, ("--weights", "int4", "--capacity", "200"), id="full heads int4, target alone"),
+    pytest.param(DEMO, WHOLE, id="demo w8a8"),
+])  # fmt: skip
 
 
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @QUANTIZED
-def test_rows_are_the_same_to_the_last_bit(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> None:
-    bundle = make_bundle(pair, *options)
-    for threads in (1, 2):
-        with load(bundle, "cpu", threads=threads) as model:
-            assert model.decoder.passes.graphs["target"].precision == "int8"
-            assert unlike(model) == 0
+def test_rows_are_the_same_to_the_last_bit(
+    make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...], threads: int
+) -> None:
+    with load(make_bundle(pair, *options), "cpu", threads=threads) as model:
+        assert model.decoder.passes.graphs["target"].precision == "int8"
+        assert unlike(model) == 0
 
 
 def ended(generation: Generation) -> Generation:

@@ -62,7 +62,16 @@ def spelling(bundle: Path) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture(scope="module", params=BUNDLES, ids=NAMES)
+USUAL = ("8", "random 4", "tiny reference")  # a trained drafter, one that is never right, and every other option
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(made, id=name, marks=() if name in USUAL else pytest.mark.exhaustive)
+        for made, name in zip(BUNDLES, NAMES, strict=True)
+    ],
+)
 def model(make_bundle: MakeBundle, request: pytest.FixtureRequest) -> Iterator[Model]:
     with spelling(make_bundle(*request.param)) as model:
         yield model
@@ -297,7 +306,7 @@ def rows_read(model: Model) -> Iterator[list[int]]:
     device.read = read  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("form", ["migraphx", "tensorrt", "cuda"])
+@pytest.mark.parametrize("form", ["migraphx", "tensorrt", pytest.param("cuda", marks=pytest.mark.exhaustive)])
 def test_accelerators(make_bundle: MakeBundle, form: str) -> None:
     """The graphs made for them, over memory that is apart: the CPU's texts, of both ways, and of the logits only those behind the
     accepted path are fetched; none at all where the most likely token is asked for."""
@@ -360,7 +369,9 @@ def differing(folder: Path, prompt: list[int], ids: list[int], asked: dict[str, 
     return wrong
 
 
-@pytest.mark.parametrize("made", [SMALL, BUNDLES[-1]], ids=["demo", "tiny"])
+@pytest.mark.parametrize(
+    "made", [pytest.param(SMALL, id="demo"), pytest.param(BUNDLES[-1], id="tiny", marks=pytest.mark.exhaustive)]
+)
 def test_texts_are_the_targets_own(make_bundle: MakeBundle, made: tuple[Any, ...]) -> None:
     """And a text of another seed is not, so that the comparison is known to tell."""
     bundle = make_bundle(*made)
@@ -423,7 +434,14 @@ def likelihood(model: Model, folder: Path, seeds: int, **asked: Any) -> tuple[fl
     return p_value(observed, seeds * expected), drafted / (2 * seeds)
 
 
-@pytest.mark.parametrize(("made", "asked", "seeds"), DRAWN, ids=["flat", "peaked", "demo"])
+@pytest.mark.parametrize(
+    ("made", "asked", "seeds"),
+    [
+        pytest.param(*DRAWN[0], id="flat", marks=pytest.mark.exhaustive),
+        pytest.param(*DRAWN[1], id="peaked"),
+        pytest.param(*DRAWN[2], id="demo", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_pairs_follow_the_softmax(make_bundle: MakeBundle, made: tuple[Any, ...], asked: dict[str, Any], seeds: int) -> None:
     bundle = make_bundle(*made)
     with load(bundle, threads=1) as model:
@@ -453,7 +471,7 @@ def generous(share: float) -> Callable[..., list[int]]:
     return walk
 
 
-@pytest.mark.parametrize(("share", "found"), [(0.0, False), (0.25, True)])
+@pytest.mark.parametrize(("share", "found"), [pytest.param(0.0, False, marks=pytest.mark.exhaustive), (0.25, True)])
 def test_a_wrong_acceptance_is_found(
     make_bundle: MakeBundle, share: float, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,13 @@ def demo_prompts(model: Model, count: int, length: int, offset: int) -> list[lis
     return prompts
 
 
-@pytest.mark.parametrize(("length", "offset"), [(4, 11), (9, 37), (16, 71), (40, 3), (127, 5), (128, 7), (129, 13), (250, 17)])
+@pytest.mark.parametrize(
+    ("length", "offset"),
+    [
+        pytest.param(length, offset, marks=() if length == 129 else pytest.mark.exhaustive)
+        for length, offset in [(4, 11), (9, 37), (16, 71), (40, 3), (127, 5), (128, 7), (129, 13), (250, 17)]
+    ],
+)
 def test_demo_pair_equals_transformers(demo_bundle: Path, length: int, offset: int) -> None:
     """40 prompts at each of eight lengths, 128 tokens each; chunks are 128 rows."""
     with load(demo_bundle) as model:
@@ -42,20 +48,20 @@ def test_demo_pair_equals_transformers(demo_bundle: Path, length: int, offset: i
         assert ties <= 1
 
 
+TREES = [("--rows", "3", "--policy", "chain"), ("--rows", "33", "--serial-steps", "3", "--beam", "3")]
+MORE_TREES = [
+    ("--rows", "2"),
+    ("--rows", "5", "--compat", "reference"),
+    ("--rows", "64"),
+    ("--rows", "64", "--compat", "reference"),
+    ("--rows", "8", "--policy", "chain"),
+    ("--rows", "12", "--serial-steps", "1", "--heads", "0"),
+    ("--rows", "16", "--heads", "2", "--top-k", "3", "--head-top-k", "4"),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--rows", "2"),
-        ("--rows", "3", "--policy", "chain"),
-        ("--rows", "5", "--compat", "reference"),
-        ("--rows", "64"),
-        ("--rows", "64", "--compat", "reference"),
-        ("--rows", "8", "--policy", "chain"),
-        ("--rows", "33", "--serial-steps", "3", "--beam", "3"),
-        ("--rows", "12", "--serial-steps", "1", "--heads", "0"),
-        ("--rows", "16", "--heads", "2", "--top-k", "3", "--head-top-k", "4"),
-    ],
-    ids=" ".join,
+    "options", [*TREES, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in MORE_TREES)], ids=" ".join
 )
 def test_every_tree_equals_transformers(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """The trained pair, so that paths of every length are accepted."""
@@ -98,7 +104,10 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pair", "options"), ODD)
+@pytest.mark.parametrize(
+    ("pair", "options"),
+    [pytest.param(*odd, marks=() if odd[0].seed in (0, 6) else pytest.mark.exhaustive) for odd in ODD],
+)
 def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair, options: tuple[str, ...]) -> None:
     """Every prompt length around the chunk's edges, and the whole room behind each."""
     bundle = make_bundle(pair, "--capacity", "200", *options)
@@ -114,7 +123,15 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
             llama.assert_same(target, prompt, generation.ids, wanted)
 
 
-@pytest.mark.parametrize("options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--policy", "chain")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rows", "8"),
+        pytest.param(("--rows", "64"), marks=pytest.mark.exhaustive),
+        pytest.param(("--rows", "6", "--policy", "chain"), marks=pytest.mark.exhaustive),
+    ],
+    ids=" ".join,
+)
 def test_last_position(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """Generation runs to the last position and stops there, with and without speculation, from every prompt length."""
     capacity = 40

@@ -87,7 +87,12 @@ def prompts(model: Model) -> list[tuple[list[int], int]]:
 
 
 CASES = pytest.mark.parametrize(
-    ("pair", "how"), [(DEMO, "int4"), (ODD, "int4"), (ODD, "int8")], ids=["demo int4", "odd int4", "odd int8"]
+    ("pair", "how"),
+    [
+        pytest.param(DEMO, "int4", id="demo int4", marks=pytest.mark.exhaustive),
+        pytest.param(ODD, "int4", id="odd int4"),
+        pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive),
+    ],
 )
 
 
@@ -112,8 +117,10 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
 
 
 @pytest.mark.parametrize(("pair", "how", "scheme"), [
-    (DEMO, CPU4, Scheme(32, torch.uint8)), (ODD, INT8, Scheme(32, torch.uint8, 8)), (DEMO, WHOLE, Scheme(0, torch.int8, 8)),
-], ids=["demo int4", "odd int8", "demo w8a8"])  # fmt: skip
+    pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4"),
+    pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8", marks=pytest.mark.exhaustive),
+    pytest.param(DEMO, WHOLE, Scheme(0, torch.int8, 8), id="demo w8a8"),
+])  # fmt: skip
 @torch.inference_mode()
 def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     make_bundle: MakeBundle, pair: Path | RandomPair, how: tuple[str, ...], scheme: Scheme, tmp_path: Path
@@ -138,7 +145,11 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     assert np.median(near) < 2e-6
 
 
-@pytest.mark.parametrize("drafter", [("--draft-weights", "fp8"), ("--draft-weights", "int4")], ids=" ".join)
+@pytest.mark.parametrize(
+    "drafter",
+    [("--draft-weights", "fp8"), pytest.param(("--draft-weights", "int4"), marks=pytest.mark.exhaustive)],
+    ids=" ".join,
+)
 def test_fp8_equals_the_quantized_model(make_bundle: MakeBundle, tmp_path: Path, drafter: tuple[str, str]) -> None:
     """Rows of 80 numbers between, which are no whole blocks of int4, are quantized too."""
     pair = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=3, heads=3, seed=12)
@@ -154,7 +165,10 @@ def test_fp8_equals_the_quantized_model(make_bundle: MakeBundle, tmp_path: Path,
             assert tokens(model, prompt, count, speculate=False)[0] == found
 
 
-@pytest.mark.parametrize(("pair", "how"), [(DEMO, "int4"), (ODD, "int8")], ids=["demo int4", "odd int8"])
+@pytest.mark.parametrize(
+    ("pair", "how"),
+    [pytest.param(DEMO, "int4", id="demo int4"), pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive)],
+)
 def test_a_quantized_drafter_changes_no_token(make_bundle: MakeBundle, pair: Path | RandomPair, how: str) -> None:
     plain, quantized = (make_bundle(pair, "--capacity", "200", *more) for more in ((), ("--draft-weights", how)))
     assert {g.precision for g in Bundle(plain).manifest.forms["cpu"].graphs.values()} == {"float32"}

@@ -1,0 +1,44 @@
+"""tests.traces: a graph that is read again is, byte by byte, the one that was traced."""
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from exporter import trace
+from exporter.weights.source import Location
+from graphs.dialects.standard import Standard
+from graphs.drafter import Drafter
+from graphs.layer import LlamaShape
+from graphs.tree import TreeConfig
+from tests import traces
+
+SHAPE = LlamaShape(vocabulary=101, hidden=32, intermediate=48, layers=1, heads=4, kv_heads=2, head_dim=8, eps=1e-5)
+TREE = TreeConfig(rows=5, serial_steps=2, heads=1, top_k=2, head_top_k=2, beam=2)
+
+
+def exported(capacity: int) -> bytes:
+    with torch.device("meta"):
+        module = Drafter(SHAPE, capacity, 128, TREE, fc_bias=True, ops=Standard)
+    parameters = enumerate(module.named_parameters())
+    places = {n: Location("w.bin", 4096 * i, t.nbytes, t.dtype, tuple(t.shape)) for i, (n, t) in parameters}
+    return ir.to_proto(trace.trace(module, places, Path("nowhere"), torch.float32)).SerializeToString()
+
+
+def test_a_graph_read_is_the_graph_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ir.Model] = []
+
+    def once(*given: object) -> ir.Model:
+        made.append(traces.trace_anew(*given))  # type: ignore[arg-type]
+        return made[0].clone()
+
+    monkeypatch.setattr("exporter.trace._capture", once)
+    wanted = exported(64)
+    monkeypatch.setattr("tests.traces.trace_anew", lambda *_: made[0].clone())
+    monkeypatch.setattr("exporter.trace._capture", traces.Traces(tmp_path))
+    assert exported(64) == wanted
+    monkeypatch.setattr("tests.traces.trace_anew", lambda *_: pytest.fail("it is traced again"))
+    assert exported(64) == wanted
+    with pytest.raises(pytest.fail.Exception, match="traced again"):
+        exported(65)
