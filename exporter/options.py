@@ -200,7 +200,11 @@ def plan(args: argparse.Namespace) -> "Plan":
 
     apply_preset(args)
     pair = open_pair(args)
-    _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
+    # A damaged tokenizer is refused now, not after all weights have been packed.
+    if args.dry_run:
+        pair.check_tokenizer()
+    else:
+        _ = pair.tokenizer
     trim(args, pair)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
