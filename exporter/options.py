@@ -110,8 +110,9 @@ def parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print what would be written and the memory and disk it needs; write nothing"
     )
     checks.add_argument(
-        "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
-    )
+        "--validate", action="store_true",
+        help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
+    )  # fmt: skip
     return parser
 
 
