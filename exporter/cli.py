@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.command import run
-from runtime.errors import GumihoError
+from runtime.errors import DamageError, GumihoError
 
 from .options import open_pair, parser, plan
 from .staging import interruptible, resumable, staged, unfinished
 from .summary import describe, report
 
 if TYPE_CHECKING:
+    from runtime.bundle.reader import Bundle
+
+    from .engines import Compiled
     from .plan import Plan
 
 
@@ -36,7 +39,10 @@ def export_nothing(args: argparse.Namespace, out: Path) -> None:
 
 
 def export_bundle(args: argparse.Namespace, out: Path) -> None:
-    """Reads the checkpoints, writes the bundle, compiles it and prints what was made."""
+    """Reads the checkpoints, writes the bundle, compiles it and prints a summary.
+
+    Raises DamageError, with the bundle in place, if --validate finds errors above their limits.
+    """
     from .progress import Progress
 
     with Progress() as progress:
@@ -52,7 +58,25 @@ def export_bundle(args: argparse.Namespace, out: Path) -> None:
         with staged(out, args.overwrite, same=planned.same()) as folder:
             bundle.write(planned, folder, progress)
             engines = [compile_here(name, args, planned, folder, progress) for name in planned.backends]
-    print(report(Bundle(out), planned, engines, args))
+    written = Bundle(out)
+    print(report(written, planned, engines, args))
+    _require_valid(written, engines)
+
+
+def _require_valid(bundle: "Bundle", engines: "list[Compiled]") -> None:
+    from runtime.engines.summary import too_large
+
+    manifest = bundle.manifest
+    over = [
+        f"{output} on {one.name}"
+        for one in engines
+        for output in too_large(one.errors.get("validation", {}), manifest.form(one.name), manifest.depth)
+    ]
+    if over:
+        raise DamageError(
+            f"--validate: '{bundle.path}' was written, but differs from PyTorch by more than the limits ({', '.join(over)}): "
+            "do not use it; export again with another --dtype, --weights or --draft-weights, or report this as a bug"
+        )
 
 
 def _planned(args: argparse.Namespace) -> "Plan":

@@ -110,8 +110,9 @@ def parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print what would be written and the memory and disk it needs; write nothing"
     )
     checks.add_argument(
-        "--validate", action="store_true", help="run the bundle against eager PyTorch and print the largest errors"
-    )
+        "--validate", action="store_true",
+        help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
+    )  # fmt: skip
     return parser
 
 
@@ -200,7 +201,11 @@ def plan(args: argparse.Namespace) -> "Plan":
 
     apply_preset(args)
     pair = open_pair(args)
-    _ = pair.tokenizer  # a damaged one is refused now, not after all weights have been packed
+    # A damaged tokenizer is refused now, not after all weights have been packed.
+    if args.dry_run:
+        pair.check_tokenizer()
+    else:
+        _ = pair.tokenizer
     trim(args, pair)
     limit = pair.target_config.max_position_embeddings
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity

@@ -15,6 +15,7 @@ from graphs.dialects.quantization import bits_of, dequantize
 from graphs.drafter import Drafter
 from runtime.model import load
 
+from .checkpoints.llama import transformers_config
 from .plan import Plan
 from .trace import signature
 from .weights.quantize import scale_of
@@ -32,7 +33,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # loose shards, which transformers' own loader does not take, are read as well
-    llama = LlamaForCausalLM(plan.pair.target_config).float().eval()
+    llama = LlamaForCausalLM(transformers_config(plan.pair.target_config)).float().eval()
     numbers = {n: checkpoint.read(n).float() for n in checkpoint.names()}
     numbers.setdefault("lm_head.weight", numbers["embed_tokens.weight"])
     sources = plan.sources()["weights/target.bin"]

@@ -51,7 +51,8 @@ class Drafter(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
         self.rotary = Rotary(positions, shape.head_dim)
         self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, scheme)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]

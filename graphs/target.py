@@ -35,7 +35,8 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity, self.ops = capacity, ops
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
         self.rotary = Rotary(positions, shape.head_dim)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme) for _ in range(shape.layers)])  # type: ignore[assignment]
         self.norm = Norm(shape, ops)

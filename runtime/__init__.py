@@ -7,19 +7,51 @@ for piece in model.generate("def main():", max_new_tokens=256):
 """
 
 import logging as _logging
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import command as _command  # first, since it handles interruptions while the others load
-from .decoding.cycle import Cycle
-from .decoding.grammar import Grammar
-from .decoding.logprobs import TokenLogprobs
-from .decoding.settings import Settings
-from .decoding.stats import Stats
 from .errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
-from .generation import Generation
-from .model import Model, load
-from .session import Session
 
-__version__ = _command.package_version()
+if _TYPE_CHECKING:
+    from .decoding.cycle import Cycle
+    from .decoding.grammar import Grammar
+    from .decoding.logprobs import TokenLogprobs
+    from .decoding.settings import Settings
+    from .decoding.stats import Stats
+    from .generation import Generation
+    from .model import Model, load
+    from .session import Session
+
+    __version__: str
+else:
+    # Imported when they are used, because numpy, tokenizers and this package's own modules take most of the time of a ``--help``.
+    _MODULES = {
+        "Cycle": "decoding.cycle",
+        "Generation": "generation",
+        "Grammar": "decoding.grammar",
+        "Model": "model",
+        "Session": "session",
+        "Settings": "decoding.settings",
+        "Stats": "decoding.stats",
+        "TokenLogprobs": "decoding.logprobs",
+        "load": "model",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value = _command.package_version()
+        elif name in _MODULES:
+            value = getattr(_import_module(f".{_MODULES[name]}", __name__), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "Cycle",
     "DamageError",

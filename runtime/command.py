@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from .errors import GumihoError
 
@@ -24,12 +24,22 @@ def argument_parser(command: str, description: str | None, prog: str = "") -> ar
     """
     own = prog or f"python -m runtime.{command.replace('-', '_')}"
     parser = argparse.ArgumentParser(prog=f"gumiho {command}" if through_gumiho else own, description=description)
-    parser.add_argument("--version", action="version", version=f"gumiho-export {package_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     return parser
+
+
+class _Version(argparse.Action):
+    """Like argparse's own action, but looks the version up only when it is printed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"gumiho-export {package_version()}")
+        parser.exit()
 
 
 def package_version() -> str:
     """The installed package's version, "unknown" if the code runs from a folder that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and rarely needed
+
     try:
         return version("gumiho-export")
     except PackageNotFoundError:

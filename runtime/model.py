@@ -27,10 +27,11 @@ from .engines.store import find_engines
 from .errors import DamageError, GumihoError, InputError, MisuseError
 from .generation import BUSY, Generation
 from .session import Session
-from .text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .text.chat_template import ChatTemplate
 
 _log = logging.getLogger("gumiho.model")
 _MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
@@ -83,8 +84,10 @@ class Model:
         return self.bundle.manifest.eos_token_ids
 
     @cached_property
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> "ChatTemplate | None":
         """The target's chat template, None if it has none."""
+        from .text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
+
         return ChatTemplate.of(self.bundle.path)
 
     @cached_property

@@ -15,6 +15,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -23,7 +25,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from exporter.checkpoints import hub
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.hub import locate, target_of
-from exporter.checkpoints.llama import llama_config, llama_shape, rotary_tables
+from exporter.checkpoints.json_config import llama_fields
+from exporter.checkpoints.llama import LlamaConfig as OurConfig
+from exporter.checkpoints.llama import inverse_frequencies, llama_config, llama_shape, rotary_tables, transformers_config
 from runtime.errors import GumihoError
 from tests import peak
 from tests.pairs import RandomPair, drafter_config
@@ -300,6 +304,53 @@ def test_the_three_kinds_differ() -> None:
     assert not torch.allclose(plain, linear)
     assert not torch.allclose(plain, llama3)
     assert not torch.allclose(linear, llama3)
+
+
+@st.composite
+def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """config.json of any size and rotary embedding that ``llama_fields`` accepts, with fields left out at random."""
+    kv_heads = draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(1, 4))
+    raw: dict[str, Any] = {
+        "hidden_size": 2 * heads * draw(st.integers(1, 128)), "intermediate_size": draw(st.integers(1, 1 << 24)),
+        "num_hidden_layers": draw(st.integers(1, 1 << 16)), "num_attention_heads": heads, "vocab_size": draw(st.integers(1, 1 << 24)),
+    }  # fmt: skip
+    theta = st.one_of(st.integers(1, 10**15), st.floats(1, 1e15))
+    factor = st.one_of(st.integers(1, 10**9), st.floats(1, 1e9))
+    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3"]))}
+    if rope["rope_type"] != "default":
+        rope["factor"] = draw(factor)
+    if rope["rope_type"] == "llama3":
+        low = draw(st.one_of(st.integers(1, 8), st.floats(1e-3, 16)))
+        rope |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.floats(1.01, 64))}
+        rope |= draw(st.fixed_dictionaries({}, optional={"original_max_position_embeddings": st.integers(1, 1 << 31)}))
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "num_key_value_heads": st.sampled_from([kv_heads, None]), "head_dim": st.sampled_from([2, 4, 64, 96, 128, 250, None]),
+        "max_position_embeddings": st.integers(1, 1 << 31), "rms_norm_eps": st.floats(1e-12, 0.1),
+        "tie_word_embeddings": st.booleans(), "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "rope_theta": theta,
+        "rope_parameters": st.just(rope), "rope_scaling": st.just(rope),
+    }  # fmt: skip
+    return raw | draw(st.fixed_dictionaries({}, optional=optional))
+
+
+@settings(deadline=None, max_examples=200)
+@given(raw_configs())
+def test_a_configuration_is_transformers_own(raw: dict[str, Any]) -> None:
+    """Its fields, defaults included, and the rotary frequencies and tables, bit for bit."""
+    ours = OurConfig(**llama_fields(raw, "it"))
+    read = json.loads(json.dumps(raw))  # transformers writes its defaults into nested objects
+    for theirs in (LlamaConfig(**read), transformers_config(ours)):
+        rope = dict(theirs.rope_parameters)
+        if rope["rope_type"] != "llama3":
+            rope.pop("original_max_position_embeddings", None)
+        assert rope == ours.rope_parameters
+        assert {name: getattr(theirs, name) for name in vars(ours)} | {"rope_parameters": rope} == vars(ours)
+        rotary = LlamaRotaryEmbedding(theirs)
+        assert rotary.attention_scaling == 1
+        assert torch.equal(inverse_frequencies(ours), rotary.inv_freq)
+        cos, sin = rotary(torch.zeros(1, 1, 1), torch.arange(100)[None])
+        for mine, other in zip(rotary_tables(ours, 100), (cos, sin), strict=True):
+            assert torch.equal(torch.cat((mine, mine), -1), other[0])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -295,6 +296,19 @@ def test_validate_prints_small_errors(tiny: Path, tmp_path: Path, quick: None, c
     errors = reported(capsys.readouterr().out)
     assert set(errors) == {"target", "draft", "target logits", "target hidden", "choices that differ", "draft scores"}
     assert all(error < 1e-3 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("error", [1.0, math.nan])
+def test_errors_above_their_limits_fail_the_command_and_leave_the_bundle(
+    tiny: Path, tmp_path: Path, quick: None, error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"target logits": 1e-6, "target hidden": error, "choices that differ": 0.5, "draft scores": error}
+    monkeypatch.setattr(exporter.validate, "validate", lambda *_: found)
+    assert main(options(tiny, tmp_path / "out", "--validate")) == 1
+    printed = capsys.readouterr()
+    assert len(re.findall(r"^  cpu: validation: .*: TOO LARGE$", printed.out, re.M)) == 2
+    assert re.findall(r"^error: (.*)$", printed.err, re.M)[0].count("(target hidden on cpu, draft scores on cpu)") == 1
+    Bundle(tmp_path / "out").verify()
 
 
 def test_validate_finds_small_errors(bundle: Path, pair: Path) -> None:

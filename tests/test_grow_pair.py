@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import runtime
 from exporter.checkpoints.checkpoint import Checkpoint
-from exporter.checkpoints.llama import llama_config
+from exporter.checkpoints.llama import llama_config, transformers_config
 from exporter.checkpoints.pair import Pair
 from graphs.layer import LlamaShape
 from tests.conftest import DEMO, MakeBundle
@@ -69,7 +69,7 @@ def draft(folder: Path, tokens: list[int], hidden: Tensor) -> Tensor:
     """What the naive drafter makes of a context: both serial steps, and every head behind them. [2 + heads, H]."""
     target, drafter = Checkpoint(str(folder / "target"), "target"), Checkpoint(str(folder / "drafter"), "drafter")
     state = {name: drafter.read(name) for name in drafter.names()}
-    naive = NaiveDrafter(state, llama_config(drafter), target.read("embed_tokens.weight"))
+    naive = NaiveDrafter(state, transformers_config(llama_config(drafter)), target.read("embed_tokens.weight"))
     first = naive.read(tokens, hidden.float()).first()
     rows = (7, first), (8, naive.serial([(7, first)], [0])[0])
     return torch.stack([first, rows[1][1], *(naive.head(i, rows) for i in range(Pair(target, drafter).heads))])

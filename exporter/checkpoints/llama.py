@@ -1,30 +1,42 @@
-"""Llama's configuration, shape and rotary tables, as transformers reads them."""
+"""Llama's configuration, shape and rotary tables, equal to those of transformers, which takes seconds to import."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils import logging
 
 from graphs.layer import LlamaShape
 from runtime.errors import InputError
 
 from .checkpoint import Checkpoint
-from .json_config import llama_fields, reason, shown
+from .json_config import llama_fields, shown
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences transformers' warnings, for example of ids outside the vocabulary, which the exporter reports itself."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The fields of a config.json that describe a Llama, with the names and defaults of transformers' class of this name.
+
+    rope_parameters: ``rope_type`` ("default", "linear" or "llama3"), ``rope_theta``, and the numbers of that type.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope_parameters: Mapping[str, Any]
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
 
 
 def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -44,14 +56,28 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
             f"{where} is quantized already ({cause}), which is not supported: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
-    fields = llama_fields(raw, where)
+    return LlamaConfig(**llama_fields(raw, where))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences transformers' warnings, for example of ids outside the vocabulary, which the exporter reports itself."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        with _quiet():
-            config = LlamaConfig(**fields)
-            LlamaRotaryEmbedding(config)
-    except Exception as error:  # transformers' validators raise exceptions of any type
-        raise InputError(f"{where}: config.json is not a Llama configuration ({reason(error)}): download it again") from None
-    return config
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def transformers_config(config: LlamaConfig) -> Any:
+    """The same configuration as transformers' own class, for its models and tokenizers."""
+    import transformers
+
+    with _quiet():
+        return transformers.LlamaConfig(**asdict(config))
 
 
 def llama_shape(config: LlamaConfig) -> LlamaShape:
@@ -65,14 +91,34 @@ def llama_shape(config: LlamaConfig) -> LlamaShape:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
-        attention_bias=bool(config.attention_bias),
-        mlp_bias=bool(config.mlp_bias),
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
     )
 
 
+def inverse_frequencies(config: LlamaConfig) -> Tensor:
+    """Radians per position of each rotated pair, fp32 [head dim / 2].
+
+    The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``, ``modeling_rope_utils.py``), so that
+    every bit is the same.
+    """
+    rope = config.rope_parameters
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inverse: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
+    if rope["rope_type"] == "linear":
+        return inverse / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+        trained = rope["original_max_position_embeddings"]
+        wavelength = 2 * math.pi / inverse
+        long, short = wavelength > trained / low, wavelength < trained / high
+        smooth = (trained / wavelength - low) / (high - low)
+        between = (1 - smooth) * inverse / factor + smooth * inverse
+        return torch.where(long, inverse / factor, torch.where(short, inverse, between))
+    return inverse
+
+
 def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [positions, head dim / 2], from transformers' inverse frequencies."""
-    rotary = LlamaRotaryEmbedding(config)
-    inverse: Tensor = rotary.inv_freq.float()
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse[None, :]
-    return angle.cos() * rotary.attention_scaling, angle.sin() * rotary.attention_scaling
+    """cos and sin, fp32 [positions, head dim / 2]."""
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(config)[None, :]
+    return angle.cos(), angle.sin()

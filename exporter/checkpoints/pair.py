@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import Scheme
@@ -23,7 +22,8 @@ from ..weights.source import Source
 from .checkpoint import Checkpoint
 from .draft_vocabulary import DraftVocabulary, token_map
 from .json_config import reason, shown
-from .llama import llama_config, llama_shape, rotary_tables
+from .llama import LlamaConfig, llama_config, llama_shape, rotary_tables
+from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
 _SLICE_ELEMENTS = 16 << 20
 _UNQUANTIZED: Mapping[str, Scheme] = {}
@@ -47,9 +47,8 @@ def _require(checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], e
         )
 
 
-def _damaged(error: BaseException, message: str) -> BaseException:
-    """The exception to raise for a library's error: DamageError, unless it is an interruption."""
-    return error if isinstance(error, KeyboardInterrupt | SystemExit) else DamageError(message)
+def _rotary_rows(config: LlamaConfig, positions: int, table: int) -> Iterator[Tensor]:
+    yield rotary_tables(config, positions)[table]
 
 
 class Pair:
@@ -89,8 +88,8 @@ class Pair:
             _require(checkpoint, layer, _tensor_indices(checkpoint, "layers.#."), ((i,) for i in range(layers)))
         blocks = ((h, b) for h in range(self.heads) for b in range(self.blocks + 1))
         _require(self.drafter, block, _tensor_indices(self.drafter, "mlp.#.#."), blocks)
-        self.target.require(self._expected_target())
-        self.drafter.require(self._expected_drafter(), _OPTIONAL)
+        self.target.require(self._expected_target)
+        self.drafter.require(self._expected_drafter, _OPTIONAL)
         draft, full = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)
@@ -130,7 +129,7 @@ class Pair:
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except BaseException as error:  # the library raises Exception itself, and BaseException when its Rust code panics
-            raise _damaged(error, f"{file} is damaged ({reason(error)}): download it again") from None
+            raise damaged(error, f"{file} is damaged ({reason(error)}): download it again") from None
         self._check_ids(tokenizer, folder)
         return tokenizer.get_vocab()
 
@@ -143,6 +142,7 @@ class Pair:
                 f"'{self.target.source}' has a vocabulary of {self.target_shape.vocabulary}: it belongs to another model"
             )
 
+    @cached_property
     def _expected_target(self) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             module = Target(self.target_shape, capacity=1, positions=1)
@@ -152,6 +152,7 @@ class Pair:
             del expected["lm_head.weight"]
         return expected
 
+    @cached_property
     def _expected_drafter(self) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             module = Drafter(self.draft_shape, 1, 1, None, self.fc_bias)
@@ -178,17 +179,16 @@ class Pair:
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the target, or None if its folder has neither tokenizer.json nor tokenizer.model."""
         folder = self.target.folder
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        if not has_tokenizer(folder):
             return None
-        try:
-            # The configuration is passed so that config.json is not read again. No code of the checkpoint is run.
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, config=self.target_config, use_fast=True, trust_remote_code=False, local_files_only=True
-            )
-        except BaseException as error:  # the library raises exceptions of any type for missing converters and damaged files
-            raise _damaged(error, f"the tokenizer in {folder} cannot be loaded ({reason(error)}): download it again") from None
+        tokenizer = load_tokenizer(folder, self.target_config)
         self._check_ids(tokenizer.backend_tokenizer, folder)
         return tokenizer
+
+    def check_tokenizer(self) -> None:
+        """Raises what ``tokenizer`` raises for a damaged or unsuitable one, if possible without importing transformers."""
+        if not surely_loads(self.target.folder, self.target_shape.vocabulary):
+            _ = self.tokenizer
 
     def modules(
         self,
@@ -219,7 +219,7 @@ class Pair:
 
     def target_sources(self, positions: int) -> dict[str, Source]:
         """The target's parameters, in the order in which they are packed. positions: rows of the rotary tables."""
-        sources = {name: self._tensor(self.target, name) for name in self._expected_target()}
+        sources = {name: self._tensor(self.target, name) for name in self._expected_target}
         if self.target_config.tie_word_embeddings:
             sources["lm_head.weight"] = sources["embed_tokens.weight"]
         return sources | self._rotary(self.target_config, positions)
@@ -229,7 +229,7 @@ class Pair:
 
         heads: how many heads the graph uses; positions: rows of the rotary tables; scheme: how they will be quantized.
         """
-        names = [name for name in self._expected_drafter() if not name.startswith("mlp.")]
+        names = [name for name in self._expected_drafter if not name.startswith("mlp.")]
         sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
         sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
@@ -288,9 +288,10 @@ class Pair:
             yield tensor.T if transposed else tensor
 
     @staticmethod
-    def _rotary(config: Any, positions: int) -> dict[str, Source]:
-        cos, sin = rotary_tables(config, positions)
+    def _rotary(config: LlamaConfig, positions: int) -> dict[str, Source]:
+        # Computed when they are packed: a dry run needs only their shape.
+        shape = positions, config.head_dim // 2
         return {
-            "rotary.cos": Source(tuple(cos.shape), lambda: iter((cos,)), torch.float32),
-            "rotary.sin": Source(tuple(sin.shape), lambda: iter((sin,)), torch.float32),
+            f"rotary.{name}": Source(shape, partial(_rotary_rows, config, positions, i), torch.float32)
+            for i, name in enumerate(("cos", "sin"))
         }

@@ -14,6 +14,7 @@ from .golden_replay import limits
 
 TAU = 4.46  # tokens per pass: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
 _WORTHWHILE = 1.5  # times the speed of plain decoding
+_CHOICES = "choices that differ"  # a share of positions, without a limit: near-ties may differ
 
 
 def content(bundle: Bundle) -> list[str]:
@@ -76,11 +77,20 @@ def verdicts(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
 
     The errors of target outputs are relative to the largest value, those of the draft's scores are in nats.
     """
-    lines, target_limit, draft_limit = [], *(limits(form, depth)[graph] for graph in ("target", "draft"))
+    lines, over = [], too_large(errors, form, depth)
     for name, error in errors.items():
-        if name == "choices that differ":
+        if name == _CHOICES:
             lines.append(f"{name} {error:.1%}: {'ok' if not error else 'only near-ties may differ'}")
-            continue
-        limit = draft_limit if name.startswith("draft") else target_limit
-        lines.append(f"{name} {error:.1e} of at most {limit:.1e}: {'ok' if error <= limit else 'TOO LARGE'}")
+        else:
+            verdict = "TOO LARGE" if name in over else "ok"
+            lines.append(f"{name} {error:.1e} of at most {_limit(name, form, depth):.1e}: {verdict}")
     return lines
+
+
+def too_large(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
+    """The outputs whose errors exceed their limits. errors: see ``verdicts``."""
+    return [name for name, error in errors.items() if name != _CHOICES and not error <= _limit(name, form, depth)]
+
+
+def _limit(output: str, form: Form, depth: int) -> float:
+    return limits(form, depth)["draft" if output.startswith("draft") else "target"]

@@ -1,0 +1,84 @@
+"""The target's tokenizer: loads it with transformers, or recognizes without transformers that it can be loaded."""
+
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import DamageError, GumihoError
+
+from .json_config import document, reason
+from .llama import LlamaConfig, transformers_config
+
+# Files of older layouts, which transformers merges into the tokenizer.
+_OLDER = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # both take tokenizer.json as it is
+# Fields of tokenizer_config.json: special tokens, and others with the types of values with which loading cannot fail.
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "tokenizer_class": (str,), "clean_up_tokenization_spaces": (bool,), "model_max_length": (int, float), "chat_template": (str,),
+}  # fmt: skip
+_ADDED = {"id": int, "content": str, "single_word": bool, "lstrip": bool, "rstrip": bool, "normalized": bool, "special": bool}
+_LARGEST = 100_000  # tokens; transformers looks for known defects of larger ones
+
+
+def damaged(error: BaseException, message: str) -> BaseException:
+    """The exception to raise for a library's error: DamageError, unless it is an interruption."""
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else DamageError(message)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
+    """transformers' tokenizer of a target. Raises DamageError if it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        # The configuration is passed so that config.json is not read again. No code of the checkpoint is run.
+        return AutoTokenizer.from_pretrained(
+            folder, config=transformers_config(config), use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+    except BaseException as error:  # the library raises exceptions of any type for missing converters and damaged files
+        raise damaged(error, f"the tokenizer in {folder} cannot be loaded ({reason(error)}): download it again") from None
+
+
+def surely_loads(folder: Path, vocabulary: int) -> bool:
+    """Whether ``load_tokenizer`` certainly succeeds and takes tokenizer.json as it is. False means only that this has to be tried.
+
+    folder: has a tokenizer.json that the tokenizers library can read, if it has one. vocabulary: its tokens, at most, without
+    the added ones.
+    """
+    if any((folder / name).exists() for name in _OLDER):
+        return False
+    try:
+        settings, tokenizer = document(folder / "tokenizer_config.json"), document(folder / "tokenizer.json")
+        if (folder / "chat_template.jinja").exists():
+            (folder / "chat_template.jinja").read_text("utf-8")
+    except (OSError, ValueError, GumihoError):
+        return False
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    if not isinstance(added, list) or not all(isinstance(token, dict) and token.keys() == _ADDED.keys() for token in added):
+        return False
+    words = model.get("vocab") if isinstance(model, dict) else None
+    # transformers fails on some special tokens that the vocabulary lacks.
+    known = {token["content"] for token in added if _is(token["content"], str)} | (
+        words.keys() if isinstance(words, dict) else set()
+    )
+    return (
+        settings.get("tokenizer_class") in _CLASSES
+        and all(
+            value is None or (_is(value, str) and value in known) if key in _TOKENS else _is(value, *_FIELDS.get(key, ()))
+            for key, value in settings.items()
+        )
+        and tokenizer.get("truncation") is None
+        and tokenizer.get("padding") is None
+        and vocabulary + len(added) <= _LARGEST
+        and all(_is(value, _ADDED[key]) for token in added for key, value in token.items())
+    )
+
+
+def _is(value: object, *types: type) -> bool:
+    """Whether a JSON value has one of the types. true and false are no numbers; text may not hold half a surrogate pair."""
+    if isinstance(value, str):
+        return str in types and not any("\ud800" <= c <= "\udfff" for c in value)
+    return type(value) in types

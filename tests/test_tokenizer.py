@@ -1,0 +1,130 @@
+"""A tokenizer that is recognized as loadable without transformers is one that transformers loads as it is."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE, WordLevel
+
+from exporter.checkpoints.llama import LlamaConfig
+from exporter.checkpoints.tokenizer import load_tokenizer, surely_loads
+
+DEMO = Path(__file__).parent.parent / "demo"
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    rms_norm_eps=1e-5, tie_word_embeddings=False, attention_bias=False, mlp_bias=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)  # fmt: skip
+PLAIN: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "model_max_length": 1024}
+WORDS = {"a": 0, "b": 1, "<s>": 2}
+
+
+def written(folder: Path, config: object = None, tokenizer: Tokenizer | None = None) -> Path:
+    (tokenizer or Tokenizer(WordLevel(WORDS, "a"))).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(PLAIN if config is None else config))
+    return folder
+
+
+def test_plain_ones_are_recognized(tmp_path: Path) -> None:
+    assert surely_loads(DEMO / "target", 2048)
+    assert surely_loads(written(tmp_path), 61)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert surely_loads(tmp_path, 61)
+
+
+def oddities(folder: Path) -> dict[str, Any]:
+    def rewrite(**fields: Any) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps(content | fields))
+
+    token = {
+        "id": 2,
+        "content": "<s>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return {
+        "no tokenizer.json": lambda: (folder / "tokenizer.json").unlink(),
+        "no configuration": lambda: (folder / "tokenizer_config.json").unlink(),
+        "older special tokens": lambda: (folder / "special_tokens_map.json").write_text("{}"),
+        "older added tokens": lambda: (folder / "added_tokens.json").write_text("{}"),
+        "several templates": lambda: (folder / "additional_chat_templates").mkdir(),
+        "a damaged template": lambda: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe"),
+        "a template that is a folder": lambda: (folder / "chat_template.jinja").mkdir(),
+        "a damaged configuration": lambda: (folder / "tokenizer_config.json").write_text("{"),
+        "padding": lambda: rewrite(padding={"strategy": "BatchLongest"}),
+        "truncation": lambda: rewrite(truncation={"max_length": 3}),
+        "no added tokens": lambda: rewrite(added_tokens=None),
+        "an odd added token": lambda: rewrite(added_tokens=[token | {"odd": 1}]),
+        "an added token of another type": lambda: rewrite(added_tokens=[token | {"special": 1}]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", oddities(Path()))
+def test_anything_else_is_left_to_transformers(tmp_path: Path, name: str) -> None:
+    written(tmp_path)
+    oddities(tmp_path)[name]()
+    assert not surely_loads(tmp_path, 61)
+
+
+def test_a_large_vocabulary_is_left_to_transformers(tmp_path: Path) -> None:
+    assert not surely_loads(written(tmp_path), 128_256)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.sampled_from(["a", "\ud800", ""])
+    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+CLASS = st.sampled_from([*("PreTrainedTokenizerFast", "TokenizersBackend") * 4, "LlamaTokenizer", "Odd", None])
+TOKEN = st.one_of(st.text(), st.none(), *[st.sampled_from(["a", "b", "<s>"])] * 4)
+FIELDS = {
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), TOKEN),
+    "clean_up_tokenization_spaces": st.booleans(), "model_max_length": st.one_of(st.integers(), st.floats()), "chat_template": st.text(),
+}  # fmt: skip
+RARE = dict.fromkeys(
+    (*FIELDS, "mask_token", "add_bos_token", "added_tokens_decoder", "extra_special_tokens", "auto_map", "odd"), JSON
+)
+TOKENIZERS = [WordLevel(WORDS, "a"), BPE(WORDS, [])]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.fixed_dictionaries({"tokenizer_class": CLASS}, optional=FIELDS),
+    st.one_of(st.just({}), st.fixed_dictionaries({}, optional=RARE)),
+    st.sampled_from(TOKENIZERS),
+    st.lists(st.builds(AddedToken, st.text(min_size=1), special=st.booleans(), lstrip=st.booleans()), max_size=3),
+)
+def test_what_is_recognized_loads_as_it_is(
+    config: dict[str, Any], odd: dict[str, Any], model: Any, added: list[AddedToken]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer = Tokenizer(model)
+        tokenizer.add_tokens(added)
+        folder = written(Path(name), config | odd, tokenizer)
+        if surely_loads(folder, 61):
+            loaded = load_tokenizer(folder, CONFIG).backend_tokenizer
+            assert loaded.get_vocab(with_added_tokens=False) == tokenizer.get_vocab(with_added_tokens=False)
+
+
+def test_a_dry_run_imports_no_transformers(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from exporter.cli import main
+assert main(["--ckpt", {str(DEMO / "drafter")!r}, "--target", {str(DEMO / "target")!r}, "--out", {str(tmp_path / "out")!r}, "--dry-run"]) == 0
+heavy = {{"transformers", "torch._dynamo", "sympy", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "jinja2"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
