@@ -17,7 +17,7 @@ demo: $(VENV)/ready
 	$(BIN)/gumiho-export --ckpt demo/drafter --target demo/target --out build/demo --overwrite
 	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
 
-# A file's tests share bundles, so one process runs them. The files that take longest come first (tests/conftest.py).
+# A file's tests share fixtures, so one process runs them. Files keep their order: the longest, in end_to_end, come first.
 PYTEST = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 check: $(VENV)/ready

@@ -21,7 +21,7 @@ from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import TOLERANCE
 from runtime.engines.store import compile_engines
-from tests.conftest import DEMO, MakeBundle
+from tests.conftest import DEMO, SIZES, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened, stand_in, tokens
 from tests.pairs import RandomPair
@@ -41,6 +41,8 @@ ODD = RandomPair(
         "attention_bias": True, "mlp_bias": True, "vocab_size": 301,
     }, layers=3, heads=3, seed=12, scale=3.0,  # a larger scale, and rounding moves an untrained drafter too far
 )  # fmt: skip
+FP8_PAIR = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=3, heads=3, seed=12)
+FP8_TARGET = ("--backend", "tensorrt", *SIZES, "--weights", "fp8")
 TRIMMED = ("--draft-vocab", "100")  # of ODD's tokens
 LENGTHS = ((1, 40), (7, 40), (8, 40), (9, 30), (65, 20), (129, 20), (190, 50))
 
@@ -90,8 +92,8 @@ CASES = pytest.mark.parametrize(
     ("pair", "how"),
     [
         pytest.param(DEMO, "int4", id="demo int4", marks=pytest.mark.exhaustive),
-        pytest.param(ODD, "int4", id="odd int4"),
-        pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive),
+        pytest.param(ODD, "int4", id="odd int4", marks=pytest.mark.exhaustive),
+        pytest.param(ODD, "int8", id="odd int8"),
     ],
 )
 
@@ -118,7 +120,7 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
 
 @pytest.mark.parametrize(("pair", "how", "scheme"), [
     pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4"),
-    pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8", marks=pytest.mark.exhaustive),
+    pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8"),
     pytest.param(DEMO, WHOLE, Scheme(0, torch.int8, 8), id="demo w8a8"),
 ])  # fmt: skip
 @torch.inference_mode()
@@ -152,9 +154,7 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
 )
 def test_fp8_equals_the_quantized_model(make_bundle: MakeBundle, tmp_path: Path, drafter: tuple[str, str]) -> None:
     """Rows of 80 numbers between, which are no whole blocks of int4, are quantized too."""
-    pair = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=3, heads=3, seed=12)
-    options = ("--backend", "tensorrt", "--dtype", "fp32", "--capacity", "200", "--rows", "8", "--weights", "fp8", *drafter)
-    bundle = make_bundle(pair, *options)
+    bundle = make_bundle(FP8_PAIR, *FP8_TARGET, *drafter)
     assert Bundle(bundle).manifest.weights["target"] == "fp8, a scale a row"
     folder = meant(bundle.parent / "pair/target", tmp_path / "meant", Scheme(0, FP8))
     with opened(bundle, "tensorrt", lazy=True) as model:
@@ -194,11 +194,11 @@ def spoiled(bundle: Path, file: str) -> Iterator[None]:
 @pytest.mark.parametrize("model", ["target", "draft"])
 def test_wrong_codes_are_beyond_every_tolerance(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Also where rounded rows are put up with. The ``-signed`` files hold codes and nothing else."""
-    bundle = make_bundle(DEMO, *INT4)
+    bundle = make_bundle(ODD, *INT8)
     monkeypatch.setattr(Bundle, "verify", lambda self: None)
     monkeypatch.setitem(TOLERANCE, "float32", TOLERANCE["int8"])
     with (
         spoiled(bundle, f"{model}-signed.bin"),
         pytest.raises(GumihoError, match=f"{model} engine differs from the golden run"),
     ):
-        compile_engines(Bundle(bundle), stand_in("tensorrt", lazy=False)("", 1), tune=True)
+        compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)("", 1), tune=True)
