@@ -569,7 +569,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
         with pytest.MonkeyPatch.context() as patch:
             strike(patch, POINTS["recording"], FAILURES["interrupt"][0])
             assert main(argv) == 130
-        assert "the same command goes on from '" in capsys.readouterr().err
+        assert "the same command continues from '" in capsys.readouterr().err
         total, partial = len(written), tmp_path / ".out.partial"
         written.clear()
         if damage in ("draft", "target"):
@@ -644,7 +644,7 @@ def test_a_killed_export_leaves_nothing_that_hinders_the_next(
         assert (folder / ".out.partial").exists()
     else:
         assert status == 130, log
-        assert log.splitlines()[-1].startswith("error: interrupted, and the same command goes on from '")
+        assert log.splitlines()[-1].startswith("error: interrupted, and the same command continues from '")
         assert "Traceback" not in log
         assert resumable(folder)
     assert main(options(tiny, folder / "out")) == 0
