@@ -22,7 +22,7 @@ from .backends.specs import BACKENDS
 from .checkpoints.pair import Pair
 from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
 from .progress import Progress
-from .trace import handed, trace
+from .trace import io_dtype, trace
 from .weights.notes import NOTES
 from .weights.packer import Packer
 from .weights.quantize import recoded
@@ -39,7 +39,7 @@ def _tensor_specs(values: Any) -> tuple[TensorSpec, ...]:
 
 
 def _traffic(model: ir.Model) -> tuple[int, int]:
-    """Bytes of a graph's weights, and the bytes that a pass reads. Embedding and rotary tables do not count: a pass reads few rows."""
+    """Bytes of a graph's weights, and of those that a pass reads: all but embedding and rotary tables."""
     weights = {v for v in model.graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)}
     tables = {v for v in weights if str(v.name).startswith("rotary.")}
     read = [v for node in model.graph if node.op_type != "Gather" for v in node.inputs if v in weights - tables]
@@ -142,7 +142,8 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
         for name in ("target", "draft"):
             weights.fill(eager[name], locations[codes][name])
-        np.savez(folder / "golden.npz", **golden.record(eager["target"], eager["draft"], handed(plan.dtype)))  # type: ignore[arg-type]
+        run = golden.record(eager["target"], eager["draft"], io_dtype(plan.dtype))  # type: ignore[arg-type]
+        np.savez(folder / "golden.npz", **run)  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
 
@@ -156,7 +157,7 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         depth=plan.tree.depth,
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.target_shape.hidden,
-        dtype=DTYPE_NAMES[handed(plan.dtype)],
+        dtype=DTYPE_NAMES[io_dtype(plan.dtype)],
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,

@@ -55,7 +55,7 @@ def export_bundle(args: argparse.Namespace, out: Path) -> None:
 
         planned = _planned(args)
         require_space(planned.disk(), out)
-        with staged(out, args.overwrite, same=planned.same()) as folder:
+        with staged(out, args.overwrite, fingerprint=planned.fingerprint()) as folder:
             bundle.write(planned, folder, progress)
             engines = [compile_here(name, args, planned, folder, progress) for name in planned.backends]
     written = Bundle(out)
@@ -144,9 +144,9 @@ def _out(args: argparse.Namespace) -> Path:
 
 
 def _after_interruption(args: argparse.Namespace) -> str:
-    """What an interrupted export leaves, and how to go on."""
+    """What an interrupted export leaves, and how to continue."""
     out = _out(args)
-    return f"and the same command goes on from '{unfinished(out)}'" if resumable(out) else "nothing was written"
+    return f"and the same command continues from '{unfinished(out)}'" if resumable(out) else "nothing was written"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A folder that is written whole or not at all, by one process at a time. Imports nothing heavy: interruptions come any time."""
+"""Writes a folder completely or not at all, one process at a time. Imports nothing slow, to handle interruptions early."""
 
 import ctypes
 import errno
@@ -12,33 +12,35 @@ from pathlib import Path
 
 from runtime.bundle.locks import locked
 from runtime.bundle.manifest import MANIFEST
-from runtime.errors import GumihoError
+from runtime.errors import InputError, UnavailableError
 
 from .weights.notes import NOTES
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-_SAME = f"{NOTES}/same"  # what is to be written
+_FINGERPRINT = f"{NOTES}/same"  # identifies the export that an unfinished folder belongs to
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Within it SIGINT and SIGTERM raise KeyboardInterrupt, and so does what it yields, once either came: a library that was
-    interrupted may have swallowed the first one. An exception that leaves the block after a signal is an interruption too.
+    """Within this context SIGINT and SIGTERM raise KeyboardInterrupt.
+
+    Libraries may swallow that exception or raise another one instead. So the function that it yields raises KeyboardInterrupt
+    again after a signal, and every other exception that leaves the block after a signal becomes KeyboardInterrupt.
     """
-    caught: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
-        caught.append(number)
+        received.append(number)
         raise KeyboardInterrupt
 
     def check() -> None:
-        if caught:
+        if received:
             raise KeyboardInterrupt
 
-    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if threading.current_thread() is not threading.main_thread():
-        ours = {}  # signals are the main thread's
-    for number in ours:
+        handlers = {}  # only the main thread may set them
+    for number in handlers:
         signal.signal(number, interrupt)
     try:
         yield check
@@ -46,7 +48,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         check()
         raise
     finally:
-        for number, previous in ours.items():
+        for number, previous in handlers.items():
             signal.signal(number, previous or signal.SIG_DFL)
 
 
@@ -55,87 +57,90 @@ def is_bundle(folder: Path) -> bool:
 
 
 def unfinished(out: Path) -> Path:
-    """Where a bundle lies until it is whole. Raises GumihoError for a folder that nothing can lie beside."""
+    """The folder in which ``out`` is written until it is complete. Raises InputError for an ``out`` without a name."""
     if out.name in ("", ".."):
-        raise GumihoError(f"'{out}' has no name of its own to put the bundle under: name another folder with --out")
+        raise InputError(f"'{out}' has no name of its own to write the bundle under: name another folder with --out")
     return out.with_name(f".{out.name}.partial")
 
 
 @contextmanager
-def staged(out: Path, overwrite: bool, known: Callable[[Path], bool] = is_bundle, same: str = "") -> Iterator[Path]:
-    """A folder beside ``out`` that becomes it when the block ends well, and vanishes when it does not.
+def staged(
+    out: Path, overwrite: bool, replaceable: Callable[[Path], bool] = is_bundle, fingerprint: str = ""
+) -> Iterator[Path]:
+    """Yields a folder next to ``out``, which gets the name ``out`` if the block succeeds and is deleted if it fails.
 
-    known: whether a folder that is there is of the kind that may be replaced. same: says what is being written; where it is
-    given, weights that were packed before an interruption, a full disk or a kill stay, and the next run that says the same finds
-    them. Raises GumihoError where ``out`` exists and may not go, and while another process is writing it.
+    replaceable: whether an existing folder may be replaced. fingerprint: identifies the export. If it is given, an
+    interruption, a full disk or a kill leaves the packed weights, and the next run with the same fingerprint continues with
+    them. Raises InputError if ``out`` exists and may not be replaced, UnavailableError if writing fails, and GumihoError
+    while another process writes ``out``.
     """
-    partial, kept = unfinished(out), False
+    partial, resume = unfinished(out), False
     busy = f"another export is writing '{out}': wait for it, or name another folder with --out"
     with interruptible() as check:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with locked(out.with_name(f".{out.name}.lock"), busy, remove=True):
                 _recover(out)
-                _require_replaceable(out, overwrite, known)
+                _require_replaceable(out, overwrite, replaceable)
                 try:
-                    _prepare(partial, same)
+                    _prepare(partial, fingerprint)
                     try:
                         yield partial
                     except Exception:
-                        check()  # a library may have made something else of it
+                        check()  # a library may have turned an interruption into this exception
                         raise
                     check()
                     _finish(partial, out)
                 except (OSError, KeyboardInterrupt):
-                    kept = resumable(out)
+                    resume = resumable(out)
                     raise
                 finally:
-                    if not kept:
+                    if not resume:
                         shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:
             way = "name another folder with --out"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                way = f"free some space{', or ' + way if not kept else ''}"
-            again = f", and run the command again: it goes on from '{partial}'" if kept else ""
-            raise GumihoError(f"writing '{out}' failed ({error.strerror or error}): {way}{again}") from None
+                way = f"free some space{', or ' + way if not resume else ''}"
+            again = f", and run the command again: it continues from '{partial}'" if resume else ""
+            raise UnavailableError(f"writing '{out}' failed ({error.strerror or error}): {way}{again}") from None
 
 
 def resumable(out: Path) -> bool:
-    """Whether an unfinished export is there that the same command goes on with."""
-    return (unfinished(out) / _SAME).is_file()
+    """Whether there is an unfinished export from which the same command continues."""
+    return (unfinished(out) / _FINGERPRINT).is_file()
 
 
-def _require_replaceable(out: Path, overwrite: bool, known: Callable[[Path], bool]) -> None:
+def _require_replaceable(out: Path, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
     if out.exists() and not overwrite:
-        raise GumihoError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
-    if out.exists() and not known(out) and (not out.is_dir() or any(out.iterdir())):
-        raise GumihoError(f"'{out}' is not what this command wrote, so it is not replaced: name another folder with --out")
+        raise InputError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
+    if out.exists() and not replaceable(out) and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"'{out}' was not written by this command, so it is not replaced: name another folder with --out")
 
 
 def _finish(partial: Path, out: Path) -> None:
-    """Gives a finished folder its name. An interruption comes too late once it has it."""
-    made = partial.stat()
+    """Gives a finished folder its name. An interruption after that is ignored."""
+    finished = partial.stat()
     shutil.rmtree(partial / NOTES, ignore_errors=True)
     try:
         replace_folder(partial, out)
     except KeyboardInterrupt:
-        if not (out.exists() and os.path.samestat(made, out.stat())):
+        if not (out.exists() and os.path.samestat(finished, out.stat())):
             raise
 
 
-def _prepare(partial: Path, same: str) -> None:
-    """An empty folder, but for the weights of an earlier run that was to write the same."""
-    note = partial / _SAME
-    if same and note.is_file() and note.read_text("utf-8") == same:
-        for found in partial.iterdir():
-            if found.name not in (NOTES, "weights"):
-                shutil.rmtree(found) if found.is_dir() else found.unlink()
+def _prepare(partial: Path, fingerprint: str) -> None:
+    """Makes an empty folder, or one with only the weights of an earlier run with the same fingerprint."""
+    note = partial / _FINGERPRINT
+    if fingerprint and note.is_file() and note.read_text("utf-8") == fingerprint:
+        for path in partial.iterdir():
+            if path.name not in (NOTES, "weights"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         return
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if same:
+    if fingerprint:
         note.parent.mkdir()
-        note.write_text(same, "utf-8")
+        note.write_text(fingerprint, "utf-8")
 
 
 def _old(folder: Path) -> Path:
@@ -143,7 +148,7 @@ def _old(folder: Path) -> Path:
 
 
 def _recover(folder: Path) -> None:
-    """Puts back what a killed ``replace_folder`` left."""
+    """Restores or deletes the old folder that a killed ``replace_folder`` left."""
     old = _old(folder)
     if not old.is_dir():
         return
@@ -154,11 +159,11 @@ def _recover(folder: Path) -> None:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Gives the folder ``new`` the name ``folder``, where another folder may be; that one is then deleted.
+    """Renames the folder ``new`` to ``folder``. If ``folder`` exists, it is replaced and deleted.
 
-    On Linux the two folders change names in one step, so that at every moment one of them, whole, has the name. Elsewhere there is
-    a moment at which none has; if the process is killed then, the next ``staged`` puts it right. Raises OSError; then ``folder`` is
-    as it was.
+    On Linux the two folders exchange their names in one step, so a complete folder has the name at any time. Elsewhere no
+    folder has it for a moment; if the process is killed then, the next ``staged`` restores the old one. Raises OSError and then
+    leaves ``folder`` unchanged.
     """
     if not folder.exists():
         new.rename(folder)
@@ -176,7 +181,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Whether two names could be exchanged: False where the system or the file system cannot."""
+    """Exchanges two names. Returns False if the system or the file system does not support it."""
     try:
         call = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):  # another system, or an older C library

@@ -55,7 +55,7 @@ def _remarks(plan: "Plan") -> list[str]:
     lines, drafted = list[str](), plan.pair.draft_vocabulary
     if drafted:
         lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
-    if unfit := plan.kept():
+    if unfit := plan.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
         lines.append(f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.block} numbers long.")
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":

@@ -1,4 +1,4 @@
-"""A graph on the meta device -> ONNX, its parameters pointing into the weight files."""
+"""Converts a module on the meta device to ONNX. The graph's parameters point into the weight files."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from graphs.target import Target
 from .weights.source import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
-# Operators of the dialects whose outputs grow with past_length: what the tracer was told of their shape does not hold.
+# Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
@@ -33,13 +33,13 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def handed(dtype: torch.dtype) -> torch.dtype:
-    """What caches, hidden rows and logits are handed over in, by the dtype of weights: numpy and some backends know no bfloat16."""
+def io_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of caches, hidden rows and logits for weights of ``dtype``: numpy and some backends do not support bfloat16."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
 def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Key and value of every layer in turn, [1, kv heads, S, d]."""
+    """Key and value of every layer in turn, zeros [1, kv heads, S, d]."""
     return [torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype) for _ in range(2 * layers)]
 
 
@@ -52,7 +52,7 @@ def signature(
 ) -> tuple[list[Input], list[str]]:
     """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
 
-    dtype: of caches and hidden rows. sizes: of the axes ``rows`` and ``accepted`` that are static; the others are symbolic.
+    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic.
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
@@ -82,7 +82,7 @@ def signature(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's own progress, and its remarks on packages this project does not use, are not for our users."""
+    """Silences the progress and the warnings of torch's exporter, which do not concern our users."""
     level = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
@@ -94,14 +94,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
-    """Gives symbolic axes the names of the contract; the tracer makes up its own."""
+    """Gives symbolic axes the names of the contract instead of the tracer's."""
     names: dict[str, str] = {}
     for value, (_, _, axes) in zip(model.graph.inputs, inputs, strict=True):
         names |= {str(value.shape[axis].value): name for axis, name in axes.items()}
     outputs = {id(value) for value in model.graph.outputs}
     for node in model.graph:
         for value in node.outputs:
-            # Double precision is computed in by ``Exact``'s attention alone.
+            # Only ``Exact``'s attention computes in double precision.
             if (node.op_type in _SIZED_BY_DATA or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
                 value.shape = None
     for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
@@ -110,16 +110,16 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
                 value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
 
 
-def _mark(_: nn.Module, given: tuple[Tensor]) -> Tensor:
-    """``gumiho::Mark`` over what a norm is given."""
-    (x,) = given
+def _mark(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Applies ``gumiho::Mark`` to the input of a norm."""
+    (x,) = inputs
     return ops.symbolic("gumiho::Mark", (x,), {}, dtype=x.dtype, shape=x.shape, version=1)
 
 
 @contextlib.contextmanager
 def _shortened(module: Target | Drafter) -> Iterator[int]:
-    """Within it a target has two layers at most, the second of which begins and ends with a ``gumiho::Mark`` where there are
-    more. Yields how many there are.
+    """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
+    second. Yields the number of its layers.
     """
     layers, hooks = module.layers, list[torch.utils.hooks.RemovableHandle]()
     if isinstance(module, Target) and len(layers) > 2:
@@ -134,16 +134,16 @@ def _shortened(module: Target | Drafter) -> Iterator[int]:
 
 
 def _repeat(graph: ir.Graph, layers: int) -> None:
-    """Makes of two layers so many, as a trace of all would: nodes are in the order they were traced in, so the second layer is what
-    lies between the marks."""
+    """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
+    second layer is the nodes between the marks."""
     nodes = list(graph)
     begin, end = (node for node in nodes if node.op_type == "Mark")
     second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
-    given, last = begin.inputs[0], end.inputs[0]
+    first, last = begin.inputs[0], end.inputs[0]
     caches, written = graph.inputs[-2:], graph.outputs[-2:]
-    ir.convenience.replace_all_uses_with(begin.outputs[0], given)
-    made = {value for node in second for value in node.outputs}
-    read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in made))
+    ir.convenience.replace_all_uses_with(begin.outputs[0], first)
+    inner = {value for node in second for value in node.outputs}
+    read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in inner))
     pattern = ir.GraphView(read, [last, *written], nodes=second)
     for i in range(2, layers):
         layer = pattern.clone()
@@ -162,7 +162,7 @@ def _repeat(graph: ir.Graph, layers: int) -> None:
                 twin.name = value.name.replace("1", str(i), 1)
                 graph.initializers.add(twin)
             elif value not in caches:
-                ir.convenience.replace_all_uses_with(twin, last if value is given else value)
+                ir.convenience.replace_all_uses_with(twin, last if value is first else value)
         graph.inputs.extend(twins[cache] for cache in caches)
         graph.outputs.extend(ends[1:])
         graph.insert_before(end, copies)
@@ -177,7 +177,7 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 
 def _name_codes(model: ir.Model) -> None:
-    """Gives two's complement codes the shape [N, K] that DequantizeLinear wants, and those of 4 bits their type."""
+    """Gives signed codes the shape [N, K] that DequantizeLinear expects, and codes of 4 bits the type INT4."""
     blocks = {
         node.inputs[0]: node.attributes["block_size"].as_int()
         for node in model.graph
@@ -186,7 +186,7 @@ def _name_codes(model: ir.Model) -> None:
     for value, block in blocks.items():
         codes = value.const_value
         *rows, count, width = codes.shape
-        dtype = ir.DataType.INT8 if width == block else ir.DataType.INT4  # two to a byte
+        dtype = ir.DataType.INT8 if width == block else ir.DataType.INT4  # two per byte
         value.shape, value.type = ir.Shape([*rows, count * block]), ir.TensorType(dtype)
         value.const_value = ir.ExternalTensor(
             codes.location, codes.offset, codes.length, dtype, shape=value.shape, name=value.name, base_dir=codes.base_dir
@@ -194,7 +194,7 @@ def _name_codes(model: ir.Model) -> None:
 
 
 def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) -> None:
-    """Makes every ``gumiho::Part`` of a stacked parameter a parameter of its own, which points at its share of the bytes."""
+    """Replaces every ``gumiho::Part`` of a stacked parameter by a parameter that points to its part of the bytes."""
     for node in list(model.graph):
         if node.op_type != "Part":
             continue
@@ -211,30 +211,30 @@ def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) 
 
 
 def _simplify(model: ir.Model) -> None:
-    """Works out what depends on shapes alone, so that backends need no operators for it, and drops what nobody reads."""
+    """Folds everything that depends only on shapes, so that backends need no operators for it, and removes unused nodes."""
     with _quiet():
         fold_constants(model, onnx_shape_inference=True)
     for simplify in (
         passes.IdentityEliminationPass(),
         passes.CommonSubexpressionEliminationPass(),
         passes.RemoveUnusedNodesPass(),
-        passes.ClearMetadataAndDocStringPass(),  # of the tracer: where each node stands in our code, and what it knew of two layers
+        passes.ClearMetadataAndDocStringPass(),  # the tracer's: lines of our code, and shapes of two layers
     ):
         simplify(model)
 
 
-_MOST_CAPTURED = 24  # graphs, more than one export has
+_MAX_CAPTURED = 24  # graphs, more than an export has
 _captured: dict[bytes, ir.Model] = {}
 
 
 def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
-    """The graph without its weights. Graphs that several forms share are traced once in a process.
+    """The graph without its weights. Graphs that several backends share are traced once per process.
 
-    On the meta device a module is its structure, all of which is in its pickle, so equal pickles are equal graphs.
+    The pickle of a module on the meta device contains its whole structure, so equal pickles give equal graphs.
     """
     key = pickle.dumps((module, dtype, sorted((sizes or {}).items())))
     if key not in _captured:
-        while len(_captured) >= _MOST_CAPTURED:
+        while len(_captured) >= _MAX_CAPTURED:
             del _captured[next(iter(_captured))]
         _captured[key] = _traced(module, dtype, sizes)
     return _captured[key].clone()
@@ -242,14 +242,14 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 
 def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
     with _shortened(module) as layers:
-        inputs, outputs = signature(module, handed(dtype), sizes)
+        inputs, outputs = signature(module, io_dtype(dtype), sizes)
         dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
         past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
         dynamic["caches"] = [dynamic.pop(name) for name in past]
         for name, parameter in module.named_parameters():
-            if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes are what they are
+            if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
-        # Fake tensors pretend to lie on a device that computes, which symbolic operators need; like meta ones, they hold nothing.
+        # Symbolic operators need tensors on a real device; fake tensors pretend to be, and hold no values either.
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
             examples = [torch.empty_like(example) for _, example, _ in inputs]
@@ -275,9 +275,9 @@ def trace(
     module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype,
     sizes: Mapping[str, int] | None = None,
 ) -> ir.Model:  # fmt: skip
-    """Exports one graph, given on the meta device. Its weights are named by position in the bundle's files, and none is read.
+    """Converts a module on the meta device to a graph, without reading any weights.
 
-    dtype: of weights. sizes: see ``signature``.
+    locations: of the parameters in the bundle's files. dtype: of weights. sizes: see ``signature``.
     """
     model = _capture(module, dtype, sizes)
     for name, value in model.graph.initializers.items():

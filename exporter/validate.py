@@ -1,7 +1,7 @@
-"""``--validate``: the bundle's engines against eager PyTorch reading the checkpoints themselves.
+"""``--validate``: compares the bundle's engines with eager PyTorch, which reads the checkpoints.
 
-The target is compared with transformers' own Llama, the drafter with the traced module fed from the checkpoint's tensors, so
-that an error in packing, tracing or compiling shows. Both are held in memory whole, in fp32, and quantized where the bundle is.
+The target is compared with transformers' Llama, the drafter with the traced module over the checkpoint's tensors, so that
+errors of packing, tracing and compiling show. Both models are completely in memory, in fp32 or quantized like the bundle.
 """
 
 from pathlib import Path
@@ -32,30 +32,30 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     """
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
-    checkpoint = plan.pair.target  # loose shards, which transformers' own loader does not take, are read as well
+    checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
     llama = LlamaForCausalLM(transformers_config(plan.pair.target_config)).float().eval()
-    numbers = {n: checkpoint.read(n).float() for n in checkpoint.names()}
-    numbers.setdefault("lm_head.weight", numbers["embed_tokens.weight"])
+    weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
+    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
     sources = plan.sources()["weights/target.bin"]
-    for name, scale in ((n, scale_of(n)) for n in numbers):
+    for name, scale in ((n, scale_of(n)) for n in weights):
         if name != scale and scale in sources:
             codes = sources[name].whole()
-            bits = bits_of(codes, numbers[name].shape[1])
-            numbers[name] = dequantize(codes, sources[scale].whole(), bits).float()
-    llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in numbers.items()}, assign=True)
+            bits = bits_of(codes, weights[name].shape[1])
+            weights[name] = dequantize(codes, sources[scale].whole(), bits).float()
+    llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in weights.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
 
-    found_logits, found_hidden, found_choice = [], [], []
+    logit_parts, hidden_parts, choice_parts = [], [], []
     with load(folder, backend_name, device) as model:
         decoder = model.decoder
         start = 0
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)
             decoder.feed(ids[start : start + n].tolist())
-            found_logits.append(decoder.device.read(decoder.passes.logits[:n]).copy())
-            found_hidden.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
-            found_choice.append(decoder.passes.choice[:n].copy())
+            logit_parts.append(decoder.device.read(decoder.passes.logits[:n]).copy())
+            hidden_parts.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
+            choice_parts.append(decoder.passes.choice[:n].copy())
             start += n
         decoder.clear()
         decoder.text = ids.tolist(), ()
@@ -69,20 +69,20 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
         )
         decoder.passes.draft_and_verify(1)[0]()
         decoder.device.synchronize()
-        found_scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
+        scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
         pending = int(decoder.passes.accepted_tokens[0])
 
     expected_scores = _tree_scores(plan, ids, pending, hidden)
     return {
-        "target logits": _relative(np.concatenate(found_logits), logits),
-        "target hidden": _relative(np.concatenate(found_hidden), hidden),
-        "choices that differ": float((np.concatenate(found_choice) != logits.argmax(-1).numpy()).mean()),
-        "draft scores": float(np.abs(found_scores - expected_scores.numpy()).max()),
+        "target logits": _relative(np.concatenate(logit_parts), logits),
+        "target hidden": _relative(np.concatenate(hidden_parts), hidden),
+        "choices that differ": float((np.concatenate(choice_parts) != logits.argmax(-1).numpy()).mean()),
+        "draft scores": float(np.abs(scores - expected_scores.numpy()).max()),
     }
 
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
-    """The tree behind ``ids``, its drafter reading the target's hidden rows from transformers."""
+    """The scores of the tree after ``ids``, fp32 [rows], drafted from transformers' hidden rows [len(ids), hidden]."""
     module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(plan.codes[0]))["draft"]
     assert isinstance(module, Drafter)
     state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}
@@ -96,5 +96,5 @@ def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tenso
     return module(tokens, hidden, path, torch.tensor([len(ids)]), torch.tensor([0]), caches)[4]
 
 
-def _relative(found: np.ndarray, expected: Tensor) -> float:
-    return float(np.abs(found - expected.numpy()).max() / expected.abs().max())
+def _relative(actual: np.ndarray, expected: Tensor) -> float:
+    return float(np.abs(actual - expected.numpy()).max() / expected.abs().max())

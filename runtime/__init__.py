@@ -25,7 +25,7 @@ if _TYPE_CHECKING:
 
     __version__: str
 else:
-    # Imported when they are used, because numpy, tokenizers and this package's own modules take most of the time of a ``--help``.
+    # Imported when they are used: they and numpy take most of the time of a ``--help``.
     _MODULES = {
         "Cycle": "decoding.cycle",
         "Generation": "generation",

@@ -579,7 +579,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
         with pytest.MonkeyPatch.context() as patch:
             strike(patch, POINTS["recording"], FAILURES["interrupt"][0])
             assert main(argv) == 130
-        assert "the same command goes on from '" in capsys.readouterr().err
+        assert "the same command continues from '" in capsys.readouterr().err
         total, partial = len(written), tmp_path / ".out.partial"
         written.clear()
         if damage in ("draft", "target"):
@@ -601,11 +601,11 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
 
 
 def test_only_the_same_is_gone_on_with(pair: Path, tmp_path: Path) -> None:
-    made = [plan(parser().parse_args(options(pair, tmp_path / "out", *more))).same()
+    made = [plan(parser().parse_args(options(pair, tmp_path / "out", *more))).fingerprint()
             for more in ((), ("--draft-weights", "int4"), ("--draft-weights", "int8"), ("--draft-vocab", "9"), ("--heads", "0"),
                          ("--capacity", "9"))]  # fmt: skip
     assert len(set(made)) == len(made)
-    assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).same()
+    assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).fingerprint()
 
 
 def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, quick: None) -> None:
@@ -666,7 +666,7 @@ def test_a_killed_export_leaves_nothing_that_hinders_the_next(
         assert (folder / ".out.partial").exists()
     else:
         assert status == 130, log
-        assert log.splitlines()[-1].startswith("error: interrupted, and the same command goes on from '")
+        assert log.splitlines()[-1].startswith("error: interrupted, and the same command continues from '")
         assert "Traceback" not in log
         assert resumable(folder)
     assert main(options(tiny, folder / "out")) == 0

@@ -312,7 +312,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) ->
 
 @pytest.mark.parametrize(("layout", "parts"), [
     (as_bin, ("pickled", "leave --link-weights out")),
-    (all_in_bfloat16, ("kept in bfloat16", "the bundle in float32", "--dtype", "leave --link-weights out")),
+    (all_in_bfloat16, ("stored in bfloat16", "the bundle in float32", "--dtype", "leave --link-weights out")),
 ])  # fmt: skip
 def test_where_nothing_can_be_linked_it_is_refused(
     pair: Path,

@@ -473,7 +473,7 @@ def test_sizes_of_fp8_are_what_gets_written(tmp_path: Path, how: tuple[str, str 
     written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.bin"))
     tables = 2 * 4096 * -(-plan.positions * 16 * 4 // 4096)
     assert written == sum(plan.sizes().values()) - plan.shared() - tables
-    assert plan.kept() == [] or "int4" in how
+    assert plan.unquantized() == [] or "int4" in how
 
 
 @pytest.mark.parametrize("option", ["--weights", "--draft-weights"])
@@ -535,9 +535,12 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
     places = pack(plan, tmp_path)[torch.uint8]
     found = {name for places in places.values() for name, place in places.items() if place.dtype == torch.uint8}
     assert found == {"fc.weight", "heads.first.weight"}
-    assert "target lm_head.weight" in plan.kept()
+    assert "target lm_head.weight" in plan.unquantized()
     assert cli.main(argv(tmp_path, *BOTH, "--dry-run")) == 0
-    assert f"{len(plan.kept()) - 1} more, because their rows are not a multiple of 32 numbers long" in capsys.readouterr().out
+    assert (
+        f"{len(plan.unquantized()) - 1} more, because their rows are not a multiple of 32 numbers long"
+        in capsys.readouterr().out
+    )
     RandomPair(WIDE | {"hidden_size": 64}, heads=1).write(tmp_path / "64")
     places = pack(wanted(tmp_path / "64", *BOTH, "--backend", "tensorrt"), tmp_path / "64")[torch.int8]
     found = {name for name, place in places["target"].items() if place.dtype == torch.int8}

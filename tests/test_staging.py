@@ -81,10 +81,10 @@ def test_two_exports_at_once_leave_one_whole_bundle(pair: Path, tmp_path: Path, 
 
 
 def test_who_comes_second_is_told_and_takes_nothing_away(tmp_path: Path) -> None:
-    with staged(tmp_path / "out", overwrite=False, same="this") as folder:
+    with staged(tmp_path / "out", overwrite=False, fingerprint="this") as folder:
         (folder / "weights").mkdir()
         for overwrite in (False, True):
-            with pytest.raises(GumihoError) as caught, staged(tmp_path / "out", overwrite, same="this"):
+            with pytest.raises(GumihoError) as caught, staged(tmp_path / "out", overwrite, fingerprint="this"):
                 pytest.fail("it began")
             assert str(caught.value) == (
                 f"another export is writing '{tmp_path / 'out'}': wait for it, or name another folder with --out"

@@ -651,7 +651,7 @@ def test_the_command_writes_and_replaces(tmp_path: Path, capsys: pytest.CaptureF
     assert command(tmp_path / "pair", tmp_path / "out", "--overwrite") == 0
     (tmp_path / "out/README.md").write_text("somebody's")
     assert command(tmp_path / "pair", tmp_path / "out", "--overwrite") == 1
-    assert "not what this command wrote" in capsys.readouterr().err
+    assert "was not written by this command" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 

@@ -359,10 +359,10 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
     """What an interrupted export has packed is gone on with only where the tokens are the same."""
     plans = [wanted(plain, *more) for more in ((), ("--draft-vocab", "9"), ("--draft-vocab", "9"), ("--draft-vocab", "10"))]
     assert plans[2].pair.draft_vocabulary is not None
-    notes = [plan.same() for plan in plans]
+    notes = [plan.fingerprint() for plan in plans]
     assert notes[1] == notes[2]
     plans[2].pair.draft_vocabulary = DraftVocabulary(plans[2].pair.draft_vocabulary.ids + 1, "")
-    assert len({plan.same() for plan in plans}) == 4
+    assert len({plan.fingerprint() for plan in plans}) == 4
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

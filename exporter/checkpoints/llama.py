@@ -99,8 +99,8 @@ def llama_shape(config: LlamaConfig) -> LlamaShape:
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
     """Radians per position of each rotated pair, fp32 [head dim / 2].
 
-    The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``, ``modeling_rope_utils.py``), so that
-    every bit is the same.
+    The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``, ``modeling_rope_utils.py``), so
+    that every bit is the same.
     """
     rope = config.rope_parameters
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim

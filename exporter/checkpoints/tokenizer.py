@@ -14,8 +14,11 @@ _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # both take tokeniz
 # Fields of tokenizer_config.json: special tokens, and others with the types of values with which loading cannot fail.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FIELDS: dict[str, tuple[type, ...]] = {
-    "tokenizer_class": (str,), "clean_up_tokenization_spaces": (bool,), "model_max_length": (int, float), "chat_template": (str,),
-}  # fmt: skip
+    "tokenizer_class": (str,),
+    "clean_up_tokenization_spaces": (bool,),
+    "model_max_length": (int, float),
+    "chat_template": (str,),
+}
 _ADDED = {"id": int, "content": str, "single_word": bool, "lstrip": bool, "rstrip": bool, "normalized": bool, "special": bool}
 _LARGEST = 100_000  # tokens; transformers looks for known defects of larger ones
 
@@ -43,7 +46,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
 
 
 def surely_loads(folder: Path, vocabulary: int) -> bool:
-    """Whether ``load_tokenizer`` certainly succeeds and takes tokenizer.json as it is. False means only that this has to be tried.
+    """Whether ``load_tokenizer`` certainly succeeds and takes tokenizer.json as it is. False means: try it.
 
     folder: has a tokenizer.json that the tokenizers library can read, if it has one. vocabulary: its tokens, at most, without
     the added ones.
