@@ -591,11 +591,11 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
 
 
 def test_only_the_same_is_gone_on_with(pair: Path, tmp_path: Path) -> None:
-    made = [plan(parser().parse_args(options(pair, tmp_path / "out", *more))).same()
+    made = [plan(parser().parse_args(options(pair, tmp_path / "out", *more))).fingerprint()
             for more in ((), ("--draft-weights", "int4"), ("--draft-weights", "int8"), ("--draft-vocab", "9"), ("--heads", "0"),
                          ("--capacity", "9"))]  # fmt: skip
     assert len(set(made)) == len(made)
-    assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).same()
+    assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).fingerprint()
 
 
 def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, quick: None) -> None:
