@@ -258,7 +258,7 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("trace.txt", "let it end in .html for a page or in .jsonl for data"),
         ("trace", "let it end in .html"),
         ("nowhere/trace.html", "there is no folder"),
-        ("folder.html", "is a folder and no file"),
+        ("folder.html", "is a folder, not a file"),
     ],
 )
 def test_refused_paths(tmp_path: Path, name: str, message: str) -> None:

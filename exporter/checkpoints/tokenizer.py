@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from runtime.bundle.files import read_regular
 from runtime.errors import DamageError, GumihoError
 
 from .json_config import document, reason
@@ -20,6 +21,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "chat_template": (str,),
 }
 _ADDED = {"id": int, "content": str, "single_word": bool, "lstrip": bool, "rstrip": bool, "normalized": bool, "special": bool}
+_MOST_BYTES = 1 << 20  # of a chat template
 _LARGEST = 100_000  # tokens; transformers looks for known defects of larger ones
 
 
@@ -55,8 +57,8 @@ def surely_loads(folder: Path, vocabulary: int) -> bool:
         return False
     try:
         settings, tokenizer = document(folder / "tokenizer_config.json"), document(folder / "tokenizer.json")
-        if (folder / "chat_template.jinja").exists():
-            (folder / "chat_template.jinja").read_text("utf-8")
+        if (template := folder / "chat_template.jinja").exists():
+            read_regular(template, _MOST_BYTES).decode("utf-8")
     except (OSError, ValueError, GumihoError):
         return False
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
