@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argument_parser("export", "Exports a Gumiho drafter and its target model to a bundle.", prog="gumiho-export")
     files = parser.add_argument_group("sources and output")
     files.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
-    files.add_argument("--target", help="target model: a folder or a hub id (default: known for the released drafters)")
+    files.add_argument(
+        "--target", help="target model: a folder, a GGUF file or a hub id (default: known for the released drafters)"
+    )
     files.add_argument("--out", type=Path, help="folder to write (default: NAME-BACKEND, from --ckpt and the first --backend)")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     precision = parser.add_argument_group("backends and precision")
@@ -164,10 +166,14 @@ def _rows(args: argparse.Namespace) -> int:
 
 def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.checkpoint import Checkpoint
+    from .checkpoints.gguf_file import GgufCheckpoint, gguf_file
     from .checkpoints.hub import target_of
     from .checkpoints.pair import Pair
 
-    return Pair(Checkpoint(args.target or target_of(args.ckpt), "target"), Checkpoint(args.ckpt, "drafter"))
+    source = args.target or target_of(args.ckpt)
+    file = gguf_file(source)
+    target = GgufCheckpoint(source, file) if file else Checkpoint(source, "target")
+    return Pair(target, Checkpoint(args.ckpt, "drafter"))
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:

@@ -1,0 +1,263 @@
+"""A GGUF file as a target checkpoint: llama.cpp's tensors and metadata under the names of a Hugging Face folder.
+
+Tensors are read a slice at a time and dequantized by the ``gguf`` package. The configuration, the tokenizer and the chat template come
+from the file's metadata and are written to a temporary folder, which the rest of the export reads like any other checkpoint's.
+"""
+
+import json
+import re
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.errors import DamageError, InputError, UnavailableError
+
+from ..weights.source import Stored, is_finite
+from .checkpoint import Checkpoint
+from .gguf_tokenizer import write_tokenizer
+from .json_config import is_whole, shown
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+SUFFIX = ".gguf"
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROTARY_FACTORS = "rope_freqs.weight"
+# Llama 3.1 and later divide rotary frequencies by factors, which GGUF stores instead of the numbers they were computed from.
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A tensor's place in the file. shape: rows first, as in torch. row_bytes: bytes of one row. heads: of q and k rows, whose order
+    llama.cpp permutes; 0 for other tensors."""
+
+    offset: int
+    kind: "GGMLQuantizationType"
+    shape: tuple[int, ...]
+    row_bytes: int
+    heads: int = 0
+
+
+def _table(tensor: Any) -> _Table:
+    """tensor: gguf's ``ReaderTensor``, whose shape has the columns first."""
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    return _Table(int(tensor.data_offset), tensor.tensor_type, shape, int(tensor.n_bytes) // max(1, shape[0]))
+
+
+def gguf_file(source: str) -> Path | None:
+    """The GGUF file that a source names: itself, or the only one of a folder without a config.json; None if there is none.
+
+    Raises InputError if the folder has several.
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() == SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1:
+        raise InputError(f"'{source}' holds {len(files)} GGUF files: name one, such as '{files[0]}'")
+    return files[0] if files else None
+
+
+class GgufCheckpoint(Checkpoint):
+    """A target in a GGUF file, of architecture ``llama``."""
+
+    def __init__(self, source: str, file: Path) -> None:
+        """Raises DamageError for a damaged file, InputError for an unsupported architecture or tensor type, and UnavailableError
+        without the ``gguf`` package."""
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise UnavailableError("reading GGUF files needs the package gguf: pip install 'gguf>=0.17'") from None
+        self.source, self.kind, self.file = source, "target", file
+        with self._damage_errors(file):
+            reader = GGUFReader(file)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+        architecture = fields.get("general.architecture")
+        if architecture != "llama":
+            raise InputError(f"'{source}' has architecture {shown(architecture)}, expected 'llama'")
+        with self._damage_errors(file):
+            tables = {tensor.name: _table(tensor) for tensor in reader.tensors}
+        del reader
+        odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
+        if odd:
+            raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
+        self.config = _config(fields, tables, self._factors(tables), source)
+        self._tables = {
+            _name(name, source): self._permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS
+        }
+        folder = tempfile.TemporaryDirectory(prefix="gguf-")
+        self.folder = Path(folder.name)
+        weakref.finalize(self, folder.cleanup)
+        (self.folder / "config.json").write_text(json.dumps(self.config), "utf-8")
+        with self._damage_errors(file, " in its tokenizer"):
+            write_tokenizer(fields, self.folder)
+
+    def _permuted(self, name: str, table: _Table) -> _Table:
+        keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        key = keys.get(name.split(".")[2] if name.startswith("blk.") else "")
+        if key is None:
+            return table
+        heads = self.config[key]
+        if not is_whole(heads, 1, table.shape[0]) or table.shape[0] % (2 * heads):
+            raise DamageError(
+                f"'{self.source}' has {shown(heads)} heads and {table.shape[0]} rows in '{name}': download it again"
+            )
+        return replace(table, heads=heads)
+
+    def _factors(self, tables: Mapping[str, _Table]) -> np.ndarray | None:
+        if _ROTARY_FACTORS not in tables:
+            return None
+        table = tables[_ROTARY_FACTORS]
+        return np.fromfile(self.file, np.float32, table.shape[0], offset=table.offset)
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        status = self.file.stat()
+        return [(str(self.file.resolve()), status.st_size, status.st_mtime_ns)]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tables
+
+    def names(self) -> set[str]:
+        return set(self._tables)
+
+    def _table(self, name: str) -> _Table:
+        if name not in self._tables:
+            raise DamageError(f"{self.kind} '{self.source}' lacks the tensor '{name}'")
+        return self._tables[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._table(name).shape
+
+    def dtypes(self) -> set[str]:
+        return {table.kind.name for table in self._tables.values()}
+
+    def stored(self, name: str) -> Stored | None:
+        table = self._table(name)
+        dtype = _NUMBERS.get(table.kind.name)
+        return None if dtype is None or table.heads else Stored(self.file, table.offset, dtype)
+
+    def check_dtype(self, name: str) -> None:
+        """Every type was checked when the file was opened."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor: fp16 and bf16 as stored, other types dequantized to fp32."""
+        table = self._table(name)
+        rows = table.shape[0]
+        start = min(start, rows)
+        stop = max(start, min(rows if stop is None else stop, rows))
+        # Whole heads, since llama.cpp permutes the rows within each.
+        size = rows // table.heads if table.heads else 1
+        first, last = start // size * size, -(-stop // size) * size
+        values = self._rows(name, table, first, last)
+        if table.heads:
+            values = values.reshape(-1, size // 2, 2, *table.shape[1:]).swapaxes(1, 2).reshape(last - first, *table.shape[1:])
+        values = values[start - first : stop - first].contiguous()
+        if not is_finite(values):
+            raise DamageError(f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity: download it again")
+        return values
+
+    def _rows(self, name: str, table: _Table, first: int, last: int) -> Tensor:
+        from gguf import dequantize
+
+        if first == last:
+            return torch.empty(0, *table.shape[1:])
+        with self._damage_errors(self.file, f" at '{name}'"):
+            with self.file.open("rb") as opened:
+                opened.seek(table.offset + first * table.row_bytes)
+                raw = np.fromfile(opened, np.uint8, (last - first) * table.row_bytes)
+            if dtype := _NUMBERS.get(table.kind.name):
+                return torch.from_numpy(raw).view(dtype).reshape(last - first, *table.shape[1:])
+            with np.errstate(all="ignore"):  # the caller refuses values that are not finite
+                values = dequantize(raw.reshape(last - first, -1), table.kind)
+        return torch.from_numpy(values.reshape(last - first, *table.shape[1:]))
+
+
+def _name(stored: str, source: str) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)", stored)
+    if match is None or match[2] not in _NAMES:
+        raise InputError(
+            f"'{source}' holds the tensor '{shown(stored)}', which no Llama has: it is a variant that is not supported"
+        )
+    return f"{f'layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"
+
+
+def _config(fields: Mapping[str, Any], tables: Mapping[str, _Table], factors: np.ndarray | None, source: str) -> dict[str, Any]:
+    """config.json as transformers writes it, from the metadata; ``json_config`` checks types and ranges."""
+
+    def field(name: str, default: Any = None) -> Any:
+        return fields.get(f"llama.{name}", default)
+
+    heads, hidden = field("attention.head_count"), field("embedding_length")
+    if isinstance(heads, list):
+        raise InputError(f"'{source}' has another number of heads in every layer, which is not supported")
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+        "max_position_embeddings": min(field("context_length", 1 << 30), field("attention.sliding_window", 1 << 30)),
+        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
+        "rope_theta": field("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tables,
+        "attention_bias": "blk.0.attn_q.bias" in tables,
+        "mlp_bias": "blk.0.ffn_up.bias" in tables,
+    }
+    if size := field("attention.key_length", field("rope.dimension_count")):
+        config["head_dim"] = size
+    if field("rope.dimension_count", size) != size or field("attention.value_length", size) != size:
+        raise InputError(f"'{source}' rotates a part of each head only, or has values of another size, which is not supported")
+    if field("expert_count"):
+        raise InputError(f"'{source}' is a mixture of experts, which is not supported")
+    scaling = field("rope.scaling.type", "none")
+    if factors is not None:
+        config["rope_scaling"] = _llama3(factors, float(config["rope_theta"]), source)
+    elif scaling == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": field("rope.scaling.factor", 1.0)}
+    elif scaling != "none":
+        raise InputError(f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3")
+    return config
+
+
+def _llama3(factors: np.ndarray, theta: float, source: str) -> dict[str, Any]:
+    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]."""
+    wavelength = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    factor = float(factors[-1])
+    ratio = float(_LLAMA3["original_max_position_embeddings"]) / wavelength
+    smooth = np.clip((ratio - 1.0) / 3.0, 0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-4):
+        raise InputError(f"'{source}' has rotary factors that are not those of Llama 3, which is not supported")
+    return {**_LLAMA3, "factor": factor}

@@ -1,0 +1,294 @@
+"""GGUF targets: transformers' reading of the same file, the checkpoint it was made from, and naive loops over ggml's blocks."""
+
+import json
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+
+from exporter import cli
+from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
+from exporter.checkpoints.llama import llama_config
+from runtime import DamageError, GumihoError, InputError
+from tests import gguf_files
+from tests.pairs import RandomPair
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "wide heads": {"head_dim": 32},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 8192, "rope_theta": 5e5}, "head_dim": 64},
+}  # fmt: skip
+
+
+def opened(file: Path) -> GgufCheckpoint:
+    return GgufCheckpoint(str(file), file)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_names_numbers_and_configuration_are_the_checkpoint_s(shape: str, tmp_path: Path) -> None:
+    model = RandomPair({**SIZES, **SHAPES[shape]}).make_target()
+    checkpoint = opened(gguf_files.write(model, tmp_path / "m.gguf"))
+    expected = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert checkpoint.names() == expected.keys()
+    for name, value in expected.items():
+        assert checkpoint.shape(name) == tuple(value.shape)
+        assert torch.equal(checkpoint.read(name), value), name
+    config = llama_config(checkpoint)
+    for field in (
+        "hidden_size",
+        "head_dim",
+        "num_key_value_heads",
+        "vocab_size",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+    ):
+        assert getattr(config, field) == getattr(model.config, field), field
+    assert config.rope_parameters == pytest.approx(model.config.rope_parameters)
+    assert config.rms_norm_eps == pytest.approx(model.config.rms_norm_eps, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_rows_stay_where_they_were(kind: str, tmp_path: Path) -> None:
+    """Rows are quantized one by one, so the checkpoint's, quantized and back, are expected, wherever the file keeps them."""
+    model = RandomPair(SIZES).make_target()
+    checkpoint = opened(gguf_files.write(model, tmp_path / "m.gguf", kind))
+    for name, value in model.state_dict().items():
+        own = GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
+        expected = dequantize(quantize(value.numpy(), own), own)
+        assert torch.equal(
+            checkpoint.read(name.removeprefix("model.")).float(), torch.from_numpy(expected).reshape(value.shape)
+        ), name
+
+
+@pytest.fixture(scope="module")
+def q8(tmp_path_factory: pytest.TempPathFactory) -> GgufCheckpoint:
+    return opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path_factory.mktemp("q8") / "m.gguf", "Q8_0"))
+
+
+@given(
+    st.sampled_from(["embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"]), st.data()
+)
+def test_any_slice_is_the_whole_s(q8: GgufCheckpoint, name: str, data: st.DataObject) -> None:
+    rows = q8.shape(name)[0]
+    start, stop = data.draw(st.integers(0, rows)), data.draw(st.integers(0, rows + 5))
+    assert torch.equal(q8.read(name, start, stop), q8.read(name)[start:stop])
+
+
+def half(raw: bytes) -> float:
+    return float(struct.unpack("<e", raw)[0])
+
+
+def naive_q4_k(block: bytes) -> list[float]:
+    """ggml's ``dequantize_row_q4_K`` of one block of 144 bytes."""
+    d, low, scales, codes = half(block[:2]), half(block[2:4]), block[4:16], block[16:]
+    out = []
+    for j in range(8):
+        if j < 4:
+            scale, least = scales[j] & 63, scales[j + 4] & 63
+        else:
+            scale = (scales[j + 4] & 15) | ((scales[j - 4] >> 6) << 4)
+            least = (scales[j + 4] >> 4) | ((scales[j] >> 6) << 4)
+        part = codes[32 * (j // 2) : 32 * (j // 2) + 32]
+        out += [d * scale * (byte >> 4 if j % 2 else byte & 15) - low * least for byte in part]
+    return out
+
+
+def naive_q6_k(block: bytes) -> list[float]:
+    """ggml's ``dequantize_row_q6_K`` of one block of 210 bytes."""
+    low, high, scales, d = block[:128], block[128:192], struct.unpack("16b", block[192:208]), half(block[208:])
+    out = [0.0] * 256
+    for part in range(2):
+        ql, qh, sc = low[64 * part :], high[32 * part :], scales[8 * part :]
+        for i in range(32):
+            for quarter, (byte, shift) in enumerate(
+                ((ql[i] & 15, 0), (ql[i + 32] & 15, 2), (ql[i] >> 4, 4), (ql[i + 32] >> 4, 6))
+            ):
+                code = (byte | ((qh[i] >> shift & 3) << 4)) - 32
+                out[128 * part + 32 * quarter + i] = d * sc[i // 16 + 2 * quarter] * code
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "scales", "naive"), [
+    ("Q4_K", 144, (0, 2), naive_q4_k), ("Q6_K", 210, (208,), naive_q6_k),
+])  # fmt: skip
+def test_k_quants_equal_a_naive_loop(kind: str, size: int, scales: tuple[int, ...], naive: Any, tmp_path: Path) -> None:
+    draw, rows = np.random.default_rng(0), 300
+    blocks = draw.integers(0, 256, (rows, 1, size), np.uint8)
+    for at in scales:
+        blocks[..., at : at + 2] = draw.normal(size=(rows, 1, 1)).astype(np.float16).view(np.uint8)
+    model = RandomPair({**SIZES, "hidden_size": 256}).make_target()
+    file = gguf_files.write(model, tmp_path / "m.gguf", raw={"lm_head.weight": (blocks.reshape(rows, -1), kind)})
+    expected = [naive(block.tobytes()) for block in blocks[:, 0]]
+    assert opened(file).read("lm_head.weight").numpy() == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------------
+
+TEXT = [
+    "The quick brown fox's 12345 jumps, over 678 lazy dogs!\n\n  def f(x):\n\treturn x\n",
+    "naïve café — déjà vu 2024 \U0001f98a\U0001f98a  ok",
+] * 4
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE = {
+    "gpt-2": GPT2,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    "qwen2": pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    ),
+}
+
+
+def trained(pre: str) -> Tokenizer:
+    """A byte-level tokenizer whose pre-tokenizer is transformers' own for a family."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE[pre], decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
+    return tokenizer
+
+
+def tokenizer_fields(pre: str = "smollm", template: str = "{{ messages[0].content }}") -> dict[str, Any]:
+    content = json.loads(trained(pre).to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PRE)
+def tokenizers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    file = tmp_path_factory.mktemp("pre") / "m.gguf"
+    gguf_files.write(RandomPair(SIZES).make_target(), file, fields=tokenizer_fields(request.param))
+    checkpoint = opened(file)  # its folder is gone when it is
+    return trained(request.param), Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+
+
+@given(
+    text=st.text(st.sampled_from("ab Tx'sS12.9\n\té—é\U0001f98a,!_"), max_size=40)
+    | st.text(max_size=20)
+    | st.sampled_from(TEXT)
+)
+def test_ids_equal_those_of_the_family_s_own_tokenizer(tokenizers: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    original, ours = tokenizers
+    assert ours.encode(text).ids == original.encode(text).ids
+
+
+def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path) -> None:
+    fields = tokenizer_fields() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 0}
+    folder = opened_folder = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
+    tokenizer = Tokenizer.from_file(str(folder.folder / "tokenizer.json"))
+    assert tokenizer.encode("<|im_end|>a").ids[:2] == [1, 2]
+    assert tokenizer.decode([1, *tokenizer.encode("a b").ids]) == "a b"
+    config = json.loads((opened_folder.folder / "tokenizer_config.json").read_text())
+    assert (config["chat_template"], config["eos_token"]) == ("{{ messages[0].content }}", "<|im_end|>")
+    assert json.loads((folder.folder / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
+
+
+# --- exports -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_of_a_gguf_equals_that_of_the_folder_it_was_made_from(tmp_path: Path) -> None:
+    pair = RandomPair({**SIZES, "num_hidden_layers": 1}, heads=1, layers=1)
+    _, drafter = pair.write(tmp_path)
+    (tmp_path / "gguf").mkdir()
+    gguf_files.write(pair.make_target(), tmp_path / "gguf/m.gguf", fields=tokenizer_fields())
+    hashes = []
+    for target in ("target", "gguf"):
+        out = tmp_path / f"out-{target}"
+        assert (
+            cli.main(["--ckpt", str(drafter), "--target", str(tmp_path / target), "--out", str(out), "--draft-weights", "none"])
+            == 0
+        )
+        manifest = json.loads((out / "gumiho.json").read_text())
+        hashes.append(
+            {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(("weights/", "graphs/"))}
+        )
+    assert hashes[0] == hashes[1]
+    assert (tmp_path / "out-gguf/tokenizer.json").exists()
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {"fields": {name.replace("__", "."): value for name, value in fields.items()}}
+
+
+@pytest.mark.parametrize(("written", "message"), [
+    ({"architecture": "falcon"}, "has architecture 'falcon', expected 'llama'"),
+    (changed(llama__expert_count=8), "is a mixture of experts"),
+    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
+    ({"fields": tokenizer_fields() | {"tokenizer.ggml.pre": "odd"}}, "splits text as 'odd' does"),
+    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "is of kind 'rwkv'"),
+    ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
+])  # fmt: skip
+def test_unsupported_files_are_refused_by_name(tmp_path: Path, written: dict[str, Any], message: str) -> None:
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", **written)
+    with pytest.raises(InputError, match=message):
+        opened(file)
+
+
+@given(st.data())
+def test_damaged_files_are_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    content = SMALL
+    # The headers come first; most of the file is numbers.
+    at = data.draw(st.integers(0, 2500) | st.integers(0, len(content) - 1))
+    cut = data.draw(st.booleans())
+    file = tmp_path_factory.mktemp("damaged") / "m.gguf"
+    file.write_bytes(
+        content[:at] if cut else content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    )
+    with suppress(GumihoError):  # a flipped bit of a number is not noticed
+        checkpoint = opened(file)
+        for name in checkpoint.names():
+            checkpoint.read(name)
+
+
+def _small() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "vocab_size": 8,
+            "num_hidden_layers": 1,
+        }
+        return gguf_files.write(RandomPair(sizes).make_target(), Path(folder) / "m.gguf", "Q8_0").read_bytes()
+
+
+SMALL = _small()
+
+
+def test_folders(tmp_path: Path) -> None:
+    assert gguf_file(str(tmp_path)) is None
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert gguf_file(str(tmp_path)) == gguf_file(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    with pytest.raises(DamageError):
+        opened(tmp_path / "a.gguf")
+    (tmp_path / "b.gguf").write_bytes(b"")
+    with pytest.raises(InputError, match="holds 2 GGUF files: name one"):
+        gguf_file(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert gguf_file(str(tmp_path)) is None
