@@ -77,12 +77,15 @@ def gguf_file(source: str) -> Path | None:
 
     Raises InputError if the folder has several.
     """
-    path = Path(source).expanduser()
-    if path.suffix.lower() == SUFFIX and path.is_file():
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
+    try:
+        path = Path(source).expanduser()
+        if path.suffix.lower() == SUFFIX and path.is_file():
+            return path
+        if not path.is_dir() or (path / "config.json").exists():
+            return None
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    except (OSError, RuntimeError, ValueError):  # not the name of a file or folder, which ``locate`` reports
         return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
         raise InputError(f"'{source}' holds {len(files)} GGUF files: name one, such as '{files[0]}'")
     return files[0] if files else None
