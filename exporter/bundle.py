@@ -14,7 +14,7 @@ import torch
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape
+from runtime.bundle.manifest import GRAPHS, MANIFEST, TARGET_ONLY, Form, Graph, Manifest, TensorSpec, TreeShape
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -95,7 +95,7 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
     """Writes the weight files. Returns the location of every graph's parameters, by the dtype of the codes."""
     first, *others = plan.codes
     sources = plan.sources()
-    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in ("target", "draft")}
+    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plan.models}
     locations = {first: packed}
     for codes in others:
         locations[codes] = dict(packed)
@@ -103,12 +103,14 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
             bits = plan.schemes(codes)[name].bits
             converted = {n: recoded(place, packer.bundle, bits) for n, place in packed[name].items() if place.dtype == first}
             locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
+    if not plan.pair.has_drafter:
+        return locations
     return {codes: {**models, "extend": models["draft"]} for codes, models in locations.items()}
 
 
 def _golden_work(form: Form) -> int:
-    """Bytes of weights that the golden run reads, about: one pass of the target and two of the drafter."""
-    return form.graphs["target"].reads + 2 * form.graphs["draft"].reads
+    """Bytes of weights that the golden run reads, about: one pass of the target and two of the drafter, if there is one."""
+    return form.graphs["target"].reads + sum(2 * graph.reads for name, graph in form.graphs.items() if name == "draft")
 
 
 def write_tokenizer(pair: Pair, folder: Path) -> None:
@@ -133,16 +135,17 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
     packer = Packer(folder, plan.dtype, progress.advance)
     locations = _pack(plan, packer)
 
-    progress.start("tracing graphs", sum(3 * (1 + len(BACKENDS[name].spare)) for name in plan.backends), "graphs")
+    sets = sum(1 + len(BACKENDS[name].spare) for name in plan.backends)
+    progress.start("tracing graphs", sets * (len(GRAPHS) if pair.has_drafter else 1), "graphs")
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder, progress) for name in plan.backends}
 
     progress.start("recording the golden run", _golden_work(forms[plan.backends[0]]))
     codes, capacity = plan.codes[0], min(plan.capacity, golden.positions(plan.tree.rows))
     with golden.weights(folder, progress.advance) as weights:
         eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
-        for name in ("target", "draft"):
+        for name in plan.models:
             weights.fill(eager[name], locations[codes][name])
-        run = golden.record(eager["target"], eager["draft"], io_dtype(plan.dtype))  # type: ignore[arg-type]
+        run = golden.record(eager["target"], eager.get("draft"), plan.tree, io_dtype(plan.dtype))  # type: ignore[arg-type]
         np.savez(folder / "golden.npz", **run)  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
@@ -161,9 +164,10 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
-        tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted),
-        sources={"target": pair.target.source, "drafter": pair.drafter.source},
+        tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted) if pair.has_drafter else None,
+        sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
+        requires=() if pair.has_drafter else (TARGET_ONLY,),
     )
     (folder / MANIFEST).write_text(manifest.to_json(), "utf-8")
     for file in folder.rglob("*"):

@@ -1,4 +1,4 @@
-"""``gumiho-export``: a Gumiho checkpoint and its target -> a bundle."""
+"""``gumiho-export``: a target, with or without a Gumiho drafter -> a bundle."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.command import run
 from runtime.errors import DamageError, GumihoError
 
-from .options import open_pair, parser, plan
+from .options import open_pair, parsed, plan, require_drafter
 from .staging import interruptible, resumable, staged, unfinished
 from .summary import describe, report
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(args: argparse.Namespace) -> None:
+    require_drafter(args)
     out = _out(args)
     if "vllm" in args.backend:
         export_vllm(args, out)
@@ -131,15 +132,17 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
 
 def _out(args: argparse.Namespace) -> Path:
     """The folder to write. Raises GumihoError if no folder can have that name."""
-    out: Path = args.out or Path(f"{Path(args.ckpt).name}-{args.backend[0]}")
+    source = Path(args.ckpt or args.target)
+    name = source.stem if source.suffix.lower() == ".gguf" else source.name
+    out: Path = args.out or Path(f"{name}-{args.backend[0]}")
     try:
         out = out.expanduser()
         unfinished(out).exists()  # the longest of the names that will be used
     except (OSError, RuntimeError) as error:
         text = str(out)
-        name = text if len(text) <= 60 else f"{text[:60]}..."
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
         reason = getattr(error, "strerror", None) or error
-        raise GumihoError(f"'{name}' cannot be the name of a folder ({reason}): name another one with --out") from None
+        raise GumihoError(f"'{shown}' cannot be the name of a folder ({reason}): name another one with --out") from None
     return out
 
 
@@ -150,7 +153,7 @@ def _after_interruption(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parsed(argv)
     return run(lambda: _exported(args))
 
 

@@ -17,6 +17,7 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import bits_of, dequantize, input_major
 from graphs.drafter import Drafter
 from graphs.target import Target
+from graphs.tree import TreeConfig
 from runtime.errors import DamageError
 
 from .trace import signature
@@ -169,8 +170,9 @@ def _tree(rows: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Te
 
 
 @torch.inference_mode()
-def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The inputs and outputs that ``runtime.engines.golden_replay.replay`` reads, by name. dtype: of the caches.
+def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """The inputs and outputs that ``runtime.engines.golden_replay.replay`` reads, by name. tree: the drafter's; without a drafter
+    its rows and depth are those that a pass verifies. dtype: of the caches.
 
     Reading the weights takes most of the time, so there are few passes: the prompt and the tree after it are rows of one pass
     here, but of two on engines, and so are the prompt and the pending token that the drafter reads. The tree is random instead
@@ -178,13 +180,12 @@ def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.embed_tokens.num_embeddings
-    assert drafter.tree
     # No longer than the tree: a pass of that many rows fits every backend.
-    n = min(_PROMPT, target.capacity // 2, drafter.tree.rows)
-    depths, tree, path = _tree(min(drafter.tree.rows, target.capacity - n), drafter.tree.depth, generator)
+    n = min(_PROMPT, target.capacity // 2, tree.rows)
+    depths, ancestors, path = _tree(min(tree.rows, target.capacity - n), tree.depth, generator)
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
     depth, mask = torch.cat((torch.arange(n), n + depths)), torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-    mask[n:, n:] = tree
+    mask[n:, n:] = ancestors
     choice, logits, hidden, *_ = target(tokens, depth, mask, torch.tensor([0]), empty(target, dtype))
     top = logits.topk(min(_TOP, vocabulary), dim=-1)
     run: dict[str, Tensor] = {}
@@ -195,6 +196,8 @@ def record(target: Target, drafter: Drafter, dtype: torch.dtype) -> dict[str, np
         }.items()}  # fmt: skip
 
     _require_finite(run)  # before drafting: a choice among logits with NaN is not a token
+    if drafter is None:
+        return {name: value.numpy() for name, value in run.items()}
 
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
-from runtime.errors import GumihoError
+from runtime.errors import GumihoError, InputError
 
 from .precision import DRAFTER, PERPLEXITIES, PRESETS, TARGET, apply_preset, dtype, linking, quantized
 
@@ -17,16 +17,29 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _DEFAULT_CAPACITY = 2048
+_DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
+_DRAFTING = (
+    "draft_weights", "draft_vocab", "draft_text", "heads", "serial_steps", "top_k", "head_top_k", "beam", "compat",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argument_parser("export", "Exports a Gumiho drafter and its target model to a bundle.", prog="gumiho-export")
+    parser = argument_parser(
+        "export", "Exports a target model, with or without a Gumiho drafter, to a bundle.", prog="gumiho-export"
+    )
     files = parser.add_argument_group("sources and output")
-    files.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b")
+    files.add_argument(
+        "--ckpt",
+        help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle then decodes plainly "
+        "and by prompt lookup)",
+    )
     files.add_argument(
         "--target", help="target model: a folder, a GGUF file or a hub id (default: known for the released drafters)"
     )
-    files.add_argument("--out", type=Path, help="folder to write (default: NAME-BACKEND, from --ckpt and the first --backend)")
+    files.add_argument(
+        "--out", type=Path,
+        help="folder to write (default: NAME-BACKEND, from --ckpt, or else --target, and the first --backend)",
+    )  # fmt: skip
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     precision = parser.add_argument_group("backends and precision")
     precision.add_argument(
@@ -71,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     tree.add_argument(
         "--rows", type=int, metavar="R",
-        help="rows that the target verifies in one pass, root included "
+        help="rows that the target verifies in one pass, root included; without a drafter those of looked-up tokens "
         "(default: 8 on the CPU, 64 elsewhere, or 16 there with --weights int4)",
     )  # fmt: skip
     tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (default: 2)")
@@ -116,6 +129,34 @@ def parser() -> argparse.ArgumentParser:
         help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
     )  # fmt: skip
     return parser
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """The options of a command line, at least one source among them."""
+    options = parser()
+    args = options.parse_args(argv)
+    if args.ckpt is None and args.target is None:
+        options.error("nothing to export: name a drafter with --ckpt, or a model without a drafter with --target")
+    return args
+
+
+def require_drafter(args: argparse.Namespace) -> None:
+    """Raises InputError for an option that needs a drafter if there is none."""
+    given = [f"--{name.replace('_', '-')}" for name in _DRAFTING if getattr(args, name) not in (None, [])]
+    given += ["--policy chain"] * (args.policy == "chain") + ["--backend vllm"] * ("vllm" in args.backend)
+    if args.ckpt is None and given:
+        raise InputError(f"{given[0]} is for a drafter, and there is none: name one with --ckpt, or leave the option out")
+
+
+def chain_config(args: argparse.Namespace, capacity: int) -> "TreeConfig":
+    """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible --rows."""
+    from graphs.tree import TreeConfig
+
+    rows = _rows(args) if args.rows is None else args.rows
+    if not 2 <= rows <= _MOST_ROWS:
+        raise GumihoError(f"--rows is {rows}: give 2 to {_MOST_ROWS}")
+    rows = min(rows, capacity)
+    return TreeConfig(rows, min(rows - 1, _DEEPEST), heads=0, top_k=1, head_top_k=1, beam=1)
 
 
 def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
@@ -168,12 +209,13 @@ def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.checkpoint import Checkpoint
     from .checkpoints.gguf_file import GgufCheckpoint, gguf_file
     from .checkpoints.hub import target_of
+    from .checkpoints.lone_target import LoneTarget
     from .checkpoints.pair import Pair
 
     source = args.target or target_of(args.ckpt)
     file = gguf_file(source)
     target = GgufCheckpoint(source, file) if file else Checkpoint(source, "target")
-    return Pair(target, Checkpoint(args.ckpt, "drafter"))
+    return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"))
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
@@ -220,6 +262,7 @@ def plan(args: argparse.Namespace) -> "Plan":
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"
         )
     backends = tuple(dict.fromkeys(args.backend))
-    plan = Plan(pair, tree_config(args, pair), capacity, dtype(args), backends, quantized(args), linking(args))
+    tree = tree_config(args, pair) if pair.has_drafter else chain_config(args, capacity)
+    plan = Plan(pair, tree, capacity, dtype(args), backends, quantized(args), linking(args))
     plan.require_links()
     return plan

@@ -38,8 +38,9 @@ def _is_matrix(name: str, source: Source) -> bool:
 class Plan:
     """What an export writes: the pair, the tree of its draft graph, the capacity, and the backends.
 
-    quantized: the scheme of the weights of ``target`` and ``draft`` (``int8``, ``int4``, ``w8a8`` or ``fp8``); models without
-    an entry are not quantized. link: hard-link checkpoints' files instead of copying tensors that backends can read directly.
+    tree: without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of the weights of ``target``
+    and ``draft`` (``int8``, ``int4``, ``w8a8`` or ``fp8``); models without an entry are not quantized. link: hard-link checkpoints'
+    files instead of copying tensors that backends can read directly.
     """
 
     pair: Pair
@@ -49,6 +50,11 @@ class Plan:
     backends: tuple[str, ...] = ("cpu",)
     quantized: Mapping[str, str] = field(default_factory=dict)
     link: bool = False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have weights."""
+        return ("target", "draft") if self.pair.has_drafter else ("target",)
 
     @property
     def trace_specs(self) -> dict[str, TraceSpec]:
@@ -98,10 +104,13 @@ class Plan:
         return f"{to}, blocks of {block}" if block else f"{to}, a scale a row"
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
-        """The parameters of both models before quantization."""
+        """The parameters of the models before quantization."""
+        target = self.pair.target_sources(self.positions)
+        if not self.pair.has_drafter:
+            return {"target": target}
         heads, schemes = max(0, self.tree.depth - self.tree.serial_steps), self.schemes(self.codes[0])
         draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft"))
-        return {"target": self.pair.target_sources(self.positions), "draft": draft}
+        return {"target": target, "draft": draft}
 
     def sources(self) -> dict[str, dict[str, Source]]:
         """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``."""
@@ -165,7 +174,8 @@ class Plan:
             for file, sources in self.sources().items()
         }
         drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
-        return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), self.pair.drafter.identity()])
+        drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
+        return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter])
 
     def disk(self) -> int:
         """Upper bound of the bytes of disk space: weights, graphs, golden run and engines."""

@@ -78,6 +78,7 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
 
     defaults = {BACKENDS[name].drafter for name in args.backend}
     draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
+    draft = "none" if args.ckpt is None else draft
     schemes = {"target": ("--weights", args.weights or "none", TARGET), "draft": ("--draft-weights", draft, DRAFTER)}
     for option, scheme, choices in schemes.values():
         refusing = [name for name in args.backend if scheme != "none" and scheme not in BACKENDS[name].quantized]

@@ -10,8 +10,10 @@ from .precision import recommendation
 if TYPE_CHECKING:
     import argparse
 
+    from graphs.tree import TreeConfig
     from runtime.bundle.reader import Bundle
 
+    from .checkpoints.pair import Pair
     from .engines import Compiled
     from .plan import Plan
 
@@ -21,14 +23,12 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
     from .plan import DTYPE_NAMES, free_space
 
     pair, tree, sizes, shared = plan.pair, plan.tree, plan.sizes(), plan.shared()
-    target, drafter = pair.target_shape, pair.draft_shape
+    target = pair.target_shape
     lines = [
         f"Would write the bundle '{out}' for {', '.join(plan.backends)}.",
         f"Target: {pair.target.source}, a Llama of {target.layers} layers, hidden size {target.hidden}, "
         f"{target.vocabulary} tokens in its vocabulary.",
-        f"Drafter: {pair.drafter.source}, {drafter.layers} serial layers and {pair.heads} heads.",
-        f"Draft tree: {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
-        + (", built as by the official code." if tree.reference else "."),
+        *(_drafter(pair, tree) if pair.has_drafter else _no_drafter(tree)),
         f"Capacity: {plan.capacity} positions for prompt and text together.",
         f"Precision: {DTYPE_NAMES[plan.dtype]}, except what is quantized.",
         *_schemes(plan),
@@ -42,6 +42,21 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
         "Nothing was written, because of --dry-run.",
     ]
     return "\n".join(lines)
+
+
+def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
+    return [
+        f"Drafter: {pair.drafter.source}, {pair.draft_shape.layers} serial layers and {pair.heads} heads.",
+        f"Draft tree: {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
+        + (", built as by the official code." if tree.reference else "."),
+    ]
+
+
+def _no_drafter(tree: "TreeConfig") -> list[str]:
+    return [
+        "Drafter: none. The bundle decodes plainly and by prompt lookup.",
+        f"Rows: up to {tree.rows} in a pass that verifies looked-up tokens.",
+    ]
 
 
 def _schemes(plan: "Plan") -> list[str]:

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from graphs.dialects.quantization import bits_of, dequantize
 from graphs.drafter import Drafter
+from runtime.decoding.decoder import Decoder
 from runtime.model import load
 
 from .checkpoints.llama import transformers_config
@@ -28,7 +29,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     """Runs random tokens through a finished bundle in chunks of uneven size.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
-    where the target's choice differs, and the largest error of the tree's scores (in nats).
+    where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
     """
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
@@ -57,28 +58,36 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             hidden_parts.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
             choice_parts.append(decoder.passes.choice[:n].copy())
             start += n
-        decoder.clear()
-        decoder.text = ids.tolist(), ()
-        last = decoder.prefill(ids.tolist(), speculate=True)
-        assert last is not None
-        decoder.catch_up()
-        decoder.passes.accepted_rows[0], decoder.passes.accepted_tokens[0], decoder.passes.accepted_count[0] = (
-            last,
-            decoder.passes.choice[last],
-            1,
-        )
-        decoder.passes.draft_and_verify(1)[0]()
-        decoder.device.synchronize()
-        scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
-        pending = int(decoder.passes.accepted_tokens[0])
+        drafted = _drafted_scores(decoder, ids) if plan.pair.has_drafter else None
 
-    expected_scores = _tree_scores(plan, ids, pending, hidden)
-    return {
+    errors = {
         "target logits": _relative(np.concatenate(logit_parts), logits),
         "target hidden": _relative(np.concatenate(hidden_parts), hidden),
         "choices that differ": float((np.concatenate(choice_parts) != logits.argmax(-1).numpy()).mean()),
-        "draft scores": float(np.abs(scores - expected_scores.numpy()).max()),
     }
+    if drafted:
+        found_scores, pending = drafted
+        expected_scores = _tree_scores(plan, ids, pending, hidden)
+        errors["draft scores"] = float(np.abs(found_scores - expected_scores.numpy()).max())
+    return errors
+
+
+def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
+    """The scores of the engines' tree behind ``ids``, and its root."""
+    decoder.clear()
+    decoder.text = ids.tolist(), ()
+    last = decoder.prefill(ids.tolist(), speculate=True)
+    assert last is not None
+    decoder.catch_up()
+    decoder.passes.accepted_rows[0], decoder.passes.accepted_tokens[0], decoder.passes.accepted_count[0] = (
+        last,
+        decoder.passes.choice[last],
+        1,
+    )
+    decoder.passes.draft_and_verify(1)[0]()
+    decoder.device.synchronize()
+    scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
+    return scores, int(decoder.passes.accepted_tokens[0])
 
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:

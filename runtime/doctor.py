@@ -64,7 +64,7 @@ def examine(
                 ready = True
                 notes.append(f"{folder.relative_to(bundle.path)} is current")
                 if costs := Costs.read(folder, manifest.rows):
-                    notes += costs.lines()
+                    notes += costs.lines(manifest.has_drafter)
             except GumihoError as error:
                 notes.append(f"{error}{f' --device {devices[name]}' if devices[name] else ''}")
         lines += [f"  {name}: {line}" for line in (*summary.performance(bundle, name, costs), *notes)]

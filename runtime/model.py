@@ -16,7 +16,7 @@ from .backends import Backend, Engine, backend, close, require
 from .bundle.manifest import Form
 from .bundle.reader import Bundle
 from .decoding.cycle import Cycle
-from .decoding.decoder import Decoder, check
+from .decoding.decoder import Decoder, check, check_settings
 from .decoding.grammar import GrammarMatchers
 from .decoding.prices import Costs
 from .decoding.settings import Options, Settings
@@ -146,6 +146,7 @@ class Model:
         self._require_open()
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         check(self.bundle.manifest, ids)
+        check_settings(self.bundle.manifest, settings)
         return Generation(self, self.selector(ids, settings), resume)
 
     def selector(self, prompt: Sequence[int], settings: Settings) -> TokenSelector:

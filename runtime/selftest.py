@@ -20,12 +20,12 @@ from .backends import DEVICES, NAMES
 from .backends import backend as make_backend
 from .command import argument_parser
 from .command import run as run_command
-from .decoding.cycle import Tree
 from .engines.store import find_engines
 from .errors import InputError
 from .generation import Generation
 from .lossless import Difference, differences
 from .model import Model, load
+from .rows_alone import rows_alone
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -35,7 +35,6 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "no_repeat_ngram": 4},
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
 )
-_SHORT = 12  # tokens of the texts whose trees are computed again row by row
 _TOP_K, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the sampled texts; _TOKENS is their length
 _SIGNIFICANCE = 1e-4  # the test fails if a deviation as large has a lower probability
 _FEWEST = 200  # texts that the chi-squared test needs
@@ -75,10 +74,11 @@ class Comparison:
 
 
 def prompts(model: Model, count: int) -> list[list[int]]:
-    """Prompts of random tokens, the same in every run."""
+    """Prompts of random tokens, the same in every run. Without a drafter every prompt repeats itself, for the prompt lookup."""
     random, manifest = np.random.default_rng(0), model.bundle.manifest
-    longest = max(1, min(48, manifest.capacity // 2))
-    return [random.integers(0, manifest.vocabulary, random.integers(1, longest + 1)).tolist() for _ in range(count)]
+    repeated = 1 if manifest.has_drafter else 2
+    longest = max(1, min(48, manifest.capacity // 2) // repeated)
+    return [random.integers(0, manifest.vocabulary, random.integers(1, longest + 1)).tolist() * repeated for _ in range(count)]
 
 
 def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]) -> Generation:
@@ -92,35 +92,6 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
     """Continues a prompt with and without speculation."""
     speculative, plain = (generated(model, prompt, tokens, speculate, settings) for speculate in (True, False))
     return Comparison(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
-
-
-def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
-    """Computes the rows of a text's trees again, each in a pass of its own. Lossless output relies on identical rows, and these
-    on kernels that differ between processors.
-
-    Returns the number of rows, and the number of those whose logits are not bitwise equal.
-    """
-    text, trees = list(prompt), list[tuple[int, Tree, np.ndarray]]()
-    generation = model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True)
-    for cycle in generation.cycles():
-        if cycle.tree:
-            logits = np.stack([model.decoder.passes.row(row) for row in range(len(cycle.tree.tokens))])
-            trees.append((len(text) - 1, cycle.tree, logits))
-        text += cycle.tokens
-    unequal = 0
-    with model.exclusive() as decoder:
-        for past, tree, logits in trees:
-            decoder.clear()
-            decoder.prefill(text[:past], speculate=False)
-            paths = [[0]]
-            for row in range(1, len(tree.tokens)):
-                paths.append([*paths[tree.parents[row]], row])
-            for path, tree_logits in zip(paths, logits, strict=True):
-                decoder.passes.target_cache.length[0] = past
-                for row in path:
-                    decoder.feed([tree.tokens[row]])
-                unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
-    return sum(len(logits) for _, _, logits in trees), unequal
 
 
 def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
@@ -225,11 +196,12 @@ def results(
         yield _identity(model, settings, prompts(model, count), tokens, deadline)
     if model.decoder.passes.graphs["target"].precision == "int8":
         compared = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
+        many = "trees" if model.bundle.manifest.has_drafter else "passes of several rows"
         rows, unequal = (sum(numbers) for numbers in zip(*compared, strict=True))
         yield Result(
             "rows",
             rows > 0 and not unequal,
-            f"{rows - unequal} of {rows} in trees are bitwise equal to the same rows computed one by one",
+            f"{rows - unequal} of {rows} in {many} are bitwise equal to the same rows computed one by one",
         )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
     expected, counts, reported = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()

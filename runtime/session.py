@@ -115,7 +115,8 @@ class Session:
 
 def _size(decoder: Decoder) -> int:
     """The most bytes that the arrays of a saved session can have."""
-    caches = [tensor for name in ("target", "draft") for tensor in decoder.passes.graphs[name].caches]
+    graphs = decoder.passes.graphs
+    caches = [tensor for name in ("target", "draft") if name in graphs for tensor in graphs[name].caches]
     ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
     return ids + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in caches)
 

@@ -98,7 +98,8 @@ def trace_spec(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quanti
     dialect = spec.dialect
     if not spec.static:
         # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
-        odd = any(size % 16 for size in (pair.target_shape.head_dim, pair.draft_shape.head_dim))
+        shapes = (pair.target_shape, pair.draft_shape) if pair.has_drafter else (pair.target_shape,)
+        odd = any(shape.head_dim % 16 for shape in shapes)
         unquantized = Standard if odd else dialect
         # ``Standard`` does not round activations, which is slower.
         target_dialect = unquantized if "target" not in quantized else Exact if exact else Standard

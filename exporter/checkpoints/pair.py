@@ -57,6 +57,8 @@ class Pair:
     Raises InputError if they do not, and DamageError for checkpoints that lack tensors.
     """
 
+    has_drafter = True
+
     def __init__(self, target: Checkpoint, drafter: Checkpoint) -> None:
         self.target, self.drafter = target, drafter
         self.target_config, self.draft_config = llama_config(target), llama_config(drafter)

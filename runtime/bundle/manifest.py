@@ -12,8 +12,9 @@ from .records import Bounds, OneOf, Pattern, sealed
 FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
-# Features that this version knows. Bundles of later versions name under ``requires`` the features that a reader must know.
-FEATURES: tuple[str, ...] = ()
+TARGET_ONLY = "target-only"  # the feature of a bundle without a drafter
+# Features that this version knows. Bundles name under ``requires`` the features that a reader must know.
+FEATURES: tuple[str, ...] = (TARGET_ONLY,)
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
@@ -74,8 +75,8 @@ class Form:
 
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: every pass of
     the target then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
-    any number. graphs: ``target``, ``draft`` and ``extend``. spares: the same graphs in other dialects, by dialect, for devices
-    and releases that cannot run the first.
+    any number. graphs: ``target``, and with a drafter ``draft`` and ``extend``. spares: the same graphs in other dialects, by
+    dialect, for devices and releases that cannot run the first.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -107,10 +108,11 @@ class TreeShape:
 class Manifest:
     """A bundle's description (``gumiho.json``).
 
-    capacity: most positions of a text, prompt included. rows: of the tree, root included. depth: drafted tokens on its longest
-    path. tree: how it is grown. dtype: of caches, hidden rows and logits. weights: how the weights of ``target`` and ``draft``
-    are quantized, in words. eos_token_ids: all tokens that end a text. forms: by backend. files: by path relative to the
-    bundle. requires: features that a reader must know to run the bundle (``FEATURES``).
+    capacity: most positions of a text, prompt included. rows: of the tree, root included; without a drafter the most rows that
+    a pass verifies. depth: drafted tokens on its longest path. tree: how it is grown; None without a drafter. dtype: of caches,
+    hidden rows and logits. weights: how the weights of ``target`` and ``draft`` are quantized, in words. eos_token_ids: all
+    tokens that end a text. forms: by backend. files: by path relative to the bundle. requires: features that a reader must know
+    to run the bundle (``FEATURES``).
     """
 
     capacity: Annotated[int, Bounds(1, 1 << 24)]
@@ -122,7 +124,7 @@ class Manifest:
     weights: Mapping[Annotated[str, OneOf(("target", "draft"))], str]
     eos_token_ids: tuple[Count, ...]
     forms: Mapping[Backend, Form]
-    tree: TreeShape
+    tree: TreeShape | None
     sources: Mapping[str, str]
     files: Mapping[str, File]
     requires: tuple[str, ...] = ()
@@ -132,6 +134,11 @@ class Manifest:
     def default(self) -> str:
         """The backend that the bundle was exported for first."""
         return next(iter(self.forms))
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the bundle drafts. Without a drafter it decodes plainly and by prompt lookup."""
+        return self.tree is not None
 
     def form(self, backend: str) -> Form:
         """The graphs for a backend. Raises InputError if the bundle was not exported for it."""

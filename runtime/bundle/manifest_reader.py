@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -18,9 +18,12 @@ def parse_manifest(text: str, file: Path) -> Manifest:
         if not isinstance(raw, dict):
             raise Damage("it is not a JSON object")
         _require_format(raw.get("format"), file)
-        manifest = checked(Manifest, unsealed(raw))
-        if unknown := sorted(set(manifest.requires) - set(FEATURES)):
+        content = unsealed(raw)
+        # Before the other fields, which a later feature may have changed.
+        required = checked(tuple[str, ...], content.get("requires", []), "requires")
+        if unknown := sorted(set(required) - set(FEATURES)):
             raise InputError(f"{file} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
+        manifest = checked(Manifest, content)
         _check(manifest)
         return manifest
     except Damage as error:
@@ -35,15 +38,20 @@ def _check(manifest: Manifest) -> None:
         raise Damage(f"depth is {manifest.depth}, expected less than the {manifest.rows} rows")
     if outside := [token for token in manifest.eos_token_ids if token >= manifest.vocabulary]:
         raise Damage(f"eos_token_ids holds {outside[0]}, expected ids below {manifest.vocabulary}")
+    if manifest.has_drafter == (TARGET_ONLY in manifest.requires):
+        raise Damage(f"requires is {list(manifest.requires)}, expected '{TARGET_ONLY}' if tree is null and only then")
     for name in manifest.files:
         _require_inside(name)
+    expected = GRAPHS if manifest.has_drafter else ("target",)
     for backend, form in manifest.forms.items():
         if form.static and form.chunk < manifest.rows:
             raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {manifest.rows} or more")
         for dialect, graphs in form.variants().items():
             at = f"forms.{backend} ({dialect})"
-            if missing := set(GRAPHS) - graphs.keys():
+            if missing := set(expected) - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
+            if surplus := graphs.keys() - set(expected):
+                raise Damage(f"{at} has a graph '{min(surplus)}' and tree is null, expected only the graph 'target'")
             for graph in graphs.values():
                 if graph.file not in manifest.files:
                     raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")

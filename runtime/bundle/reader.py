@@ -82,10 +82,11 @@ class Bundle:
         return sum(file.size for name, file in self.manifest.files.items() if name.startswith("weights/"))
 
     def caches(self, backend: str) -> int:
-        """Bytes of the KV caches of target and drafter, and of the target's hidden rows that the drafter reads later."""
+        """Bytes of the KV caches, and of the target's hidden rows that a drafter reads later."""
         graphs, manifest = self.manifest.form(backend).graphs, self.manifest
-        tensors = [*graphs["target"].caches, *graphs["draft"].caches]
-        hidden_rows = manifest.capacity * manifest.hidden * np.dtype(manifest.dtype).itemsize
+        tensors = [tensor for name in ("target", "draft") if name in graphs for tensor in graphs[name].caches]
+        kept = manifest.capacity if manifest.has_drafter else 0
+        hidden_rows = kept * manifest.hidden * np.dtype(manifest.dtype).itemsize
         return hidden_rows + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 SEAL = "sha256"
@@ -105,7 +105,9 @@ def _checked(kind: Any, raw: Any, at: str) -> Any:
     if origin is Annotated:
         return _bounded(_checked(arguments[0], raw, at), arguments[1], at)
     if origin in (Union, UnionType):
-        for alternative in arguments:
+        if raw is None and NoneType in arguments:
+            return None
+        for alternative in (one for one in arguments if one is not NoneType):
             try:
                 return _checked(alternative, raw, at)
             except Damage as error:

@@ -17,6 +17,7 @@ from .engine_passes import EnginePasses
 from .planner import Planner
 from .prices import Costs
 from .proposers import Continuation, DraftTree, Proposal, Proposer
+from .settings import Settings
 from .stats import Stats
 from .token_selector import TokenSelector
 
@@ -35,6 +36,17 @@ def check(manifest: Manifest, prompt: Sequence[int]) -> None:
         raise InputError(f"the prompt holds token id {foreign}, outside the vocabulary of {manifest.vocabulary}")
 
 
+def check_settings(manifest: Manifest, settings: Settings) -> None:
+    """Raises InputError for settings about draft trees if the bundle has no drafter."""
+    about_trees = {"rows": settings.rows, "tree": settings.tree, "accept": settings.accept}
+    given = next((name for name, value in about_trees.items() if value not in (None, "exact")), "")
+    if given and not manifest.has_drafter:
+        raise InputError(
+            f"{given} is {about_trees[given]!r}, which is about draft trees, and the bundle has no drafter: leave it out, or "
+            "export with --ckpt"
+        )
+
+
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
@@ -49,7 +61,8 @@ class Decoder:
         self.manifest, self.form, self.device = manifest, form, device
         self.passes = EnginePasses(manifest, form, engines, device)
         self.history = DraftHistory(self.passes)
-        self.planner = Planner(costs, manifest.depth, form.chunk if form.static else 0) if costs else None
+        padded = form.chunk if form.static else 0
+        self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter) if costs else None
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.valid_target_length = manifest.capacity
@@ -104,7 +117,7 @@ class Decoder:
         assert self.selector
         settings, continuation.looked_up = self.selector.settings, ()
         if planner is None:
-            return draft_tree if settings.speculate else continuation
+            return draft_tree if settings.speculate and self.manifest.has_drafter else continuation
         if settings.looks_up:
             continuation.looked_up = planner.lookup(emitted, 0 if planner.plain_pass_due else self.room - 1)
         return continuation if continuation.looked_up or planner.plain_pass_due or not planner.drafting else draft_tree
@@ -176,7 +189,7 @@ class Decoder:
             part = prompt[start : start + self.form.chunk]
             n = len(part)
             self.feed(part)
-            if speculate:  # the last row is the first draft's
+            if speculate and self.manifest.has_drafter:  # the last row is the first draft's
                 self.history.record(start, n, range(begin, min(start + n, len(prompt) - 1)))
         return n - 1
 
@@ -213,7 +226,7 @@ class Decoder:
         Rows that the drafter has not read yet are read now if their hidden rows are still there, otherwise together with the target.
         """
         shared, drafted = self.shared(prompt)
-        history = self.history
+        history, speculate = self.history, speculate and self.manifest.has_drafter
         if speculate and history.pending_range.start == drafted < shared - 1:
             history.pending_range = range(drafted, min(history.pending_range.stop, shared - 1))
             self.catch_up()

@@ -12,6 +12,7 @@ _MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts agai
 
 class DraftHistory:
     """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
+    Without a drafter it holds no hidden rows, and nothing is read.
 
     The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
@@ -24,7 +25,8 @@ class DraftHistory:
         manifest = passes.manifest
         self._passes, self._device = passes, passes.device
         self._last_hidden = passes.hidden.reshape(1, len(passes.tokens), manifest.hidden)
-        self.hidden_history = self._device.zeros((1, manifest.capacity, manifest.hidden), manifest.dtype)
+        positions = manifest.capacity if manifest.has_drafter else 0
+        self.hidden_history = self._device.zeros((1, positions, manifest.hidden), manifest.dtype)
         self.forget()
 
     def forget(self) -> None:

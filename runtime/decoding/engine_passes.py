@@ -15,12 +15,12 @@ _DRAFT, _TARGET = 0, 1
 
 
 class EnginePasses:
-    """Passes of target and drafter, by their number of rows.
+    """Passes of target and drafter, by their number of rows. Without a drafter only the target's causal passes are bound.
 
     If the form is static, every pass has a fixed size: padding rows are computed and ignored.
 
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
-    [widest, H]: outputs of the target's last pass by row. tree: the draft graph's ``tree_*`` outputs. accepted_rows,
+    [widest, H]: outputs of the target's last pass by row. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows,
     accepted_tokens: int64 [widest], rows of ``hidden`` that the next draft reads, and the token after each; accepted_count:
     int64 [1], how many of them it reads. history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns:
     nanoseconds spent in the drafter's and the target's engines.
@@ -31,22 +31,30 @@ class EnginePasses:
         self.engines, self.device = engines, device
         device.enter()
         self.target_cache = KVCache(device, self.graphs["target"])
-        self.draft_cache = KVCache(device, self.graphs["draft"], self.graphs["extend"])
-        most, widest = manifest.depth + 1, max(manifest.rows, form.chunk)
+        drafting = [self.graphs[name] for name in ("draft", "extend") if name in self.graphs]
+        self.draft_cache = KVCache(device, *drafting, dtype=manifest.dtype)
+        widest = max(manifest.rows, form.chunk)
         self.choice = np.zeros(widest, np.int64)
         self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
         self.hidden = device.zeros((widest, manifest.hidden), manifest.dtype)
         self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
-        self.tree = self.graphs["draft"].tree_buffers(device)
+        self.tree: dict[str, Array] = {}
         self.accepted_rows, self.accepted_tokens = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.accepted_count = np.zeros(1, np.int64)
-        self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
         self.engine_ns = [0, 0]
         self._bound: dict[tuple[str, int], Call] = {}
         for rows in (form.chunk, 1):
             self.causal(rows)
+        if manifest.has_drafter:
+            self._bind_drafter()
+
+    def _bind_drafter(self) -> None:
+        manifest, form, device = self.manifest, self.form, self.device
+        self.tree = self.graphs["draft"].tree_buffers(device)
+        self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
         verify = self.verification(manifest.rows)
         self.extend(form.chunk)
+        most = manifest.depth + 1
         accepted = [most] if form.static else range(1, most + 1)
         self._cycles = [device.fuse(self._bind_draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
 

@@ -13,17 +13,18 @@ class KVCache:
     """Keys and values by position, in one contiguous array [layers, 2, kv heads, S, d].
 
     A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own. ``commit``
-    keeps some of them.
+    keeps some of them. A cache that no graph uses is empty and stays so.
 
     data: the array, as [layers * 2 * kv heads, S, d]. length: int64 [1] on the host, the positions filled so far; the graphs'
     ``past_length`` is bound to it.
     """
 
-    def __init__(self, device: Device, *graphs: Graph) -> None:
-        """graphs: those that share the cache."""
-        tensors = graphs[0].caches
-        _, kv_heads, self.capacity, self.head_dim = (int(n) for n in tensors[0].shape)
-        self._device, self._groups, self._dtype = device, len(tensors) * kv_heads, tensors[0].dtype
+    def __init__(self, device: Device, *graphs: Graph, dtype: str = "float32") -> None:
+        """graphs: those that share the cache, if any. dtype: of an empty cache; others have that of their graphs."""
+        tensors = graphs[0].caches if graphs else ()
+        _, self._kv_heads, self.capacity, self.head_dim = (int(n) for n in tensors[0].shape) if tensors else (1, 0, 0, 0)
+        self._device, self._groups = device, len(tensors) * self._kv_heads
+        self._dtype = tensors[0].dtype if tensors else dtype
         self.length = np.zeros(1, np.int64)
         self.data, views = self._allocate(len(tensors), self.capacity)
         past = {tensor.name: view for tensor, view in zip(tensors, views, strict=True)}
@@ -39,9 +40,8 @@ class KVCache:
             self._bindings[graph.file] = past | written | {"past_length": self.length}
 
     def _allocate(self, caches: int, positions: int) -> tuple[Array, list[Array]]:
-        kv_heads = self._groups // caches
         data = self._device.zeros((self._groups, positions, self.head_dim), self._dtype)
-        whole = data.reshape(caches, 1, kv_heads, positions, self.head_dim)
+        whole = data.reshape(caches, 1, self._kv_heads, positions, self.head_dim)
         return data, [whole[i] for i in range(caches)]
 
     def bindings(self, graph: Graph) -> Mapping[str, Array]:

@@ -54,10 +54,11 @@ class Planner:
     In plain Python: right after a pass, which empties the processor's caches, numpy took three times as long.
     """
 
-    def __init__(self, costs: Costs, depth: int, padded: int = 0) -> None:
-        """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0."""
+    def __init__(self, costs: Costs, depth: int, padded: int = 0, drafts: bool = True) -> None:
+        """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0. drafts: whether
+        there is a drafter."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
-        self._padded = padded
+        self._padded, self._drafts = padded, drafts
         self._calibration = _Calibration(depth)
         self._balance = _DraftBalance()
         self._lookups = _LookupForecast()
@@ -83,7 +84,7 @@ class Planner:
     @property
     def drafting(self) -> bool:
         """Whether drafting is on: the next cycle is to draft, unless a plain pass is due or a lookup is verified."""
-        return self._balance.pause_left <= 0
+        return self._drafts and self._balance.pause_left <= 0
 
     def lookup(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """The looked-up tokens to verify in the next cycle instead of a draft, at most ``most``; none if something else

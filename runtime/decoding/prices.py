@@ -64,12 +64,12 @@ class Costs:
         costs = Costs.read(folder, rows)
         return costs and Costs(rising(costs.target), costs.draft, costs.host)
 
-    def lines(self) -> list[str]:
-        """The table and warnings about odd entries, for people."""
+    def lines(self, drafts: bool = True) -> list[str]:
+        """The table and warnings about odd entries, for people. drafts: whether there is a drafter."""
         target = sorted(self.target.items())
         lines = [
             f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}",
-            f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}",
+            f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}" if drafts else f"host {self.host / 1e6:.3g}",
         ]
         for (fewer, price), (more, lower) in pairwise(target):
             if lower < price:

@@ -113,14 +113,15 @@ class Continuation:
     """
 
     def __init__(self, passes: EnginePasses, history: DraftHistory, planner: Planner | None) -> None:
-        """planner: if it may choose to draft later; None if nothing will be drafted."""
+        """planner: if it chooses how to decode; None for plain decoding of the whole text."""
         self.passes, self.history, self.planner = passes, history, planner
+        self.defers = planner is not None and passes.manifest.has_drafter  # whether the drafter may read the tokens later
         self.looked_up: Sequence[int] = ()
 
     def propose(self, most: int) -> Proposal:
         passes = self.passes
         pending = int(passes.accepted_tokens[int(passes.accepted_count[0]) - 1])
-        if self.planner:
+        if self.defers:
             self.history.defer()
         return _Chain(self, [pending, *self.looked_up[: most - 1]])
 
@@ -144,7 +145,7 @@ class _Chain:
 
     def committed(self, path: Sequence[int]) -> None:
         passes, history, planner = self._proposer.passes, self._proposer.history, self._proposer.planner
+        if self._proposer.defers and len(path) > passes.manifest.depth + 1:  # more than a draft reads
+            history.defer(kept=1)
         if planner:
-            if len(path) > passes.manifest.depth + 1:  # more than a draft reads
-                history.defer(kept=1)
             planner.decoded(passes.engine_ns[1], self.count)

@@ -118,9 +118,7 @@ def compile(check: Check) -> Findings:
 
 def replay(check: Check) -> Findings:
     """Replays the golden run through the engines on disk."""
-    form, depth = check.bundle.manifest.form(check.name), check.bundle.manifest.depth
-    tolerance = {name: golden.TOLERANCE[form.graphs[name].precision] for name in ("target", "draft")}
-    tolerance["draft"] *= depth
+    tolerance = golden.limits(check.bundle.manifest.form(check.name), check.bundle.manifest.depth)
     errors = golden.check(check.bundle, check.backend, find_engines(check.bundle, check.backend))
     return Findings({name: {"error": error, "tolerance": tolerance[name]} for name, error in errors.items()})
 

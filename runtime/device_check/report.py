@@ -131,7 +131,7 @@ def _times(pieces: Mapping[str, Any]) -> str:
     heading = ["context", "plain pass", *(f"target, {n} rows" for n in rows), "draft", "draft and verification", "prefill"]
     table = [
         [str(at["context"]), cell(at["plain"]), *(cell(at["target"].get(n)) for n in rows),
-         cell(at.get("draft")), cell(at["cycle"]),
+         cell(at.get("draft")), cell(at.get("cycle")),
          f"{cell(at['prefill']['times'])}, {at['prefill']['rows'] / at['prefill']['times'][0] * 1e3:.0f} tokens/s"]
         for at in contexts
     ]  # fmt: skip

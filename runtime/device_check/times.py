@@ -52,12 +52,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 
 def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
     """Times at a context length, with any content in the caches: the time of a dense pass does not depend on it."""
-    rows, chunk = decoder.manifest.rows, decoder.form.chunk
-    draft, verify = decoder.passes.draft_and_verify(1)
-
-    def cycle() -> None:
-        draft()
-        verify()
+    rows, chunk, passes = decoder.manifest.rows, decoder.form.chunk, decoder.passes
 
     def measured(call: Callable[[], None]) -> tuple[float, float]:
         def complete() -> None:
@@ -69,14 +64,24 @@ def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
         return min(nanoseconds) / 1e6, median(nanoseconds) / 1e6
 
     decoder.clear()
-    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
-    decoder.passes.accepted_count[0] = 1
-    at: dict[str, Any] = {"context": context, "cycle": measured(cycle), "plain": measured(decoder.passes.causal(1))}
-    if verify is decoder.passes.verification(rows):  # otherwise draft and verification are one launch
-        at["draft"] = measured(draft)
+    passes.target_cache.length[0] = context
+    at: dict[str, Any] = {"context": context}
+    if decoder.manifest.has_drafter:
+        passes.draft_cache.length[0], passes.accepted_count[0] = context, 1
+        draft, verify = passes.draft_and_verify(1)
+
+        def cycle() -> None:
+            draft()
+            verify()
+
+        at["cycle"] = measured(cycle)
+        if verify is passes.verification(rows):  # otherwise draft and verification are one launch
+            at["draft"] = measured(draft)
+    at["plain"] = measured(passes.causal(1))
+    verification = passes.verification if decoder.manifest.has_drafter else passes.causal
     sizes = [rows] if decoder.form.static else sorted({n for n in _ROWS if n < rows} | {rows})
-    at["target"] = {str(n): measured(decoder.passes.verification(n)) for n in sizes}
-    at["prefill"] = {"rows": chunk, "times": measured(decoder.passes.causal(chunk))}
+    at["target"] = {str(n): measured(verification(n)) for n in sizes}
+    at["prefill"] = {"rows": chunk, "times": measured(passes.causal(chunk))}
     return at
 
 

@@ -2,7 +2,7 @@
 
 golden.npz contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
 tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
-(``next``).
+(``next``). Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
         _part(run, f"{name}.top_ids", integer, (n, k), tokens)
         _part(run, f"{name}.top_logits", float32, (n, k))
         _part(run, f"{name}.hidden", np.dtype(manifest.dtype), (n, manifest.hidden))
-    for name, source in (("tree", "prompt"), ("next", "verify")):
+    for name, source in (("tree", "prompt"), ("next", "verify")) if manifest.has_drafter else ():
         n = len(_part(run, f"{name}.read", integer, (None,), tokens))
         if not 1 <= n <= manifest.depth + 1:
             raise Damage(f"{name} reads {n} tokens, expected 1 to {manifest.depth + 1}")

@@ -25,17 +25,18 @@ _SHARE = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.5}
 def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
     """Runs the recorded passes on new caches whose unused positions contain garbage, padded if the form is static.
 
-    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and
-    ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the tolerance of its
-    graph's precision, the target chooses another token by more than that, or a tree differs from the recorded one; and
-    DamageError if the golden run is damaged.
+    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and, with a
+    drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the
+    tolerance of its graph's precision, the target chooses another token by more than that, or a tree differs from the recorded
+    one; and DamageError if the golden run is damaged.
     """
     run, manifest = read(bundle), bundle.manifest
     device.enter()
-    target, draft = KVCache(device, form.graphs["target"]), KVCache(device, form.graphs["draft"], form.graphs["extend"])
-    for cache in (target, draft):
+    drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
+    target, draft = KVCache(device, form.graphs["target"]), KVCache(device, *drafting)
+    for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
-    errors = {"target": 0.0, "draft": 0.0}
+    errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
 
     def target_pass(name: str) -> tuple[Call, Call]:
         """A recorded pass of the target, and a function that checks its outputs."""
@@ -94,6 +95,10 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             device.synchronize()
             check()
 
+    if not drafting:
+        run_checked(target_pass("prompt"))
+        run_checked(target_pass("verify"))
+        return errors
     prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
     run_checked(target_pass("prompt"), draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
     (draft_tree, check_tree), (verify, check_verify) = tree_pass("tree", hidden), target_pass("verify")
@@ -110,7 +115,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
 def limits(form: Form, depth: int) -> dict[str, float]:
     """The largest errors that pass, as ``replay`` returns them. depth: of the tree."""
     # A node's score is the sum of as many log-probabilities as its depth.
-    return {"target": TOLERANCE[form.graphs["target"].precision], "draft": TOLERANCE[form.graphs["draft"].precision] * depth}
+    factors = {"target": 1, "draft": depth}
+    return {name: TOLERANCE[form.graphs[name].precision] * factor for name, factor in factors.items() if name in form.graphs}
 
 
 def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:

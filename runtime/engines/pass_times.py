@@ -1,6 +1,6 @@
 """Measures the times of passes on this device, when engines are compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 
 from ..decoding.decoder import Decoder
@@ -14,36 +14,54 @@ _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
 
 def measure(decoder: Decoder) -> Costs:
     """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few runs
-    counts.
+    counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
 
     If a pass over fewer rows took longer than one over more rows, it gets the lower time. On devices that launch draft and
     verification together, their time counts as the target's and the draft's is 0.
     """
-    rows, static = decoder.manifest.rows, decoder.form.static
     decoder.clear()
-    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = min(
-        _CONTEXT, decoder.manifest.capacity - rows
-    )
-    decoder.passes.accepted_count[0] = 1
-    draft, verify = decoder.passes.draft_and_verify(1)
+    decoder.passes.target_cache.length[0] = min(_CONTEXT, decoder.manifest.capacity - decoder.manifest.rows)
+    costs = _cycles(decoder) if decoder.manifest.has_drafter else _causal_passes(decoder)
+    decoder.clear()
+    return costs
+
+
+def _cycles(decoder: Decoder) -> Costs:
+    """The costs of drafting and verifying."""
+    rows, passes = decoder.manifest.rows, decoder.passes
+    passes.draft_cache.length[:] = passes.target_cache.length
+    passes.accepted_count[0] = 1
+    draft, verify = passes.draft_and_verify(1)
 
     def cycle() -> None:
         draft()
         verify()
         decoder.device.synchronize()
 
-    if static:
-        costs = Costs(rising({1: _fastest(decoder.passes.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
-    else:
-        cycle()  # makes a tree to verify
-        by_rows = {1: _fastest(decoder.passes.causal(1)), rows: _fastest(decoder.passes.verification(rows))}
-        started = perf_counter_ns()
-        for size in sizes(rows):
-            if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
-                by_rows[size] = _fastest(decoder.passes.verification(size))
-        costs = Costs(rising(by_rows), _fastest(draft), _HOST)
-    decoder.clear()
-    return costs
+    if decoder.form.static:
+        return Costs(rising({1: _fastest(passes.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
+    cycle()  # makes a tree to verify
+    by_rows = _by_rows(rows, {1: _fastest(passes.causal(1))}, passes.verification)
+    return Costs(rising(by_rows), _fastest(draft), _HOST)
+
+
+def _causal_passes(decoder: Decoder) -> Costs:
+    """The costs without a drafter."""
+    rows, passes = decoder.manifest.rows, decoder.passes
+    plain = _fastest(passes.causal(1))
+    by_rows = {1: plain, rows: plain} if decoder.form.static else _by_rows(rows, {1: plain}, passes.causal)
+    return Costs(rising(by_rows), 0.0, _HOST)
+
+
+def _by_rows(rows: int, measured: Mapping[int, float], bind: Callable[[int], Callable[[], None]]) -> dict[int, float]:
+    """Nanoseconds of passes by their number of rows, up to ``rows``. measured: those known already; bind: a pass over so many
+    rows."""
+    by_rows = {**measured, rows: _fastest(bind(rows))}
+    started = perf_counter_ns()
+    for size in sizes(rows):
+        if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
+            by_rows[size] = _fastest(bind(size))
+    return by_rows
 
 
 def _fastest(call: Callable[[], None]) -> float:

@@ -15,6 +15,7 @@ from .golden_replay import limits
 TAU = 4.46  # tokens per pass: the paper's mean over six sets of prompts (Llama-3-8B, temperature 0, 64 rows)
 _WORTHWHILE = 1.5  # times the speed of plain decoding
 _CHOICES = "choices that differ"  # a share of positions, without a limit: near-ties may differ
+_NO_DRAFTER = "no drafter: decodes plainly and by prompt lookup"
 
 
 def content(bundle: Bundle) -> list[str]:
@@ -22,18 +23,26 @@ def content(bundle: Bundle) -> list[str]:
     manifest = bundle.manifest
     nbytes = sum(file.size for file in manifest.files.values())
     form = manifest.form(manifest.default)
-    precisions = {model: manifest.weights.get(model) or form.graphs[model].precision for model in ("target", "draft")}
+    words = {model: word for model, word in (("target", "target"), ("draft", "drafter")) if model in form.graphs}
+    weights = [f"{word} {manifest.weights.get(model) or form.graphs[model].precision}" for model, word in words.items()]
+    rows = f"verifies up to {manifest.rows} rows; capacity {manifest.capacity} positions"
+    if manifest.tree:
+        rows = (
+            f"{manifest.rows} rows, depth {manifest.depth}; capacity {manifest.capacity} positions; "
+            f"drafts {manifest.tree.vocabulary} of {manifest.vocabulary} tokens"
+        )
     return [
         f"{size(nbytes)} in {len(manifest.files)} files, made for {', '.join(manifest.forms)}",
-        f"weights: target {precisions['target']}; drafter {precisions['draft']}; KV caches {manifest.dtype}",
-        f"{manifest.rows} rows, depth {manifest.depth}; capacity {manifest.capacity} positions; "
-        f"drafts {manifest.tree.vocabulary} of {manifest.vocabulary} tokens",
+        f"weights: {'; '.join(weights)}; KV caches {manifest.dtype}",
+        rows,
     ]
 
 
 def performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]:
     """What a cycle costs, and the speed-up that follows. costs: of passes as measured on this machine, None if they are not."""
     manifest, graphs = bundle.manifest, bundle.manifest.form(backend).graphs
+    if not manifest.has_drafter:
+        return [f"a plain pass reads {size(graphs['target'].reads)} of weights", _NO_DRAFTER]
     target, draft = graphs["target"].reads, graphs["draft"].reads
     share = 1 + draft / target
     lines = [
