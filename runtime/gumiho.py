@@ -18,6 +18,7 @@ COMMANDS = {
     "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
     "device-check": ("runtime.device_check.main", (), "check and measure a bundle on a device, and write a report"),
     "export": ("exporter.cli", (), "export a drafter and its target to a bundle"),
+    "train": ("exporter.training.cli", (), "train a drafter for a target"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Training a Gumiho drafter for a target that has none."""

@@ -1,0 +1,135 @@
+"""Batches of text with the target's hidden states, and the anchors in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .model import Anchors
+from .store import ANSWER, TOKEN, Text
+
+SPAN = 32  # consecutive anchors, which share the target's distributions
+_HELD_OUT = 50  # one record in so many is never trained on
+
+
+def held_out(record: int) -> bool:
+    return record % _HELD_OUT == 0
+
+
+@dataclass
+class Batch:
+    """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; lengths: [B]."""
+
+    ids: Tensor
+    answer: Tensor
+    hidden: Tensor
+    lengths: list[int]
+
+
+class Features:
+    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record."""
+
+    def __init__(self, folder: Path | None, text: Text, decoder: Any) -> None:
+        """folder: where to keep them, None for nowhere. decoder: transformers' LlamaModel."""
+        self.text, self.decoder = text, decoder
+        self.width: int = decoder.config.hidden_size
+        self.states = self.done = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.states, self.done = folder / "hidden.bin", folder / "done.bin"
+            for file in (self.states, self.done):
+                file.touch()
+
+    def of(self, records: Sequence[int]) -> list[Tensor]:
+        """bf16 [n, H] of each record."""
+        if self.states is None or self.done is None:
+            return self._compute(records)
+        with open(self.states, "r+b") as states, open(self.done, "r+b") as done:
+            known = set(np.flatnonzero(np.frombuffer(done.read(), np.uint8)).tolist())
+            missing = [record for record in records if record not in known]
+            row = self.width * 2
+            fresh = dict(zip(missing, self._compute(missing), strict=True)) if missing else {}
+            for record, hidden in fresh.items():
+                states.seek(self.text.start(record) * row)
+                states.write(hidden.view(torch.int16).cpu().numpy().tobytes())
+            states.flush()
+            for record in fresh:
+                done.seek(record)
+                done.write(b"\1")
+            found = []
+            for record in records:
+                start, end = self.text.start(record), int(self.text.ends[record])
+                states.seek(start * row)
+                read = np.frombuffer(states.read((end - start) * row), np.int16).reshape(-1, self.width)
+                found.append(torch.from_numpy(read.copy()).view(torch.bfloat16))
+            return found
+
+    @torch.no_grad()
+    def _compute(self, records: Sequence[int]) -> list[Tensor]:
+        texts = [(self.text.record(record) & TOKEN).astype(np.int64) for record in records]
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+        for row, own in zip(ids, texts, strict=True):
+            row[: len(own)] = torch.from_numpy(own)
+        device = self.decoder.embed_tokens.weight.device
+        # Without a mask: attention is causal, so what pads a text at its end is seen by nothing that counts.
+        hidden = self.decoder(ids.to(device), use_cache=False).last_hidden_state.to(torch.bfloat16)
+        return [hidden[row, : len(own)].clone() for row, own in enumerate(texts)]
+
+
+def usable(text: Text, depths: int, training: bool) -> NDArray[np.int64]:
+    """Records that are long enough for a span of anchors, of those to train on or of those held out."""
+    lengths = np.diff(text.ends, prepend=0)
+    held = np.arange(len(text)) % _HELD_OUT == 0
+    return np.flatnonzero((lengths >= SPAN + depths + 2) & (held != training))
+
+
+def choose(text: Text, records: NDArray[np.int64], positions: int, rng: np.random.Generator) -> list[int]:
+    """Records of similar length for about so many positions, padding included."""
+    drawn = rng.choice(records, min(len(records), 256), replace=False)
+    lengths = text.ends[drawn] - np.where(drawn > 0, text.ends[drawn - 1], 0)
+    order = np.argsort(lengths, kind="stable")
+    begin = int(rng.integers(len(order)))
+    chosen: list[int] = []
+    for place in [*order[begin:], *order[:begin][::-1]]:
+        longest = max(int(lengths[place]), *(int(text.ends[r]) - text.start(r) for r in chosen), 0)
+        if chosen and longest * (len(chosen) + 1) > positions:
+            break
+        chosen.append(int(drawn[place]))
+    return chosen
+
+
+def batch(text: Text, features: Features, records: Sequence[int], device: str = "cpu") -> Batch:
+    stored = [text.record(record) for record in records]
+    lengths = [len(own) for own in stored]
+    ids = torch.zeros(len(stored), max(lengths), dtype=torch.int64)
+    answer = torch.zeros(ids.shape, dtype=torch.bool)
+    hidden = torch.zeros(*ids.shape, features.width, dtype=torch.bfloat16)
+    for row, (own, states) in enumerate(zip(stored, features.of(records), strict=True)):
+        ids[row, : len(own)] = torch.from_numpy((own & TOKEN).astype(np.int64))
+        answer[row, : len(own)] = torch.from_numpy((own & ANSWER) != 0)
+        hidden[row, : len(own)] = states
+    return Batch(ids.to(device), answer.to(device), hidden.to(device), lengths)
+
+
+def anchors(batch: Batch, spans: int, depths: int, rng: np.random.Generator) -> Anchors:
+    """Spans that begin somewhere before a random answer token, each token as likely as another."""
+    rows, places = (x.cpu().numpy() for x in batch.answer.nonzero(as_tuple=True))
+    drawn = rng.choice(len(rows), spans, replace=len(rows) < spans)
+    last = np.array(batch.lengths)[rows[drawn]] - SPAN - depths - 1
+    begin = np.clip(places[drawn] - 2 - rng.integers(0, SPAN, spans), 0, last)
+    device = batch.ids.device
+    place = torch.from_numpy(begin).to(device)[:, None] + torch.arange(SPAN, device=device)
+    return Anchors(torch.from_numpy(rows[drawn].astype(np.int64)).to(device), place)
+
+
+def wanted(batch: Batch, at: Anchors, depths: int) -> tuple[Tensor, Tensor]:
+    """The target's hidden states from one position after the anchors, [N, SPAN + depths - 1, H], and whether what follows each is an
+    answer token, bool of that shape without H."""
+    after = torch.arange(1, SPAN + depths, device=at.place.device)
+    place = at.place[:, :1] + after
+    return batch.hidden[at.record[:, None], place], batch.answer[at.record[:, None], place + 1]

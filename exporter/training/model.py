@@ -1,0 +1,181 @@
+"""The drafter in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafter.py for that."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+BLOCKS = 5  # residual blocks of a head after its first, as released
+Cache = tuple[Tensor, Tensor]  # keys and values, [B, kv heads, n, d]
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, d, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
+        self.head_dim = d
+        self.q_proj = nn.Linear(h, config.num_attention_heads * d, bias=bias)
+        self.k_proj = nn.Linear(h, config.num_key_value_heads * d, bias=bias)
+        self.v_proj = nn.Linear(h, config.num_key_value_heads * d, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=bias)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, inner, bias = config.hidden_size, config.intermediate_size, bool(config.mlp_bias)
+        self.gate_proj, self.up_proj = nn.Linear(h, inner, bias=bias), nn.Linear(h, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, h, bias=bias)
+
+
+class _Norm(nn.Module):
+    """nn.RMSNorm mixes no precisions in its fast form."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps: float = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class SerialLayer(nn.Module):
+    """A Llama layer; the first of a drafter has no ``input_layernorm``. Its attention takes keys from wherever the caller has them."""
+
+    def __init__(self, config: LlamaConfig, input_norm: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = _Attention(config), _Mlp(config)
+        self.input_layernorm = _Norm(config) if input_norm else None
+        self.post_attention_layernorm = _Norm(config)
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [B, n, H] -> queries [B, heads, n, d], keys and values [B, kv heads, n, d]."""
+        attention = self.self_attn
+        normed = self.input_layernorm(x) if self.input_layernorm is not None else x
+        q, k, v = (
+            linear(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *(table.to(q.dtype) for table in rotary))
+        return q, k, v
+
+    def finish(self, x: Tensor, q: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
+        """x: [B, n, H]; mask: bool [B or 1, 1, n, keys], causal without one."""
+        attended = F.scaled_dot_product_attention(q, *cache, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        x = x + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(y)) * self.mlp.up_proj(y))
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+
+@dataclass
+class Anchors:
+    """Spans of positions to draft from: ``record`` int64 [N], the text of the batch; ``place`` int64 [N, S], consecutive positions."""
+
+    record: Tensor
+    place: Tensor
+
+    def of(self, x: Tensor, ahead: int = 0) -> Tensor:
+        """x: [B, T, ...] -> [N, S, ...], its rows at the anchors or so many positions after them."""
+        return x[self.record[:, None], self.place + ahead]
+
+    def first(self, count: int) -> "Anchors":
+        return Anchors(self.record[:count], self.place[:count])
+
+
+class Drafter(nn.Module):
+    """Parameters are named as in the released checkpoints. config: of the serial layers."""
+
+    def __init__(self, config: LlamaConfig, heads: int) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.config = config
+        self.fc = nn.Linear(2 * h, h)
+        self.layers = nn.ModuleList([SerialLayer(config, i > 0) for i in range(config.num_hidden_layers)])
+        self.mlp = nn.ModuleList(
+            [nn.ModuleList([_Block(h if block else 2 * h, h) for block in range(BLOCKS + 1)]) for _ in range(heads)]
+        )
+        rotary = LlamaRotaryEmbedding(config)
+        self.inverse: Tensor
+        self.register_buffer("inverse", rotary.inv_freq, persistent=False)
+        self.scaling: float = rotary.attention_scaling
+
+    def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """z(x, h). embedded, hidden: [..., H]."""
+        return self.fc(torch.cat((embedded, hidden), -1))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [B, n, d]. positions: int64 [B, n]."""
+        angle = positions[..., None].float() * self.inverse.float()
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
+
+    def extend(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, list[Cache]]:
+        """Serial step 1 of every position p: reads (x of p + 1, h of p).
+
+        embedded, hidden: [B, n, H], already shifted against each other -> y [B, n, H] and the layers' caches.
+        """
+        x = self.fuse(embedded, hidden)
+        rotary = self.rotary(torch.arange(x.shape[1], device=x.device)[None])
+        caches: list[Cache] = []
+        for layer in self.serial:
+            q, k, v = layer.project(x, rotary)
+            caches.append((k, v))
+            x = layer.finish(x, q, (k, v), None)
+        return x, caches
+
+    def step(self, embedded: Tensor, hidden: Tensor, anchors: Anchors, caches: list[Cache]) -> Tensor:
+        """Serial step 2 from every anchor: its row sees the caches up to the anchor, and itself.
+
+        embedded: [N, S, H], the drafted token; hidden: [N, S, H], what drafted it -> [N, S, H].
+        """
+        x = self.fuse(embedded, hidden)
+        rotary = self.rotary(anchors.place + 1)
+        keys = torch.arange(caches[0][0].shape[2], device=x.device)
+        seen = keys <= anchors.place[..., None]
+        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand(x.shape[0], -1, -1)
+        mask = torch.cat((seen, own), -1)[:, None]
+        for layer, (k0, v0) in zip(self.serial, caches, strict=True):
+            q, k, v = layer.project(x, rotary)
+            cache = torch.cat((k0[anchors.record], k), 2), torch.cat((v0[anchors.record], v), 2)
+            x = layer.finish(x, q, cache, mask)
+        return x
+
+    @property
+    def serial(self) -> list[SerialLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def pairs(self, first: Tensor, y1: Tensor, second: Tensor, y2: Tensor) -> Tensor:
+        """What the heads read. first, second: embedded tokens drafted by y1 and y2; all [..., H] -> [..., 2H]."""
+        return torch.cat((self.fuse(first, y1), self.fuse(second, y2)), -1)
+
+    def head(self, i: int, x: Tensor) -> Tensor:
+        """x: ``pairs`` -> [..., H]."""
+        blocks: Any = self.mlp[i]
+        x = F.silu(blocks[0].linear(x))
+        for block in blocks[1:]:
+            x = x + F.silu(block.linear(x))
+        return x
+
+    def forward(self, embedded: Tensor, hidden: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
+        """What every depth predicts from the anchors: serial 1, serial 2, then each head for the first ``headed`` spans.
+
+        embedded: [B, T, H], of the text's tokens; hidden: [B, T, H], the target's -> [N, S, H] each; depth d predicts the hidden state d
+        positions after the anchor.
+        """
+        y, caches = self.extend(embedded[:, 1:], hidden[:, :-1])
+        y1 = anchors.of(y)
+        y2 = self.step(anchors.of(embedded, 2), y1, anchors, caches)
+        few = anchors.first(headed)
+        pairs = self.pairs(few.of(embedded, 2), y1[:headed], few.of(embedded, 3), y2[:headed])
+        return [y1, y2, *(self.head(i, pairs) for i in range(len(self.mlp)))]

@@ -1,0 +1,85 @@
+"""What training goes on from, and what it leaves: both are replaced as a whole, so that there always is one that is intact."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from runtime.errors import DamageError, InputError, UnavailableError
+
+from ..checkpoints.json_config import reason
+from .model import Drafter
+from .store import write_whole
+
+
+def replace(file: Path, write: Callable[[Path], None]) -> None:
+    """Has a new file written beside the old one, then puts it in its place. Raises UnavailableError for a full disk."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{file.name}.new")
+    try:
+        write(beside)
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(beside, file)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for failing writes, safetensors an OSError or its own
+        beside.unlink(missing_ok=True)
+        raise UnavailableError(
+            f"'{file}' cannot be written ({reason(error)}): free some space; the one before it is intact"
+        ) from None
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def save(file: Path, state: dict[str, Any]) -> None:
+    replace(file, lambda path: torch.save(state, path))
+
+
+def read(file: Path, known: dict[str, Any]) -> dict[str, Any] | None:
+    """The state that ``save`` wrote, None if there is none.
+
+    known: what must be as it was. Raises DamageError for a file that cannot be read, InputError if it belongs to another run.
+    """
+    if not file.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found = state["known"]
+    except Exception as error:
+        raise DamageError(f"'{file}' cannot be read ({reason(error)}): delete it, and training begins anew") from None
+    for name, value in known.items():
+        if found.get(name) != value:
+            raise InputError(
+                f"'{file}' was trained with {name} {found.get(name)}, and this run has {value}: give the same, or another folder with --work"
+            )
+    return state
+
+
+def write_checkpoint(folder: Path, drafter: Drafter, weights: dict[str, Tensor], ids: Tensor | None) -> None:
+    """Writes the released layout: config.json, and model.safetensors in fp16 without the embedding, which is the target's.
+
+    weights: of the drafter, by its names. ids: the draft vocabulary, written as ``token_map``.
+    """
+    state = {name: weights[name].detach().to("cpu", torch.float16).contiguous() for name in drafter.state_dict()}
+    if ids is not None:
+        state["token_map"] = ids.to(torch.int64)
+    config = drafter.config
+    keep = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
+    )  # fmt: skip
+    about = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "float16",
+        "bias": True,
+    }
+    about |= {name: getattr(config, name) for name in keep}
+    replace(folder / "model.safetensors", lambda path: save_file(state, path, {"format": "pt"}))
+    write_whole(folder / "config.json", json.dumps(about, indent=2).encode())

@@ -1,0 +1,150 @@
+"""The target writes training text: many conversations at once, each in a slot of its own with its own KV cache."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+
+from .conversation import Conversation, Script
+from .store import Text
+
+_CANDIDATES = 64  # tokens that are sampled from: the tail beyond them is noise
+_FLUSH = 20.0  # seconds between writes to disk
+
+
+class Slots:
+    """Keys and values of as many conversations as there are slots, by groups of one capacity.
+
+    sizes: slots and positions of each group. Attention reads a group's whole capacity: products of contiguous matrices cost less than
+    half of those that skip what is not filled (CPU, bf16).
+    """
+
+    def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
+        config, weight = model.config, model.lm_head.weight
+        self.model, self.sizes, self.count = model, sizes, sum(slots for slots, _ in sizes)
+        self.kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        made: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        shape = self.kv_heads, self.head_dim
+        self.caches = [
+            [tuple(torch.zeros(slots, shape[0], capacity, shape[1], **made) for _ in "kv") for slots, capacity in sizes]
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.masks = [torch.full((slots, 1, 1, capacity), -torch.inf, device=weight.device) for slots, capacity in sizes]
+        self.first = [sum(slots for slots, _ in sizes[:group]) for group in range(len(sizes))]
+
+    def restart(self, slot: int) -> None:
+        group = max(g for g, first in enumerate(self.first) if slot >= first)
+        self.masks[group][slot - self.first[group]] = -torch.inf
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        """query: [slots, heads, 1, d]; key, value: [slots, kv heads, 1, d]; positions: int64 [slots] -> [slots, 1, heads, d]."""
+        out = []
+        for (slots, capacity), first, mask, (keys, values) in zip(
+            self.sizes, self.first, self.masks, self.caches[module.layer_idx], strict=True
+        ):
+            own = slice(first, first + slots)
+            rows, at = torch.arange(slots, device=query.device), positions[own]
+            keys[rows, :, at] = key[own, :, 0]
+            values[rows, :, at] = value[own, :, 0]
+            batch = slots * self.kv_heads
+            q = query[own].reshape(batch, -1, self.head_dim) * module.scaling
+            scores = torch.bmm(q, keys.view(batch, capacity, -1).transpose(1, 2)).view(slots, self.kv_heads, -1, capacity)
+            share = (scores.float() + mask).softmax(-1).to(values.dtype).view(batch, -1, capacity)
+            out.append(torch.bmm(share, values.view(batch, capacity, -1)).view(slots, 1, -1, self.head_dim))
+        return torch.cat(out)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The logits after one more token of every conversation. tokens, positions: int64 [slots] -> [slots, V]."""
+        for (slots, _), first, mask in zip(self.sizes, self.first, self.masks, strict=True):
+            rows = torch.arange(slots, device=mask.device)
+            mask[rows, 0, 0, positions[first : first + slots]] = 0
+        decoder = self.model.model
+        x = decoder.embed_tokens(tokens[:, None])
+        rotary = decoder.rotary_emb(x, positions[:, None])
+        for layer in decoder.layers:
+            x = layer(x, position_embeddings=rotary, slots=self, positions=positions)
+        return self.model.lm_head(decoder.norm(x)[:, 0])
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, slots: Slots, positions: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    return slots.attend(module, query, key, value, positions), None
+
+
+AttentionInterface.register("gumiho_slots", _attend)
+
+
+def choose(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
+    """The next tokens. logits: [slots, V]; heat: temperatures fp32 [slots], 0 for the first choice -> int64 [slots]."""
+    values, tokens = logits.float().topk(min(_CANDIDATES, logits.shape[1]))
+    noise = -torch.empty(values.shape).exponential_(generator=generator).clamp_min_(1e-30).log().to(values.device)
+    place = (values + heat[:, None] * noise).argmax(-1)  # Gumbel: adding noise to logits samples from their softmax
+    return tokens.gather(1, place[:, None])[:, 0]
+
+
+def groups(batch: int, window: int) -> list[tuple[int, int]]:
+    """Slots and positions: half are short, since most conversations are, and attention costs what the capacity is."""
+    long = max(1, batch // 4)
+    sizes = [(batch - 2 * long, max(16, window * 3 // 8)), (long, max(16, window * 5 // 8)), (long, window)]
+    return [(slots, capacity) for slots, capacity in sizes if slots > 0]
+
+
+def write(
+    model: Any, text: Text, script: Script, wanted: int, batch: int, window: int,
+    report: Callable[[str], None], seed: int = 0, stopped: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """Appends records to ``text`` until it has ``wanted`` tokens.
+
+    model: transformers' LlamaForCausalLM, in the precision to compute in. batch: conversations at once. window: most positions of one.
+    Resumed, it begins new conversations: those under way are lost, finished ones are not.
+    """
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = "gumiho_slots"
+    try:
+        slots = Slots(model, groups(batch, window))
+        limits = [capacity for count, capacity in slots.sizes for _ in range(count)]
+        generator = torch.Generator().manual_seed(seed + text.tokens)
+        talks = [script.next(limit, window) for limit in limits]
+        finished: list[tuple[NDArray[Any], int]] = []
+        device, begun, flushed, before = model.lm_head.weight.device, time.monotonic(), time.monotonic(), text.tokens
+        pending = 0
+        while text.tokens + pending < wanted and any(talks) and not stopped():
+            # An idle slot reads the same token over and over.
+            tokens = torch.tensor([talk.ids[talk.read] if talk else 0 for talk in talks], device=device)
+            positions = torch.tensor([talk.read if talk else 0 for talk in talks], device=device)
+            logits = slots.step(tokens, positions)
+            heat = torch.tensor([talk.heat if talk else 0.0 for talk in talks], device=device)
+            chosen = choose(logits, heat, generator).tolist()
+            for slot, talk in enumerate(talks):
+                if talk and _advance(talk, chosen[slot], script):
+                    finished.append((talk.record(), talk.source))
+                    pending += len(finished[-1][0])
+                    slots.restart(slot)
+                    talks[slot] = script.next(limits[slot], window)
+            if time.monotonic() - flushed > _FLUSH:
+                text.append(finished)
+                finished, pending, flushed = [], 0, time.monotonic()
+                report(progress(text.tokens, wanted, (text.tokens - before) / (flushed - begun)))
+        text.append(finished)
+    finally:
+        model.config._attn_implementation = implementation
+
+
+def _advance(talk: Conversation, token: int, script: Script) -> bool:
+    """One token further. Returns whether the conversation is over."""
+    talk.read += 1
+    if not (talk.add(token, script.decode) if talk.choosing else talk.read >= talk.limit - 1):
+        return False
+    script.over(talk)
+    return True
+
+
+def progress(tokens: int, wanted: int, rate: float) -> str:
+    left = f"{(wanted - tokens) / rate / 60:.0f} min left" if rate > 0 else "no rate yet"
+    return f"text  {tokens:,} of {wanted:,} tokens  {rate:.0f} a second  {left}"

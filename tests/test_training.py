@@ -1,0 +1,398 @@
+"""``gumiho train``: losses, the form that is trained, self-written text, resuming, what comes out, and bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import exporter.cli
+import runtime
+from exporter.training import cli, loop, losses, start, state, store, target, text
+from exporter.training.batches import SPAN, Features, anchors, batch, usable, wanted
+from exporter.training.conversation import Script, template
+from exporter.training.evaluate import Evaluation, Vocabulary, Walk
+from exporter.training.model import Anchors, Drafter
+from runtime.errors import DamageError, InputError, UnavailableError
+
+DEMO = Path(__file__).parent.parent / "demo"
+SOURCE = Path(__file__).parent.parent / "runtime" / "model.py"
+CHAT = (
+    "{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\n' + m.content + '<|end_of_text|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin_of_text|>assistant\n' }}{% endif %}"
+)
+SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2", "--threads", "1", "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return target.load(str(DEMO / "target"))
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(DEMO / "target", folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
+    """Text of a file, in records of 96 tokens."""
+    llama, tokenizer = model
+    made = store.Text(tmp_path_factory.mktemp("text"), llama.config.vocab_size, target.fingerprint(llama))
+    ids = np.array(tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
+    with made.writing():
+        made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
+    return made
+
+
+def trainee(model, written: store.Text, steps: int = 6, rate: float = 2e-3) -> tuple[loop.Training, Evaluation]:
+    llama, _ = model
+    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
+    features = Features(None, written, llama.model)
+    torch.manual_seed(1)
+    drafter = Drafter(start.config(llama, 2), 3)
+    start.from_target(drafter, llama, written, features)
+    settings = loop.Settings(steps, 384, 4, rate, 2, 0.8, 0.1, 0.5, 0, torch.float32)
+    made = loop.Training(drafter, written, features, embed, Vocabulary(lm_head, None), settings)
+    return made, Evaluation(written, features, embed, lm_head, texts=2, most=24, rows=(4,))
+
+
+def naive(outs: list[Tensor], hidden: Tensor, weight: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL, smooth L1 and agreement by depth, one anchor at a time."""
+    kl, distance, hits = (torch.zeros(len(outs), dtype=torch.float64) for _ in range(3))
+    for depth, out in enumerate(outs):
+        count = 0
+        for n in range(out.shape[0]):
+            for s in range(out.shape[1]):
+                if not valid[n, s + depth]:
+                    continue
+                h, y = hidden[n, s + depth].double(), out[n, s].double()
+                p, q = (weight.double() @ h).softmax(0), (weight.double() @ y).softmax(0)
+                kl[depth] += (p * (p / q).log()).sum()
+                distance[depth] += torch.where((y - h).abs() < 1, (y - h) ** 2 / 2, (y - h).abs() - 0.5).mean()
+                hits[depth] += p.argmax() == q.argmax()
+                count += 1
+        kl[depth], distance[depth], hits[depth] = (x[depth] / count for x in (kl, distance, hits))
+    return kl, distance, hits
+
+
+def some_outs() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 4 + 2, 12, generator=draw)
+    outs = [torch.randn(n, 4, 12, generator=draw, requires_grad=True) for n in (5, 5, 2)]
+    return outs, hidden, torch.randn(31, 12, generator=draw), torch.rand(5, 6, generator=draw) < 0.8
+
+
+def test_losses_are_those_of_a_naive_loop() -> None:
+    outs, hidden, weight, valid = some_outs()
+    loss, hits = losses.losses(outs, hidden, weight, valid, 0.3)
+    kl, distance, agreement = naive(outs, hidden, weight, valid)
+    torch.testing.assert_close(loss.double(), kl + 0.3 * distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hits.double(), agreement)
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    outs, hidden, weight, valid = some_outs()
+    losses.losses(outs, hidden, weight, valid, 0.3)[0].sum().backward()
+    found = [out.grad.clone() for out in outs]
+    total = torch.zeros(())
+    for depth, out in enumerate(outs):
+        real, ahead = valid[: len(out), depth : depth + 4].float(), hidden[: len(out), depth : depth + 4]
+        p, q = ((x @ weight.T).log_softmax(-1) for x in (ahead, out))
+        apart = F.smooth_l1_loss(out, ahead, reduction="none").mean(-1)
+        total = total + (((p.exp() * (p - q)).sum(-1) + 0.3 * apart) * real).sum() / real.sum()
+    for out in outs:
+        out.grad = None
+    total.backward()
+    for own, out in zip(found, outs, strict=True):
+        torch.testing.assert_close(own, out.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_slices_change_nothing() -> None:
+    results = []
+    for most in (1, 31 * 6 * 2, 1 << 30):
+        outs, hidden, weight, valid = some_outs()
+        loss, hits = losses.losses(outs, hidden, weight, valid, 0.1, most)
+        loss.sum().backward()
+        results.append([loss.detach(), hits, *(out.grad for out in outs)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_second_step_sees_the_text_up_to_its_anchor_and_itself(model) -> None:
+    llama, _ = model
+    torch.manual_seed(2)
+    drafter = Drafter(start.config(llama, 2), 2)
+    embedded, hidden = torch.randn(2, 20, 192), torch.randn(2, 20, 192)
+    y, caches = drafter.extend(embedded[:, 1:], hidden[:, :-1])
+    at = Anchors(torch.tensor([0, 1]), torch.tensor([[3, 4, 5], [10, 11, 12]]))
+    found = drafter.step(at.of(embedded, 2), at.of(y), at, caches)
+    for n in range(2):
+        for s in range(3):
+            row, p = int(at.record[n]), int(at.place[n, s])
+            tokens = embedded[row : row + 1, 1 : p + 3]
+            states = torch.cat((hidden[row : row + 1, : p + 1], y[row : row + 1, p : p + 1]), 1)
+            torch.testing.assert_close(found[n, s], drafter.extend(tokens, states)[0][0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_anchors_lie_before_answers_and_within_the_text(model, written: store.Text) -> None:
+    llama, _ = model
+    own = batch(written, Features(None, written, llama.model), [1, 2], "cpu")
+    at = anchors(own, 6, 5, np.random.default_rng(0))
+    hidden, valid = wanted(own, at, 5)
+    assert hidden.shape == (6, SPAN + 4, 192)
+    assert valid.all()
+    assert int(at.place.min()) >= 0
+    assert int(at.place.max()) + 5 + 1 < own.ids.shape[1]
+    row, place = int(at.record[0]), int(at.place[0, 0])
+    torch.testing.assert_close(hidden[0, 2], own.hidden[row, place + 3])
+
+
+def test_hidden_states_on_disk_are_the_targets_own(model, written: store.Text, tmp_path: Path) -> None:
+    llama, _ = model
+    kept = Features(tmp_path, written, llama.model)
+    records = [4, 1, len(written) - 1]
+    first = kept.of(records)
+    reader = Features(tmp_path, written, llama.model)
+    reader.decoder = None  # nothing is computed again
+    again = reader.of(records)
+    for record, a, b in zip(records, first, again, strict=True):
+        ids = torch.from_numpy((written.record(record) & store.TOKEN).astype(np.int64))
+        with torch.no_grad():
+            expected = llama.model(ids[None]).last_hidden_state[0].to(torch.bfloat16)
+        torch.testing.assert_close(a, expected, rtol=0.02, atol=0.02)
+        assert torch.equal(a, b)
+
+
+def test_a_few_steps_reduce_the_loss_on_held_out_text(model, written: store.Text) -> None:
+    training, evaluation = trainee(model, written, steps=20)
+    before = evaluation(training.drafter, training.vocabulary)
+    while training.step < 20:
+        training.advance()
+    after = evaluation(training.averaged(), training.vocabulary)
+    assert sum(after.loss) < 0.9 * sum(before.loss)
+    assert 1 <= after.tau[4] <= 4
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(model, written: store.Text, tmp_path: Path) -> None:
+    whole, evaluation = trainee(model, written)
+    pace, quiet = loop.Pace(1e9, 1e9), lambda _: None
+    assert loop.run(whole, evaluation, tmp_path / "a.pt", {}, pace, quiet, lambda: False, lambda: None)
+    first, _ = trainee(model, written)
+    assert not loop.run(first, evaluation, tmp_path / "b.pt", {}, pace, quiet, lambda: first.step >= 3, lambda: None)
+    second, _ = trainee(model, written)
+    stored = state.read(tmp_path / "b.pt", {})
+    assert stored is not None
+    assert stored["step"] == 3
+    second.resume(stored)
+    assert loop.run(second, evaluation, tmp_path / "b.pt", {}, pace, quiet, lambda: False, lambda: None)
+    for name, expected in whole.average.items():
+        assert torch.equal(expected, second.average[name]), name
+
+
+def test_killed_training_goes_on(tmp_path: Path) -> None:
+    """Through the command: kill -9 after the first saved state, then the same command."""
+    common = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--save-every", "0.0001", "--steps", "8"]
+    assert cli.main([*common, "--out", str(tmp_path / "whole")]) == 0
+    own = [*common, "--out", str(tmp_path / "killed")]
+    process = subprocess.Popen([sys.executable, "-m", "exporter.training.cli", *own], stdout=subprocess.DEVNULL)
+    file = tmp_path / "killed-training" / "state" / "state.pt"
+    while not file.exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert file.exists()
+    assert cli.main(own) == 0
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "drafter"
+    arguments = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out)]
+    assert cli.main([*arguments, "--draft-vocab", "1500", "--heads", "3"]) == 0
+    assert "step 3 of 3" in capsys.readouterr().out
+    bundle = tmp_path / "bundle"
+    assert (
+        exporter.cli.main(["--ckpt", str(out), "--target", str(DEMO / "target"), "--out", str(bundle), "--capacity", "128"])
+        == 0
+    )
+    with runtime.load(bundle) as loaded:
+        prompt = "def first(items):\n"
+        drafted = loaded.generate(prompt, max_new_tokens=48, lookup=False)
+        said = "".join(drafted)
+        plain = loaded.generate(prompt, max_new_tokens=48, speculate=False)
+        assert said == "".join(plain)
+        assert drafted.ids == plain.ids
+        assert drafted.stats.tau > 1.1
+    # A drafter that exists is a beginning.
+    again = [*arguments[:-1], str(tmp_path / "again"), "--init", str(out), "--draft-vocab", "1500"]
+    assert cli.main(again) == 0
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_trees_are_those_of_the_runtime(tmp_path: Path, model, written: store.Text) -> None:
+    """Tau on a text that the target wrote greedily is what decoding it gains."""
+    training, _ = trainee(model, written)
+    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), None)
+    bundle = tmp_path / "bundle"
+    sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
+    assert exporter.cli.main([*sources, "--out", str(bundle), "--capacity", "128", "--draft-weights", "none"]) == 0
+    llama, _ = model
+    with runtime.load(bundle) as loaded:
+        prompt = loaded.encode("import os\n\n\ndef ")
+        session = loaded.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
+        list(session)
+        ids = [*prompt, *session.ids]
+    folder = store.Text(tmp_path / "text", llama.config.vocab_size, "x")
+    with folder.writing():
+        folder.append([(np.array(ids, np.uint32) | store.ANSWER | store.GREEDY, -1)])
+    own = batch(folder, Features(None, folder, llama.model), [0], "cpu")
+    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
+    with torch.no_grad():
+        tokens, cycles = Walk(training.drafter, own, embed, Vocabulary(lm_head, None)).run(8, len(prompt), len(ids))
+    assert tokens == len(ids) - len(prompt) - 1
+    assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
+
+
+def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path) -> None:
+    llama, tokenizer = target.load(str(chat_target))
+    pieces = template(tokenizer, target.ends(llama, tokenizer, "demo"))
+    assert tokenizer.decode(pieces.opening) == "<|begin_of_text|>user\n"
+    assert tokenizer.decode(pieces.closing) == "<|end_of_text|><|begin_of_text|>assistant\n"
+    made = store.Text(tmp_path, llama.config.vocab_size, "x")
+    with made.writing():
+        text.write(llama, made, Script(pieces, tokenizer, 0, 0), 160, 4, 64, lambda _: None)
+    assert made.tokens >= 160
+    greedy = 0
+    for record in range(len(made)):
+        stored = made.record(record)
+        ids = torch.from_numpy((stored & store.TOKEN).astype(np.int64))
+        assert tuple(ids[: len(pieces.opening)].tolist()) == pieces.opening
+        assert (stored & store.ANSWER).any()
+        assert len(ids) <= 64
+        with torch.no_grad():
+            logits = llama(ids[None]).logits[0]
+        for place in np.flatnonzero(stored & store.GREEDY):
+            greedy += 1
+            assert logits[place - 1, ids[place]] >= logits[place - 1].max() - 1e-3
+    assert greedy > 5
+
+
+def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
+    questions = [{"prompt": "What is a list?"}, {"turns": ["How long is it?", "And why?"]}, {"text": "x = 1\n" * 60}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, questions)))
+    arguments = ["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data), "--only", "text", *SMALL]
+    for _ in range(2):
+        assert cli.main([*arguments, "--conversations", "3"]) == 0
+    llama, tokenizer = target.load(str(chat_target))
+    made = store.Text(tmp_path / "out-training" / "text", llama.config.vocab_size, target.fingerprint(llama))
+    assert sorted(source for source in made.sources if source < 1000) == [0, 1]
+    asked = next(r for r in range(len(made)) if made.sources[r] == 0)
+    decoded = tokenizer.decode((made.record(asked) & store.TOKEN).tolist())
+    assert decoded.startswith("<|begin_of_text|>user\nWhat is a list?<|end_of_text|><|begin_of_text|>assistant\n")
+
+
+def test_text_survives_a_killed_writer(tmp_path: Path) -> None:
+    made = store.Text(tmp_path, 100, "x")
+    with made.writing():
+        made.append([(np.arange(5, dtype=np.uint32), -1), (np.arange(3, dtype=np.uint32), 7)])
+    with open(tmp_path / "tokens.bin", "ab") as tokens, open(tmp_path / "index.bin", "ab") as index:
+        tokens.write(b"\1" * 6)
+        index.write(b"\2" * 3)
+    again = store.Text(tmp_path, 100, "x")
+    assert len(again) == 2
+    with again.writing():
+        again.append([(np.arange(4, dtype=np.uint32), 8)])
+        with pytest.raises(UnavailableError, match="another process"), store.Text(tmp_path, 100, "x").writing():
+            pass
+    assert [again.record(r).tolist() for r in range(3)] == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2, 3]]
+    assert again.sources.tolist() == [-1, 7, 8]
+    with open(tmp_path / "tokens.bin", "r+b") as tokens:
+        tokens.truncate(8)
+    with pytest.raises(DamageError, match="contradict"):
+        store.Text(tmp_path, 100, "x")
+    with pytest.raises(InputError, match="another target"):
+        store.Text(tmp_path, 100, "y")
+
+
+def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "state.pt"
+    state.save(file, {"known": {}, "step": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UnavailableError, match="free some space"):
+        state.save(file, {"known": {}, "step": 2})
+    stored = state.read(file, {})
+    assert stored is not None
+    assert stored["step"] == 1
+    assert [f.name for f in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    assert state.read(file, {}) is None
+    state.save(file, {"known": {"heads": 5}})
+    with pytest.raises(InputError, match="heads 5, and this run has 3"):
+        state.read(file, {"heads": 3})
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DamageError, match="training begins anew"):
+        state.read(file, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--anchors", "33"], "multiple of 32"),
+        (["--steps", "0"], "--steps is 0: give 1 or more"),
+        (["--rate", "nan"], "--rate is nan"),
+        (["--window", "4096"], "--window is 4096: give at most 1024"),
+        (["--target", "nowhere"], "nowhere"),
+        (["--data", "missing.txt"], "missing.txt"),
+        (["--only", "drafter"], "write some first"),
+        (["--device", "cuda:7"], "--device cuda:7 is not here"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--target", str(DEMO / "target"), "--out", "out", *arguments]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+
+
+@pytest.mark.parametrize("line", ['{"prompt": 5}', "{}", '{"turns": []}', "[1]", "{"])
+def test_data_without_text_is_refused(line: str, chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(line)
+    assert cli.main(["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data)]) == 1
+    assert "--data" in capsys.readouterr().err
+
+
+def test_too_little_text_is_refused(model, tmp_path: Path) -> None:
+    made = store.Text(tmp_path, 2048, "x")
+    with made.writing():
+        made.append([(np.arange(20, dtype=np.uint32), -1)])
+    assert not len(usable(made, 7, training=True))
