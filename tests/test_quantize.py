@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import exporter.bundle
-from exporter import cli
+from exporter import cli, options
 from exporter.backends.operators import refusals
 from exporter.plan import Plan
 from exporter.trace import _external, _name_codes, _quiet, _split_parts
@@ -433,7 +433,7 @@ def argv(folder: Path, *more: str) -> list[str]:
 
 
 def wanted(folder: Path, *more: str) -> Plan:
-    return cli.plan(cli.parser().parse_args(argv(folder, *more)))
+    return cli.plan(options.parser().parse_args(argv(folder, *more)))
 
 
 def pack(plan: Plan, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Location]]]:

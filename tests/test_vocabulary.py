@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from exporter import cli
+from exporter import cli, options
 from exporter.bundle import _pack
 from exporter.checkpoints import draft_vocabulary as vocabulary
 from exporter.checkpoints.checkpoint import Checkpoint
@@ -289,7 +289,7 @@ def argv(folder: Path, *more: str) -> list[str]:
 
 
 def wanted(folder: Path, *more: str) -> Plan:
-    return cli.plan(cli.parser().parse_args(argv(folder, *more)))
+    return cli.plan(options.parser().parse_args(argv(folder, *more)))
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, more: Sequence[str] = ()) -> None:
@@ -456,7 +456,7 @@ def test_validation_knows_what_was_cut(bundle: Path, make_bundle: MakeBundle) ->
 
     pair = bundle.parent / "pair"
     args = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *numbers(OPTIONS)]
-    errors = validate(cli.plan(cli.parser().parse_args(args)), bundle, "cpu")
+    errors = validate(cli.plan(options.parser().parse_args(args)), bundle, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
