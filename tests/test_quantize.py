@@ -557,14 +557,14 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
     RandomPair(WIDE | {"head_dim": 24}, heads=1).write(tmp_path / "odd")
     RandomPair(heads=1).write(tmp_path / "narrow")  # whose rows are not several blocks, most of them
     int8 = ("--weights", "int8", "--draft-weights", "int8")
-    for pair, options, dialects in (
+    for pair, flags, dialects in (
         ("wide", (), (Contrib, Contrib)), ("odd", (), (Standard, Standard)),
         ("wide", BOTH, (Exact, Contrib)), ("wide", int8, (Exact, Contrib)), ("odd", int8, (Exact, Exact)),
         ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Exact)),
         ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Exact)),
     ):  # fmt: skip
-        made = wanted(tmp_path / pair, *options).trace_specs["cpu"]
-        assert (made.dialect, made.drafting) == dialects, (pair, options)
+        made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
+        assert (made.dialect, made.drafting) == dialects, (pair, flags)
 
 
 @pytest.mark.parametrize(("backend", "how", "warned"), [
