@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: check demo test test-all wheel
+.PHONY: chat check demo test test-all wheel
 .DEFAULT_GOAL := demo
 
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
@@ -16,6 +16,12 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/gumiho-export --ckpt demo/drafter --target demo/target --out build/demo --overwrite
 	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
+
+# int8, since few bits cost a small model much: see docs/benchmarks.md.
+chat: $(VENV)/ready
+	$(BIN)/gumiho fetch smollm2 --out build/smollm2
+	test -f build/chat/gumiho.json || $(BIN)/gumiho-export --target build/smollm2 --weights int8 --out build/chat --overwrite
+	$(BIN)/gumiho chat build/chat
 
 # A file's tests share fixtures, so one process runs them. Files keep their order: the longest, in end_to_end, come first.
 PYTEST = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
         "and by prompt lookup)",
     )
     files.add_argument(
-        "--target", help="target model: a folder, a GGUF file or a hub id (default: known for the released drafters)"
+        "--target",
+        help="target model: a folder, a GGUF file, or on the hub owner/name or owner/name/file.gguf (default: known for the released "
+        "drafters)",
     )
     files.add_argument(
         "--out", type=Path,

@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": ("runtime.doctor", (), "show which backends run here, and whether a bundle is intact"),
     "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
     "device-check": ("runtime.device_check.main", (), "check and measure a bundle on a device, and write a report"),
+    "fetch": ("exporter.fetch", (), "download a model from the Python package registry"),
     "export": ("exporter.cli", (), "export a drafter and its target to a bundle"),
     "train": ("exporter.training.cli", (), "train a drafter for a target"),
 }

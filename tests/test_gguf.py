@@ -6,11 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -19,7 +22,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from exporter import cli
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
 from exporter.checkpoints.llama import llama_config
-from runtime import DamageError, GumihoError, InputError
+from runtime import DamageError, GumihoError, InputError, UnavailableError
 from tests import gguf_files
 from tests.pairs import RandomPair
 
@@ -292,3 +295,33 @@ def test_folders(tmp_path: Path) -> None:
         gguf_file(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert gguf_file(str(tmp_path)) is None
+
+
+def test_a_file_of_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real hub cache on disk, and no network."""
+    repo, commit = tmp_path / "hub" / "models--owner--name", "0123456789abcdef0123456789abcdef01234567"
+    file = repo / "snapshots" / commit / "sub" / "m.Q4_0.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(SMALL)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert gguf_file("owner/name/sub/m.Q4_0.gguf") == file
+    with pytest.raises(UnavailableError, match=r"^'owner/name/other.gguf' is not in the local hub cache"):
+        gguf_file("owner/name/other.gguf")
+    with pytest.raises(InputError, match=r"^'own er/na--me/m.gguf' is neither a file nor a hub id with a file"):
+        gguf_file("own er/na--me/m.gguf")
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert gguf_file("./owner/name/m.gguf") is None
+
+
+def test_a_file_that_a_hub_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(repo: str, file: str) -> str:
+        assert (repo, file) == ("owner/name", "sub/m.gguf")
+        raise EntryNotFoundError("404")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    with pytest.raises(InputError, match="^the hub's model has no file 'sub/m.gguf'"):
+        gguf_file("owner/name/sub/m.gguf")

@@ -22,6 +22,7 @@ from runtime.errors import DamageError, InputError, UnavailableError
 from ..weights.source import Stored, is_finite
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
+from .hub import locate_file
 from .json_config import is_whole, shown
 
 if TYPE_CHECKING:
@@ -73,14 +74,18 @@ def _table(tensor: Any) -> _Table:
 
 
 def gguf_file(source: str) -> Path | None:
-    """The GGUF file that a source names: itself, or the only one of a folder without a config.json; None if there is none.
+    """The GGUF file that a source names: itself, the only one of a folder without a config.json, or a file of a hub model; None if
+    there is none.
 
-    Raises InputError if the folder has several.
+    Raises InputError if the folder has several, and as ``hub.locate_file``.
     """
     try:
         path = Path(source).expanduser()
-        if path.suffix.lower() == SUFFIX and path.is_file():
-            return path
+        if path.suffix.lower() == SUFFIX:
+            if path.is_file():
+                return path
+            if source.count("/") >= 2 and not source.startswith((".", "/", "~")) and not path.parent.exists():
+                return locate_file(source)
         if not path.is_dir() or (path / "config.json").exists():
             return None
         files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)

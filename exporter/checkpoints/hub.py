@@ -1,5 +1,7 @@
 """Finds checkpoints: local folders, or models of the Hugging Face hub."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.errors import InputError, UnavailableError
@@ -45,14 +47,38 @@ def locate(source: str) -> Path:
     if exists or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise not_found
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     small = ["*.json", "tokenizer*", "*.jinja"]
-    try:
+    with _hub_errors(source, not_found):
         folder = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin"]))
         return folder
+
+
+def locate_file(source: str) -> Path:
+    """A file of a hub model, ``owner/name/file``, which is fetched into the hub's cache. Raises as ``locate``."""
+    from huggingface_hub import hf_hub_download
+
+    owner, name, file = source.split("/", 2)
+    not_found = InputError(f"'{source}' is neither a file nor a hub id with a file, owner/name/file.gguf: check --target")
+    with _hub_errors(source, not_found):
+        return Path(hf_hub_download(f"{owner}/{name}", file))
+
+
+@contextmanager
+def _hub_errors(source: str, not_found: InputError) -> Iterator[None]:
+    """Says what went wrong with fetching ``source``. not_found: raised if it cannot be the name of a model."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
     except HFValidationError:
         raise not_found from None
     except GatedRepoError:
@@ -64,6 +90,10 @@ def locate(source: str) -> Path:
     except LocalEntryNotFoundError:
         raise UnavailableError(
             f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
+        ) from None
+    except EntryNotFoundError:
+        raise InputError(
+            f"the hub's model has no file '{source.split('/', 2)[-1]}': check the last part of '{source}'"
         ) from None
     except Exception as error:  # transport errors (httpx) and those of the hub have no common base class
         raise UnavailableError(
