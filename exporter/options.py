@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     sizes = parser.add_argument_group("size and memory")
     sizes.add_argument(
         "--capacity", type=int, metavar="S",
-        help=f"positions of the KV caches (default: the target's maximum, but at most {_DEFAULT_CAPACITY})",
+        help=f"positions of the KV caches (default: the target's maximum or sliding window, but at most {_DEFAULT_CAPACITY})",
     )  # fmt: skip
     sizes.add_argument(
         "--draft-vocab", type=int, metavar="N",
@@ -257,8 +257,13 @@ def plan(args: argparse.Namespace) -> "Plan":
     else:
         _ = pair.tokenizer
     trim(args, pair)
-    limit = pair.target_config.max_position_embeddings
+    limit, window = pair.target_config.positions, pair.target_config.sliding_window
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
+    if window and window < capacity <= pair.target_config.max_position_embeddings:
+        raise GumihoError(
+            f"--capacity is {capacity}, but layers of target '{pair.target.source}' attend to a sliding window of {window} "
+            f"positions, which a bundle cannot move: give 4 to {limit}"
+        )
     if not 4 <= capacity <= limit:
         raise GumihoError(
             f"--capacity is {capacity}: give 4 to {limit}, the positions that target '{pair.target.source}' knows"

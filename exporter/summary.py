@@ -26,7 +26,7 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
     target = pair.target_shape
     lines = [
         f"Would write the bundle '{out}' for {', '.join(plan.backends)}.",
-        f"Target: {pair.target.source}, a Llama of {target.layers} layers, hidden size {target.hidden}, "
+        f"Target: {pair.target.source}, a {pair.target_config.architecture.name} of {target.layers} layers, hidden size {target.hidden}, "
         f"{target.vocabulary} tokens in its vocabulary.",
         *(_drafter(pair, tree) if pair.has_drafter else _no_drafter(tree)),
         f"Capacity: {plan.capacity} positions for prompt and text together.",

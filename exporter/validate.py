@@ -1,6 +1,6 @@
 """``--validate``: compares the bundle's engines with eager PyTorch, which reads the checkpoints.
 
-The target is compared with transformers' Llama, the drafter with the traced module over the checkpoint's tensors, so that
+The target is compared with transformers' model, the drafter with the traced module over the checkpoint's tensors, so that
 errors of packing, tracing and compiling show. Both models are completely in memory, in fp32 or quantized like the bundle.
 """
 
@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from graphs.dialects.quantization import bits_of, dequantize
 from graphs.drafter import Drafter
 from runtime.decoding.decoder import Decoder
 from runtime.model import load
 
-from .checkpoints.llama import transformers_config
+from .checkpoints.llama import transformers_class, transformers_config
 from .plan import Plan
 from .trace import signature
 from .weights.quantize import scale_of
@@ -34,7 +33,8 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
-    llama = LlamaForCausalLM(transformers_config(plan.pair.target_config)).float().eval()
+    config = plan.pair.target_config
+    llama = transformers_class(config)(transformers_config(config)).float().eval()
     weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
     weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
     sources = plan.sources()["weights/target.bin"]

@@ -1,4 +1,4 @@
-"""The Llama decoder layer that target and drafter share, and the shape that describes a model."""
+"""The Llama decoder layer that target and drafter share, and the shape that describes a model. Other architectures are flags of it."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,11 @@ from .dialects.quantization import Scheme
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes in a Llama configuration, in elements. ``eps`` is the epsilon of the norms."""
+    """The sizes in a Llama configuration, in elements. ``eps`` is the epsilon of the norms.
+
+    qkv_bias, o_bias, mlp_bias: which projections have a bias. qk_norm: whether the heads of queries and keys are normed before
+    they are rotated, as in Qwen3 (arXiv 2505.09388).
+    """
 
     vocabulary: int
     hidden: int
@@ -22,8 +26,10 @@ class LlamaShape:
     kv_heads: int
     head_dim: int
     eps: float
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
 
 
 def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -49,12 +55,13 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    def __init__(self, shape: LlamaShape, ops: type[Plain]) -> None:
+    def __init__(self, size: int, eps: float, ops: type[Plain]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape.hidden))
-        self.eps, self.ops = shape.eps, ops
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.ops = eps, ops
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> [..., size]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -73,16 +80,22 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        options = shape.attention_bias, ops, scheme
+        options = shape.qkv_bias, ops, scheme
         self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *options)
         self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
         self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
-        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, *options)
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, scheme)
+        self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.eps, ops) if shape.qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""
-        q, k, v = (project(x).to(dtype) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self._normed(self.q_proj(x), self.q_norm), self._normed(self.k_proj(x), self.k_norm)
+        q, k, v = (y.to(dtype) for y in (q, k, self.v_proj(x)))
         return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Each head of x [n, heads * head dim] normed, if there is a norm."""
+        return x if norm is None else norm(x.reshape(-1, x.shape[1] // self.head_dim, self.head_dim)).reshape(-1, x.shape[1])
 
 
 class MLP(nn.Module):
@@ -102,9 +115,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = Norm(shape, ops) if input_norm else nn.Identity()
+        self.input_layernorm = Norm(shape.hidden, shape.eps, ops) if input_norm else nn.Identity()
         self.self_attn = Attention(shape, ops, scheme)
-        self.post_attention_layernorm = Norm(shape, ops)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps, ops)
         self.mlp = MLP(shape, ops, scheme)
 
     def project(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:

@@ -1,4 +1,7 @@
-"""Llama as one pass over R rows and a cache. Prefill, verification and plain decoding use the same graph."""
+"""A Llama, or another target that ``LlamaShape`` describes, as one pass over R rows and a cache.
+
+Prefill, verification and plain decoding use the same graph.
+"""
 
 from collections.abc import Sequence
 
@@ -25,7 +28,7 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Target(nn.Module):
-    """The target of a pair. Parameter names are those of Llama checkpoints, without their leading ``model.``.
+    """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
     scheme: how all matrices except the embedding are quantized; None for unquantized weights.
     """
@@ -39,7 +42,7 @@ class Target(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
         self.rotary = Rotary(positions, shape.head_dim)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme) for _ in range(shape.layers)])  # type: ignore[assignment]
-        self.norm = Norm(shape, ops)
+        self.norm = Norm(shape.hidden, shape.eps, ops)
         self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, scheme)
 
     def forward(

@@ -344,7 +344,8 @@ def test_a_configuration_is_transformers_own(raw: dict[str, Any]) -> None:
         if rope["rope_type"] != "llama3":
             rope.pop("original_max_position_embeddings", None)
         assert rope == ours.rope_parameters
-        assert {name: getattr(theirs, name) for name in vars(ours)} | {"rope_parameters": rope} == vars(ours)
+        same = {name: getattr(theirs, name) for name in vars(ours) if name != "sliding_window"}
+        assert same | {"rope_parameters": rope, "sliding_window": None} == vars(ours)
         rotary = LlamaRotaryEmbedding(theirs)
         assert rotary.attention_scaling == 1
         assert torch.equal(inverse_frequencies(ours), rotary.inv_freq)
@@ -420,7 +421,8 @@ def test_vllms_nested_configuration_means_the_same(tmp_path: Path) -> None:
 def test_shapes(tmp_path: Path, extra: dict[str, Any], expected: tuple[Any, ...]) -> None:
     config = {k: v for k, v in (BASE | extra).items() if v is not ...}
     shape = llama_shape(llama_config(configured(tmp_path, config)))
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.attention_bias, shape.mlp_bias) == expected
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.qkv_bias, shape.mlp_bias) == expected
+    assert shape.o_bias == shape.qkv_bias
     assert (shape.vocabulary, shape.hidden, shape.intermediate, shape.layers, shape.eps) == (61, 64, 96, 1, 1e-5)
 
 

@@ -237,7 +237,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("written", "message"), [
-    ({"architecture": "falcon"}, "has architecture 'falcon', expected 'llama'"),
+    ({"architecture": "falcon"}, "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another"),
     (changed(llama__expert_count=8), "is a mixture of experts"),
     (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
     ({"fields": tokenizer_fields() | {"tokenizer.ggml.pre": "odd"}}, "splits text as 'odd' does"),

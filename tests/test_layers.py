@@ -1,6 +1,7 @@
 """exporter.trace: a target whose layers are repeated is, node by node, the one of a trace of all its layers."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests import traces
 
 LAYERS = 4
 SHAPE = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
-BIASED = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=4, head_dim=16, eps=1e-5, attention_bias=True, mlp_bias=True)
+BIASED = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=4, head_dim=16, eps=1e-5, qkv_bias=True, o_bias=True, mlp_bias=True)
+QWEN3 = replace(SHAPE, qk_norm=True)
 STATIC, HALF = {"rows": 8}, torch.float16
 # Every dialect as the backends have it, and every kind of codes.
 FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Scheme | None]] = {
@@ -32,6 +34,8 @@ FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Sch
     "cpu, int4": (SHAPE, Exact, torch.float32, {}, Scheme(32, torch.uint8)),
     "cpu, a key for every head, int8": (BIASED, Exact, torch.float32, {}, Scheme(32, torch.uint8, 8)),
     "cpu, w8a8": (SHAPE, Exact, torch.float32, {}, Scheme(0, torch.int8, 8)),
+    "cpu, normed heads": (QWEN3, Contrib, torch.float32, {}, None),
+    "migraphx, normed heads": (QWEN3, Basic, HALF, STATIC, None),
     "cuda": (SHAPE, Standard, HALF, STATIC, None),
     "migraphx": (SHAPE, Basic, HALF, STATIC, None),
     "migraphx, int8": (SHAPE, Basic, HALF, STATIC, Scheme(32, torch.int8, 8)),

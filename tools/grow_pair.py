@@ -255,6 +255,9 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     if out.exists():
         raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
+    architecture = pair.target_config.architecture.name
+    if architecture != "Llama":
+        raise InputError(f"'{source}/target' is a {architecture}, and only a Llama can be grown: name another folder")
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
     unlikely, lines = 0, list[str]()

@@ -232,6 +232,6 @@ class Checkpoint:
         surplus = sorted(self.names() - set(expected) - optional)
         if surplus:
             raise InputError(
-                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which a Llama "
-                f"{self.kind} with its config.json does not have: name a checkpoint of that architecture, or download it again"
+                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no "
+                f"{self.kind} with its config.json has: name a checkpoint of that architecture, or download it again"
             )

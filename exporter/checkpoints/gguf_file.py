@@ -20,6 +20,7 @@ from torch import Tensor
 from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..weights.source import Stored, is_finite
+from .architectures import ARCHITECTURES
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
 from .hub import locate_file
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name != "mistral")  # which GGUF files call llama
 _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {
     "token_embd": "embed_tokens",
@@ -41,6 +43,8 @@ _NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -97,7 +101,7 @@ def gguf_file(source: str) -> Path | None:
 
 
 class GgufCheckpoint(Checkpoint):
-    """A target in a GGUF file, of architecture ``llama``."""
+    """A target in a GGUF file, of architecture ``llama`` (Llama and Mistral), ``qwen2`` or ``qwen3``."""
 
     def __init__(self, source: str, file: Path) -> None:
         """Raises DamageError for a damaged file, InputError for an unsupported architecture or tensor type, and UnavailableError
@@ -111,18 +115,20 @@ class GgufCheckpoint(Checkpoint):
             reader = GGUFReader(file)
             fields = {name: field.contents() for name, field in reader.fields.items()}
         architecture = fields.get("general.architecture")
-        if architecture != "llama":
-            raise InputError(f"'{source}' has architecture {shown(architecture)}, expected 'llama'")
+        if architecture not in _ARCHITECTURES:
+            raise InputError(
+                f"'{source}' has architecture {shown(architecture)}, but Gumiho supports only "
+                f"{', '.join(map(repr, _ARCHITECTURES))}: name another target"
+            )
         with self._damage_errors(file):
             tables = {tensor.name: _table(tensor) for tensor in reader.tensors}
         del reader
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
-        self.config = _config(fields, tables, self._factors(tables), source)
-        self._tables = {
-            _name(name, source): self._permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS
-        }
+        self.config = _config(architecture, fields, tables, self._factors(tables), source)
+        permuted = self._permuted if architecture == "llama" else lambda _, table: table
+        self._tables = {_name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS}
         folder = tempfile.TemporaryDirectory(prefix="gguf-")
         self.folder = Path(folder.name)
         weakref.finalize(self, folder.cleanup)
@@ -213,38 +219,40 @@ class GgufCheckpoint(Checkpoint):
 def _name(stored: str, source: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)", stored)
     if match is None or match[2] not in _NAMES:
-        raise InputError(
-            f"'{source}' holds the tensor '{shown(stored)}', which no Llama has: it is a variant that is not supported"
-        )
+        raise InputError(f"'{source}' holds the tensor '{shown(stored)}', which no supported model has: it is a variant")
     return f"{f'layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"
 
 
-def _config(fields: Mapping[str, Any], tables: Mapping[str, _Table], factors: np.ndarray | None, source: str) -> dict[str, Any]:
+def _config(
+    architecture: str, fields: Mapping[str, Any], tables: Mapping[str, _Table], factors: np.ndarray | None, source: str
+) -> dict[str, Any]:
     """config.json as transformers writes it, from the metadata; ``json_config`` checks types and ranges."""
 
     def field(name: str, default: Any = None) -> Any:
-        return fields.get(f"llama.{name}", default)
+        return fields.get(f"{architecture}.{name}", default)
 
-    heads, hidden = field("attention.head_count"), field("embedding_length")
+    heads, hidden, window = field("attention.head_count"), field("embedding_length"), field("attention.sliding_window")
     if isinstance(heads, list):
         raise InputError(f"'{source}' has another number of heads in every layer, which is not supported")
     config: dict[str, Any] = {
-        "model_type": "llama",
+        "model_type": "mistral" if architecture == "llama" and window else architecture,
         "hidden_size": hidden,
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
-        "max_position_embeddings": min(field("context_length", 1 << 30), field("attention.sliding_window", 1 << 30)),
+        "max_position_embeddings": field("context_length", 1 << 30),
+        "sliding_window": window,
+        "use_sliding_window": bool(window),
+        "max_window_layers": 0,
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
         "rope_theta": field("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tables,
         "attention_bias": "blk.0.attn_q.bias" in tables,
         "mlp_bias": "blk.0.ffn_up.bias" in tables,
     }
-    if size := field("attention.key_length", field("rope.dimension_count")):
-        config["head_dim"] = size
+    size = config["head_dim"] = field("attention.key_length", field("rope.dimension_count"))
     if field("rope.dimension_count", size) != size or field("attention.value_length", size) != size:
         raise InputError(f"'{source}' rotates a part of each head only, or has values of another size, which is not supported")
     if field("expert_count"):

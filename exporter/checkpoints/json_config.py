@@ -9,6 +9,8 @@ from typing import Any
 
 from runtime.errors import DamageError, InputError
 
+from .architectures import ARCHITECTURES, Architecture
+
 _LARGEST_FILE = 64 << 20  # bytes; the index of the largest released checkpoints has 200 KB
 
 # Integers of config.json with their smallest and largest plausible values. Products of any two fit into 64 bits.
@@ -17,7 +19,8 @@ _REQUIRED = {
     "num_attention_heads": (1, 1 << 16), "vocab_size": (1, 1 << 24),
 }  # fmt: skip
 _OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max_position_embeddings": (1, 1 << 31)}
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_WINDOW = 4, 1 << 31  # 4 is the least capacity
 _EPS = 1e-12, 0.1
 _THETA = 1.0, 1e15
 _FACTOR = 1.0, 1e9  # of positions; transformers requires at least 1
@@ -84,31 +87,64 @@ def is_whole(value: object, least: float, most: float) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def llama_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a Llama config.json that describe the model, checked for type and range, for ``LlamaConfig``.
+class _Reader:
+    """Reads the fields of a config.json. raw: its content, with the architecture's defaults; where: the checkpoint, for errors."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def refuse(self, key: str, value: object, expected: str) -> InputError:
+        return InputError(f"{self.where}: config.json has {shown(value)} as '{key}', expected {expected}")
+
+    def whole(self, key: str, least: int, most: int) -> int:
+        value = self.raw.get(key)
+        if not is_whole(value, least, most):
+            raise self.refuse(key, value, f"a whole number from {least} to {most}")
+        return int(value)  # type: ignore[arg-type]
+
+    def flag(self, key: str) -> bool:
+        value = self.raw.get(key, False)
+        if not isinstance(value, bool):
+            raise self.refuse(key, value, "true or false")
+        return value
+
+    def window(self, kind: str, layers: int) -> int | None:
+        """The window of some of the layers, as transformers decides about it, or None. kind: ``Architecture.window``."""
+        if kind == "never" or self.raw.get("sliding_window") is None:
+            return None
+        return self.whole("sliding_window", *_WINDOW) if kind == "always" or self._slides(layers) else None
+
+    def _slides(self, layers: int) -> bool:
+        """Whether some layers of a Qwen have a window."""
+        if not self.flag("use_sliding_window"):
+            return False
+        types = self.raw.get("layer_types")
+        if types is None:
+            return self.whole("max_window_layers", 0, 1 << 16) < layers
+        if not isinstance(types, list) or any(name not in _LAYER_TYPES for name in types):
+            raise self.refuse("layer_types", types, f"a list of {' and '.join(map(repr, _LAYER_TYPES))}")
+        return "sliding_attention" in types
+
+
+def llama_fields(raw: Mapping[str, Any], where: str, architecture: Architecture = ARCHITECTURES["llama"]) -> dict[str, Any]:
+    """The fields of a config.json that describe the model, checked for type and range, for ``LlamaConfig``.
 
     raw: config.json. where: the checkpoint, for errors. The result always has the newer field of the rotary embedding,
     ``rope_parameters``. Raises InputError with the name of the field.
     """
-
-    def refuse(key: str, value: object, expected: str) -> InputError:
-        return InputError(f"{where}: config.json has {shown(value)} as '{key}', expected {expected}")
-
+    raw = {**architecture.defaults, **raw}
+    read = _Reader(raw, where)
+    refuse = read.refuse
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":
         raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
     for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
-        value = raw.get(key)
-        if value is None and key in _OPTIONAL:
-            continue
-        if not is_whole(value, least, most):
-            raise refuse(key, value, f"a whole number from {least} to {most}")
-        fields[key] = value
-    for key in _FLAGS:
-        value = raw.get(key, False)
-        if not isinstance(value, bool):
-            raise refuse(key, value, "true or false")
-        fields[key] = value
+        if key in _REQUIRED or raw.get(key) is not None:
+            fields[key] = read.whole(key, least, most)
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        fields[key] = key in ("tie_word_embeddings", *architecture.biases) and read.flag(key)
+    if window := read.window(architecture.window, fields["num_hidden_layers"]):
+        fields["sliding_window"] = window
     eps = raw.get("rms_norm_eps", 1e-6)
     if not _is_number(eps, *_EPS):
         raise refuse("rms_norm_eps", eps, f"a number from {_EPS[0]:g} to {_EPS[1]:g}")

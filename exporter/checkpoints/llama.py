@@ -1,4 +1,5 @@
-"""Llama's configuration, shape and rotary tables, equal to those of transformers, which takes seconds to import."""
+"""Configuration, shape and rotary tables of Llama and of the targets that differ from it by flags, equal to those of transformers,
+which takes seconds to import."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from torch import Tensor
 from graphs.layer import LlamaShape
 from runtime.errors import InputError
 
+from .architectures import ARCHITECTURES, SUPPORTED, Architecture
 from .checkpoint import Checkpoint
 from .json_config import llama_fields, shown
 
@@ -20,7 +22,8 @@ from .json_config import llama_fields, shown
 class LlamaConfig:
     """The fields of a config.json that describe a Llama, with the names and defaults of transformers' class of this name.
 
-    rope_parameters: ``rope_type`` ("default", "linear" or "llama3"), ``rope_theta``, and the numbers of that type.
+    rope_parameters: ``rope_type`` ("default", "linear" or "llama3"), ``rope_theta``, and the numbers of that type. model_type:
+    of ``ARCHITECTURES``. sliding_window: the positions before a row, itself included, that some layers attend to; None for all.
     """
 
     vocab_size: int
@@ -37,17 +40,30 @@ class LlamaConfig:
     rope_parameters: Mapping[str, Any]
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
+    model_type: str = "llama"
+    sliding_window: int | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def positions(self) -> int:
+        """The largest capacity with which a bundle, whose layers attend to all positions, computes the same."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
 
 def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The configuration of a checkpoint. Raises InputError for another architecture, quantized weights, or invalid fields."""
+    """The configuration of a checkpoint; a drafter's layers are those of Llama, whatever its ``model_type``.
+
+    Raises InputError for another architecture, quantized weights, or invalid fields.
+    """
     raw = checkpoint.config
     raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
     where = f"{checkpoint.kind} '{checkpoint.source}'"
-    if checkpoint.kind == "target" and raw.get("model_type", "llama") != "llama":
-        raise InputError(
-            f"{where} has model_type {shown(raw['model_type'])}, but Gumiho supports only 'llama': name another target"
-        )
+    kind = raw.get("model_type", "llama") if checkpoint.kind == "target" else "llama"
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise InputError(f"{where} has model_type {shown(kind)}, but Gumiho supports only {SUPPORTED}: name another target")
     quantized = raw.get("quantization_config")
     if checkpoint.kind == "target" and quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
@@ -56,7 +72,7 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
             f"{where} is quantized already ({cause}), which is not supported: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
-    return LlamaConfig(**llama_fields(raw, where))
+    return LlamaConfig(**llama_fields(raw, where, ARCHITECTURES[kind]), model_type=kind)
 
 
 @contextmanager
@@ -73,11 +89,24 @@ def _quiet() -> Iterator[None]:
 
 
 def transformers_config(config: LlamaConfig) -> Any:
-    """The same configuration as transformers' own class, for its models and tokenizers."""
+    """The same configuration as transformers' own class, for its models and tokenizers, without a sliding window."""
     import transformers
 
+    fields = asdict(config)
+    del fields["model_type"]
+    if config.architecture.window == "never":
+        del fields["sliding_window"]
+    else:
+        fields["sliding_window"] = None  # Mistral's class has one by default
     with _quiet():
-        return transformers.LlamaConfig(**asdict(config))
+        return getattr(transformers, f"{config.architecture.name}Config")(**fields)
+
+
+def transformers_class(config: LlamaConfig) -> Any:
+    """transformers' class of the model."""
+    import transformers
+
+    return getattr(transformers, f"{config.architecture.name}ForCausalLM")
 
 
 def llama_shape(config: LlamaConfig) -> LlamaShape:
@@ -91,8 +120,10 @@ def llama_shape(config: LlamaConfig) -> LlamaShape:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
-        attention_bias=config.attention_bias,
+        qkv_bias=config.attention_bias or config.architecture.qkv_bias,
+        o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
+        qk_norm=config.architecture.qk_norm,
     )
 
 

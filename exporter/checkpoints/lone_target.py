@@ -18,7 +18,7 @@ from .pair import _UNQUANTIZED, Pair, _require, _tensor_indices
 class LoneTarget(Pair):
     """The target's half of a pair: it has none of the attributes about a drafter.
 
-    Raises InputError and DamageError for a checkpoint that is no Llama or lacks tensors.
+    Raises InputError and DamageError for a checkpoint of another architecture, or that lacks tensors.
     """
 
     has_drafter = False

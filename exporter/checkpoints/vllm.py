@@ -104,7 +104,7 @@ def _config(pair: Pair) -> dict[str, Any]:
             "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
-            "attention_bias": shape.attention_bias,
+            "attention_bias": shape.qkv_bias,
             "mlp_bias": shape.mlp_bias,
             "vocab_size": shape.vocabulary,
             "rms_norm_eps": shape.eps,

@@ -35,7 +35,7 @@ class Features:
     """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record."""
 
     def __init__(self, folder: Path | None, text: Text, decoder: Any) -> None:
-        """folder: where to keep them, None for nowhere. decoder: transformers' LlamaModel."""
+        """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head."""
         self.text, self.decoder = text, decoder
         self.width: int = decoder.config.hidden_size
         self.states = self.done = None

@@ -151,9 +151,11 @@ def train(args: argparse.Namespace, stopped: Callable[[], bool]) -> bool:
     except (RuntimeError, AssertionError):
         raise UnavailableError(f"--device {device} is not here: leave it out, or give cpu") from None
     model, tokenizer = target.load(args.target, device)
-    limit = model.config.max_position_embeddings
+    limit = target.positions(model)
     if args.window > limit:
-        raise InputError(f"--window is {args.window}: give at most {limit}, the positions that target '{args.target}' knows")
+        raise InputError(
+            f"--window is {args.window}: give at most {limit}, the positions that target '{args.target}' attends to"
+        )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype] or target.faster(device)
     text = Text(work / "text", model.config.vocab_size, target.fingerprint(model))
     ends = target.ends(model, tokenizer, args.target)

@@ -18,13 +18,20 @@ from .store import TOKEN, Text
 
 
 def config(target: Any, layers: int) -> LlamaConfig:
-    """The serial layers' configuration: the target's shapes with fewer layers."""
-    own = target.config
+    """The serial layers' configuration: a Llama of the target's shapes, with fewer layers."""
+    own, layer = target.config, target.model.layers[0]
     keep = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias",
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     )  # fmt: skip
-    return LlamaConfig(**{name: getattr(own, name) for name in keep}, num_hidden_layers=layers, tie_word_embeddings=False)
+    return LlamaConfig(
+        **{name: getattr(own, name) for name in keep},
+        head_dim=layer.self_attn.head_dim,
+        attention_bias=layer.self_attn.q_proj.bias is not None,
+        mlp_bias=layer.mlp.up_proj.bias is not None,
+        num_hidden_layers=layers,
+        tie_word_embeddings=False,
+    )
 
 
 _UNTRAINED = frozenset(
@@ -43,7 +50,8 @@ def from_target(
 
     The serial layers are the target's last ones. Those read a residual stream that its final norm has not scaled, and the drafter's
     features are scaled, so the rows and columns that meet the stream take over that scale; their outputs are then made small, so that
-    they correct the linear prediction instead of burying it.
+    they correct the linear prediction instead of burying it. Norms of queries and keys, which a Llama lacks, become the scale of each
+    head that they have on a text.
     """
     records = usable(text, 2 + len(drafter.mlp), training=True)
     columns = 2 * drafter.config.hidden_size + 1
@@ -106,15 +114,25 @@ def _fit(rows: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _layers(drafter: Drafter, target: Any, record: NDArray[np.uint32]) -> None:
     ids = torch.from_numpy((record & TOKEN).astype(np.int64))[None]
     seen: list[Tensor] = []
-    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].float()))
+    last = target.model.layers[-len(drafter.serial) :]
+    heads: dict[nn.Module, Tensor] = {}  # by norm of queries or keys
+    normed = [norm for own in last for name in ("q_norm", "k_norm") if (norm := getattr(own.self_attn, name, None)) is not None]
+    hooks = [
+        target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].float())),
+        *(norm.register_forward_pre_hook(lambda norm, inputs: heads.update({norm: inputs[0].float()})) for norm in normed),
+    ]
     hidden = target.model(ids.to(target.lm_head.weight.device), use_cache=False).last_hidden_state.float()
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     final = target.model.norm.weight.float()
     out = _BESIDE * final / seen[0].square().mean(-1).sqrt().median()  # residual stream -> features
     safe = torch.where(final.abs() < 1e-3 * final.abs().mean(), final.abs().mean(), final)
     size = hidden.square().mean(-1).sqrt().median()
-    for layer, own in zip(drafter.serial, target.model.layers[-len(drafter.serial) :], strict=False):
-        state = {name: t.float().clone() for name, t in own.state_dict().items()}
+    for layer, own in zip(drafter.serial, last, strict=False):
+        wanted = layer.state_dict()
+        state = {name: torch.zeros_like(t) for name, t in wanted.items() if name.endswith("bias")}  # Qwen2 has some of Llama's
+        state |= {name: t.float().clone() for name, t in own.state_dict().items()}
+        _fold_norms(state, own.self_attn, heads)
         into = state.pop("input_layernorm.weight") / safe
         if layer.input_layernorm is None:
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -126,10 +144,22 @@ def _layers(drafter: Drafter, target: Any, record: NDArray[np.uint32]) -> None:
             for kind, factor in (("weight", out[:, None]), ("bias", out)):
                 if f"{name}.{kind}" in state:
                     state[f"{name}.{kind}"] *= factor
-        wanted = layer.state_dict()
         layer.load_state_dict(
             {name: t for name, t in state.items() if name in wanted and wanted[name].shape == t.shape}, strict=False
         )
+
+
+def _fold_norms(state: dict[str, Tensor], attention: Any, heads: dict[nn.Module, Tensor]) -> None:
+    """Scales the projections as the norms of their heads do on average. heads: what the norms read, [1, n, heads, d]."""
+    for name in ("q", "k"):
+        norm = getattr(attention, f"{name}_norm", None)
+        if norm is None:
+            continue
+        size = heads[norm][0].square().mean(-1).sqrt().median(0).values
+        scale = (norm.weight.float() / size[:, None]).flatten()
+        state[f"self_attn.{name}_proj.weight"] *= scale[:, None]
+        if f"self_attn.{name}_proj.bias" in state:
+            state[f"self_attn.{name}_proj.bias"] *= scale
 
 
 def from_checkpoint(drafter: Drafter, source: str) -> None:

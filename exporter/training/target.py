@@ -11,15 +11,15 @@ from runtime.errors import DamageError, InputError
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.json_config import reason
-from ..checkpoints.llama import llama_config
+from ..checkpoints.llama import llama_config, transformers_class
 
 
 def load(source: str, device: str = "cpu") -> tuple[Any, Any]:
     """The target and its tokenizer, both transformers' own. The model is frozen and in fp32.
 
-    Raises GumihoError for what is no Llama in the Hugging Face layout.
+    Raises GumihoError for what is no supported target in the Hugging Face layout.
     """
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -32,12 +32,19 @@ def load(source: str, device: str = "cpu") -> tuple[Any, Any]:
             f"target '{source}' has no tokenizer that can be loaded ({reason(error)}): training needs one"
         ) from None
     try:
-        model = LlamaForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32, local_files_only=True)
+        model = transformers_class(config).from_pretrained(checkpoint.folder, dtype=torch.float32, local_files_only=True)
     except Exception as error:
         raise DamageError(f"target '{source}' cannot be loaded ({reason(error)}): download it again") from None
     if model.config.vocab_size != config.vocab_size:
         raise DamageError(f"target '{source}' has a config.json that contradicts its weights: download it again")
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def positions(model: Any) -> int:
+    """Of the longest text whose every position all layers attend to, as those of a bundle do."""
+    config = model.config
+    window = None if config.model_type == "llama" else config.sliding_window
+    return min(config.max_position_embeddings, window or config.max_position_embeddings)
 
 
 def ends(model: Any, tokenizer: Any, source: str) -> tuple[int, ...]:

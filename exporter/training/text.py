@@ -26,7 +26,7 @@ class Slots:
     def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
         config, weight = model.config, model.lm_head.weight
         self.model, self.sizes, self.count = model, sizes, sum(slots for slots, _ in sizes)
-        self.kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.kv_heads, self.head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
         made: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         shape = self.kv_heads, self.head_dim
         self.caches = [
@@ -101,7 +101,7 @@ def write(
 ) -> None:  # fmt: skip
     """Appends records to ``text`` until it has ``wanted`` tokens.
 
-    model: transformers' LlamaForCausalLM, in the precision to compute in. batch: conversations at once. window: most positions of one.
+    model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of one.
     Resumed, it begins new conversations: those under way are lost, finished ones are not.
     """
     implementation = model.config._attn_implementation

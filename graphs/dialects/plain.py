@@ -115,7 +115,7 @@ class Plain:
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last axis (arXiv 1910.07467), summed in fp32. x: [n, H] -> [n, H]."""
+        """Root-mean-square norm over the last axis (arXiv 1910.07467), summed in fp32. x: [..., H] -> [..., H]."""
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
