@@ -261,8 +261,8 @@ def plan(args: argparse.Namespace) -> "Plan":
     capacity = min(limit, _DEFAULT_CAPACITY) if args.capacity is None else args.capacity
     if window and window < capacity <= pair.target_config.max_position_embeddings:
         raise GumihoError(
-            f"--capacity is {capacity}, but layers of target '{pair.target.source}' attend to a sliding window of {window} "
-            f"positions, which a bundle cannot move: give 4 to {limit}"
+            f"--capacity is {capacity}, but target '{pair.target.source}' has a sliding window of {window} positions, and "
+            f"a bundle attends to all positions: give --capacity {limit} or less"
         )
     if not 4 <= capacity <= limit:
         raise GumihoError(

@@ -212,15 +212,19 @@ def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) 
 
 def _simplify(model: ir.Model) -> None:
     """Folds everything that depends only on shapes, so that backends need no operators for it, and removes unused nodes."""
+    values = model.graph.initializers.values()
+    # Folding would read weights of up to 20 numbers, such as the norms of small heads.
+    hidden = {v: v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)}
+    for value in hidden:
+        value.const_value = None
     with _quiet():
         fold_constants(model, onnx_shape_inference=True)
-    for simplify in (
-        passes.IdentityEliminationPass(),
-        passes.CommonSubexpressionEliminationPass(),
-        passes.RemoveUnusedNodesPass(),
-        passes.ClearMetadataAndDocStringPass(),  # the tracer's: lines of our code, and shapes of two layers
-    ):
-        simplify(model)
+    for value, tensor in hidden.items():
+        value.const_value = tensor
+    passes.IdentityEliminationPass()(model)
+    passes.CommonSubexpressionEliminationPass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.ClearMetadataAndDocStringPass()(model)  # the tracer's: lines of our code, and shapes of two layers
 
 
 _MAX_CAPTURED = 24  # graphs, more than an export has

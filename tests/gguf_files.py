@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from tests.pairs import head_dim
 
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
@@ -28,19 +30,24 @@ def name_of(parameter: str) -> str:
     return f"blk.{layer}.{_NAMES[inner]}.{end}"
 
 
-def write(model: LlamaForCausalLM, path: Path, kind: str = "F32", fields: dict[str, Any] | None = None,
-          architecture: str = "llama", raw: dict[str, tuple[np.ndarray, str]] | None = None) -> Path:  # fmt: skip
+def write(model: PreTrainedModel, path: Path, kind: str = "F32", fields: dict[str, Any] | None = None,
+          architecture: str = "", raw: dict[str, tuple[np.ndarray, str]] | None = None) -> Path:  # fmt: skip
     """kind: of the matrices; vectors stay in F32, as the converter has them. fields: more metadata, or other. raw: tensors already
-    quantized, as bytes [rows, bytes of a row] with their kind, by parameter name."""
-    config: LlamaConfig = model.config
+    quantized, as bytes [rows, bytes of a row] with their kind, by parameter name. architecture: the converter's by default."""
+    config: PretrainedConfig = model.config
+    qwen, size = config.model_type.startswith("qwen"), head_dim(config)
+    architecture = architecture or (config.model_type if qwen else "llama")
     writer = GGUFWriter(path, architecture)
     metadata: dict[str, Any] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads, "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]), "rope.dimension_count": config.head_dim, "vocab_size": config.vocab_size,
-        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }  # fmt: skip
+    if not qwen:
+        metadata |= {"vocab_size": config.vocab_size, "rope.dimension_count": size}
+    if config.model_type != "qwen2":
+        metadata |= {"attention.key_length": size, "attention.value_length": size}
     for name, value in metadata.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{name}", value)
     scaling = config.rope_parameters
@@ -66,7 +73,7 @@ def write(model: LlamaForCausalLM, path: Path, kind: str = "F32", fields: dict[s
             writer.add_tensor(name_of(name), raw[name][0], raw_dtype=GGMLQuantizationType[raw[name][1]])
             continue
         values = parameter.float().numpy()
-        if (projection := name.split(".")[-2]) in heads:
+        if not qwen and (projection := name.split(".")[-2]) in heads:
             values = permuted(values, heads[projection])
         own = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
         writer.add_tensor(name_of(name), quantize(np.ascontiguousarray(values), own), raw_dtype=own)

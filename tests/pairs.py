@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 @dataclass
 class RandomPair:
-    """What to make: a target's LlamaConfig fields, and the drafter's layers and heads. Weights are drawn from ``seed``.
+    """What to make: a target's config.json fields, and the drafter's layers and heads. Weights are drawn from ``seed``.
 
     scale multiplies the lm_head, so that the choices of an untrained model are well apart.
     """
@@ -25,17 +25,18 @@ class RandomPair:
     seed: int = 0
     scale: float = 8.0
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> PretrainedConfig:
         base = {
+            "model_type": "llama",
             "vocab_size": 1009, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
             "num_key_value_heads": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1,
             "tie_word_embeddings": False,
         }  # fmt: skip
-        return LlamaConfig(**{**base, **self.target})
+        return AutoConfig.for_model(**{**base, **self.target})
 
-    def make_target(self) -> LlamaForCausalLM:
+    def make_target(self) -> PreTrainedModel:
         torch.manual_seed(self.seed)
-        model = LlamaForCausalLM(self.config()).eval()
+        model = AutoModelForCausalLM.from_config(self.config()).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
@@ -50,10 +51,10 @@ class RandomPair:
                     parameter.normal_(0, 1.2 / parameter.shape[1] ** 0.5)
         return model
 
-    def make_drafter(self, target: LlamaForCausalLM) -> dict[str, Tensor]:
+    def make_drafter(self, target: PreTrainedModel) -> dict[str, Tensor]:
         """Tensors by their official names."""
         config, draw = target.config, torch.Generator().manual_seed(self.seed + 1)
-        h, d, ffn = config.hidden_size, config.head_dim, config.intermediate_size
+        h, d, ffn = config.hidden_size, head_dim(config), config.intermediate_size
 
         def matrix(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, generator=draw) * (1.2 / columns**0.5)
@@ -86,13 +87,18 @@ class RandomPair:
         return folder / "target", folder / "drafter"
 
 
-def drafter_config(target: LlamaConfig, layers: int) -> dict[str, Any]:
+def head_dim(config: PretrainedConfig) -> int:
+    """Qwen2's configuration need not say it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def drafter_config(target: PretrainedConfig, layers: int) -> dict[str, Any]:
     """A drafter's config.json as the official repository spells it (old rotary spelling, ``bias`` wrong on purpose)."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "bias": False,
         "hidden_size": target.hidden_size, "intermediate_size": target.intermediate_size, "num_hidden_layers": layers,
         "num_attention_heads": target.num_attention_heads, "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": target.head_dim, "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
+        "head_dim": head_dim(target), "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
         "max_position_embeddings": 2048, "rope_theta": target.rope_parameters["rope_theta"], "rope_scaling": None,
     }  # fmt: skip
 

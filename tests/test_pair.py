@@ -275,7 +275,9 @@ def test_heads_that_cannot_be_grouped(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_next", "gemma", "phi3", ["llama"], None], ids=str)
 def test_another_architecture(folder: Path, kind: Any) -> None:
     reconfigure(folder / "target", model_type=kind)
-    refused(folder, f"target '{folder / 'target'}'", repr(kind), "supports only 'llama', 'mistral', 'qwen2', 'qwen3': name another")
+    refused(
+        folder, f"target '{folder / 'target'}'", repr(kind), "supports only 'llama', 'mistral', 'qwen2', 'qwen3': name another"
+    )
 
 
 def test_another_activation(folder: Path) -> None:

@@ -11,10 +11,9 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from exporter.checkpoints.checkpoint import Checkpoint
-from exporter.checkpoints.llama import llama_shape
 from exporter.checkpoints.pair import Pair
 from exporter.plan import _is_matrix
 from exporter.trace import _quiet, caches, trace
@@ -47,6 +46,10 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
+    "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": CAPACITY},  # the least window that limits nothing
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rms_norm_eps": 0.05},
+    "qwen3 with biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     "one layer, full heads, 17 tokens": {"num_hidden_layers": 1, "num_key_value_heads": 6, "vocab_size": 17},
 }  # fmt: skip
 
@@ -54,7 +57,7 @@ Run = Callable[[Tensor, Tensor, Tensor, int], list[Tensor]]  # tokens, depth, ma
 
 
 @cache
-def made(name: str, folder: Path) -> tuple[LlamaForCausalLM, Pair]:
+def made(name: str, folder: Path) -> tuple[PreTrainedModel, Pair]:
     pair = RandomPair(SHAPES[name], seed=sum(map(ord, name)))
     target, drafter = pair.write(folder / name)
     return pair.make_target(), Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
@@ -115,7 +118,7 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, scheme: Scheme | None =
 
 
 @torch.inference_mode()
-def truth(model: LlamaForCausalLM, ids: list[int]) -> tuple[Tensor, Tensor]:
+def truth(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     """Logits and hidden rows of a whole text, by transformers without a cache."""
     hidden = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
     return model.lm_head(hidden), hidden
@@ -147,7 +150,7 @@ def random_tree(rows: int, draw: torch.Generator) -> tuple[list[int], Tensor, Te
     return parents, depth, mask
 
 
-def whole_life(run: Run, model: LlamaForCausalLM, seed: int) -> None:
+def whole_life(run: Run, model: PreTrainedModel, seed: int) -> None:
     """Prefill in chunks of uneven size, one row, two trees of which nothing stays, and rows up to the last position."""
     draw = torch.Generator().manual_seed(seed)
     vocabulary = model.config.vocab_size
@@ -189,8 +192,20 @@ def test_eager_is_transformers(name: str, folder: Path) -> None:
         ("head dim 32, one kv head", Contrib),
         ("head dim 24", Exact),
         ("one layer, full heads, 17 tokens", Exact),
+        ("qwen3 with biases", Contrib),
+        pytest.param("qwen3", Exact, marks=pytest.mark.exhaustive),
+        pytest.param("qwen2", Standard, marks=pytest.mark.exhaustive),
     ],
-    ids=["Standard-24", "Standard-llama3", "Contrib-32", "Exact-24", "Exact-full"],
+    ids=[
+        "Standard-24",
+        "Standard-llama3",
+        "Contrib-32",
+        "Exact-24",
+        "Exact-full",
+        "Contrib-qwen3",
+        "Exact-qwen3",
+        "Standard-qwen2",
+    ],
 )
 def test_exported_is_transformers(name: str, dialect: type[Plain], folder: Path, tmp_path: Path) -> None:
     model, pair = made(name, folder)
@@ -297,9 +312,12 @@ def test_only_the_rows_that_are_not_finite_have_no_choice(dtype: torch.dtype) ->
     assert session.run(None, {"a": logits.numpy(), "b": hidden.numpy()})[0].tolist() == expected
 
 
-def test_parameters_are_the_checkpoints() -> None:
-    """The names of a Llama checkpoint, without their leading ``model.``, and the rotary tables."""
+@pytest.mark.parametrize("name", ["plain", "biases", "mistral", "qwen2", "qwen3", "qwen3 with biases"])
+def test_parameters_are_the_checkpoints(name: str, folder: Path) -> None:
+    """Their names, without the leading ``model.``, and the rotary tables."""
+    model, pair = made(name, folder)
     with torch.device("meta"):
-        module = Target(llama_shape(RandomPair().config()), CAPACITY, CAPACITY)
+        module = Target(pair.target_shape, CAPACITY, CAPACITY)
     ours = {name for name, _ in module.named_parameters()} - {"rotary.cos", "rotary.sin"}
-    assert ours == {name.removeprefix("model.") for name, _ in RandomPair().make_target().named_parameters()}
+    theirs = {name.removeprefix("model.") for name, _ in model.named_parameters()}
+    assert ours == theirs | {"lm_head.weight"}

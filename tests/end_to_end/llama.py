@@ -1,19 +1,19 @@
-"""transformers' own Llama as the judge of what the target generates."""
+"""transformers' own models as the judge of what the target generates."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # Two passes that add up the same products in another order agree to about this share of the largest logit.
 ROUNDING = 2e-6
 
 
 @lru_cache(maxsize=4)
-def load(folder: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
