@@ -66,7 +66,9 @@ def planned(target: Path, *options: str) -> Any:
 # --- what they generate --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("mistral", marks=pytest.mark.exhaustive), "qwen2", "qwen3"]
+)  # the first as a Llama
 def test_greedy_text_is_that_of_transformers(bundles: Callable[..., tuple[Path, Path]], kind: str) -> None:
     target, bundle = bundles(kind)
     with load(bundle, threads=1) as model:
@@ -89,8 +91,8 @@ def test_quantized_rows_are_the_same_in_any_pass(bundles: Callable[..., tuple[Pa
         looked_up = 0
         for prompt in ([3], [5, 6, 7] * 8, [9] * 20):
             for asked in ({}, {"temperature": 0.8, "seed": 3}):
-                found = ended(model.generate(prompt, 50, **asked))  # type: ignore[arg-type]
-                assert found.ids == ended(model.generate(prompt, 50, speculate=False, **asked)).ids  # type: ignore[arg-type]
+                found = ended(model.generate(prompt, 30, **asked))  # type: ignore[arg-type]
+                assert found.ids == ended(model.generate(prompt, 30, speculate=False, **asked)).ids  # type: ignore[arg-type]
                 assert differences(model, found) == []
                 looked_up += found.stats.looked_up
         assert looked_up > 0
