@@ -221,6 +221,13 @@ def test_refuses_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+def test_refuses_another_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RandomPair({"model_type": "mistral", "num_hidden_layers": 1}, heads=1, layers=1).write(tmp_path / "old")
+    assert grow_pair.main([str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert "is a Mistral, not a Llama: name another folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_refuses_a_drafter_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its layers have shapes of their own."""
     made = RandomPair({**BASE, "num_key_value_heads": 6})

@@ -255,9 +255,8 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     if out.exists():
         raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
-    architecture = pair.target_config.architecture.name
-    if architecture != "Llama":
-        raise InputError(f"'{source}/target' is a {architecture}, and only a Llama can be grown: name another folder")
+    if pair.target_config.model_type != "llama":
+        raise InputError(f"'{source}/target' is a {pair.target_config.architecture.name}, not a Llama: name another folder")
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
     unlikely, lines = 0, list[str]()
@@ -276,8 +275,7 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     )
     with staged(out, overwrite=False) as folder:
         for grown in checkpoints:
-            kind = grown.checkpoint.kind
-            count, size = grown.write(folder / kind)
+            count, size = grown.write(folder / (kind := grown.checkpoint.kind))
             lines.append(f"{out / kind}: {count / 1e6:.1f} M parameters, {size / 1e9:.3f} GB")
     return lines
 
