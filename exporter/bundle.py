@@ -100,8 +100,12 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
     for codes in others:
         locations[codes] = dict(packed)
         for name in plan.quantized:
-            bits = plan.schemes(codes)[name].bits
-            converted = {n: recoded(place, packer.bundle, bits) for n, place in packed[name].items() if place.dtype == first}
+            schemes = plan.schemes(codes)[name]
+            converted = {
+                n: recoded(place, packer.bundle, scheme.bits)
+                for n, place in packed[name].items()
+                if place.dtype == first and (scheme := schemes[n])
+            }
             locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
     if not plan.pair.has_drafter:
         return locations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from graphs.dialects.quantization import FP8, Scheme
+from graphs.dialects.quantization import FP8, UNQUANTIZED, Scheme, Schemes
 from graphs.tree import TreeConfig
 from runtime.errors import InputError, UnavailableError
 
@@ -65,11 +65,10 @@ class Plan:
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
         quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits (docs/decisions.md)."""
-        scheme = self.schemes(self.codes[0]).get("target")
-        if scheme is None or scheme.block > {4: 32, 8: 64}[scheme.bits]:
-            return False
+        schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()
-        return all(scheme.fits(source.shape[-1]) for name, source in sources if _is_matrix(name, source))
+        found = [schemes.of(name, source.shape[-1]) for name, source in sources if _is_matrix(name, source)]
+        return all(scheme is not None and scheme.block <= {4: 32, 8: 64}[scheme.bits] for scheme in found)
 
     @property
     def positions(self) -> int:
@@ -88,20 +87,20 @@ class Plan:
         """How many numbers of 4 or 8 bits share a scale. It is the same for all backends, so that they compute the same."""
         return max(BACKENDS[name].block for name in self.backends)
 
-    def schemes(self, codes: torch.dtype) -> dict[str, Scheme]:
-        """The schemes of the quantized models. codes: dtype of codes of 4 and 8 bits."""
+    def schemes(self, codes: torch.dtype) -> dict[str, Schemes]:
+        """The schemes of the quantized models' matrices. codes: dtype of codes of 4 and 8 bits."""
         schemes = {
             "fp8": Scheme(0, FP8),
             "w8a8": Scheme(0, torch.int8, 8),
             "int8": Scheme(self.block, codes, 8),
             "int4": Scheme(self.block, codes),
         }
-        return {name: schemes[to] for name, to in self.quantized.items()}
+        return {name: Schemes(schemes[to]) for name, to in self.quantized.items()}
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""
-        to, block = self.quantized[model], self.schemes(self.codes[0])[model].block
-        return f"{to}, blocks of {block}" if block else f"{to}, a scale a row"
+        to = self.quantized[model]
+        return f"{to}, a scale a row" if to in ("fp8", "w8a8") else f"{to}, blocks of {self.block}"
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
         """The parameters of the models before quantization."""
@@ -109,19 +108,20 @@ class Plan:
         if not self.pair.has_drafter:
             return {"target": target}
         heads, schemes = max(0, self.tree.depth - self.tree.serial_steps), self.schemes(self.codes[0])
-        draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft"))
+        draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft", UNQUANTIZED))
         return {"target": target, "draft": draft}
 
     def sources(self) -> dict[str, dict[str, Source]]:
         """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``."""
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
-            scheme, file = schemes.get(model), files.setdefault(f"weights/{model}.bin", {})
+            chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
             for name, source in parameters.items():
-                if scheme is not None and _is_matrix(name, source) and scheme.fits(source.shape[-1]):
-                    file |= quantized(source, name, scheme, self.dtype)
-                else:
+                scheme = chosen.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+                if scheme is None:
                     file[name] = self._linked_if_possible(source)
+                else:
+                    file |= quantized(source, name, scheme, self.dtype)
         return files
 
     def _linked_if_possible(self, source: Source) -> Source:
@@ -152,9 +152,9 @@ class Plan:
         schemes, parameters = self.schemes(self.codes[0]), self._unquantized_sources()
         return [
             f"{model} {name}"
-            for model, scheme in schemes.items()
+            for model, chosen in schemes.items()
             for name, source in parameters[model].items()
-            if _is_matrix(name, source) and not scheme.fits(source.shape[-1])
+            if _is_matrix(name, source) and chosen.of(name, source.shape[-1]) is None
         ]
 
     def sizes(self) -> dict[str, int]:
@@ -203,11 +203,12 @@ class Plan:
 
     def memory(self) -> int:
         """Bytes of memory at the export's peak, about. Codes stored input-major are packed a whole matrix at a time."""
-        scheme = self.schemes(self.codes[0]).get("target")
-        if scheme is None or not scheme.input_major:
-            return _BASE_MEMORY
-        codes = (s.nbytes(self.dtype) for s in self.sources()["weights/target.bin"].values() if s.fixed == scheme.codes)
-        return _BASE_MEMORY + max(codes, default=0)
+        schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
+        sources = self.sources()["weights/target.bin"].items()
+        whole = (
+            s.nbytes(self.dtype) for n, s in sources if (scheme := schemes[n]) and scheme.input_major and s.fixed == torch.int8
+        )
+        return _BASE_MEMORY + max(whole, default=0)
 
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:

@@ -14,13 +14,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript.optimizer import fold_constants
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.onnx import ops
 
 from graphs.drafter import Drafter
 from graphs.target import Target
 
+from .repeated_layers import repeat, shortened
 from .weights.source import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
@@ -110,67 +110,6 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
                 value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
 
 
-def _mark(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Applies ``gumiho::Mark`` to the input of a norm."""
-    (x,) = inputs
-    return ops.symbolic("gumiho::Mark", (x,), {}, dtype=x.dtype, shape=x.shape, version=1)
-
-
-@contextlib.contextmanager
-def _shortened(module: Target | Drafter) -> Iterator[int]:
-    """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
-    second. Yields the number of its layers.
-    """
-    layers, hooks = module.layers, list[torch.utils.hooks.RemovableHandle]()
-    if isinstance(module, Target) and len(layers) > 2:
-        module.layers = layers[:2]
-        hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
-    try:
-        yield len(layers)
-    finally:
-        module.layers = layers
-        for hook in hooks:
-            hook.remove()
-
-
-def _repeat(graph: ir.Graph, layers: int) -> None:
-    """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
-    second layer is the nodes between the marks."""
-    nodes = list(graph)
-    begin, end = (node for node in nodes if node.op_type == "Mark")
-    second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
-    first, last = begin.inputs[0], end.inputs[0]
-    caches, written = graph.inputs[-2:], graph.outputs[-2:]
-    ir.convenience.replace_all_uses_with(begin.outputs[0], first)
-    inner = {value for node in second for value in node.outputs}
-    read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in inner))
-    pattern = ir.GraphView(read, [last, *written], nodes=second)
-    for i in range(2, layers):
-        layer = pattern.clone()
-        copies, twins, ends = list(layer), dict(zip(read, layer.inputs, strict=True)), list(layer.outputs)
-        for part in (layer.inputs, layer.outputs):
-            part.clear()
-        layer.remove(copies)
-        for node in copies:
-            node.name = f"{node.name}.{i}"
-            for value in node.outputs:
-                value.name = f"{value.name}.{i}"
-        for old, new in zip((*caches, *written), (*(twins[cache] for cache in caches), *ends[1:]), strict=True):
-            new.name = old.name.removesuffix("1") + str(i)
-        for value, twin in twins.items():
-            if value.name.startswith("layers.1."):
-                twin.name = value.name.replace("1", str(i), 1)
-                graph.initializers.add(twin)
-            elif value not in caches:
-                ir.convenience.replace_all_uses_with(twin, last if value is first else value)
-        graph.inputs.extend(twins[cache] for cache in caches)
-        graph.outputs.extend(ends[1:])
-        graph.insert_before(end, copies)
-        last = ends[0]
-    ir.convenience.replace_all_uses_with(end.outputs[0], last)
-    graph.remove((begin, end), safe=True)
-
-
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
     dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
     return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
@@ -245,7 +184,7 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 
 
 def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
-    with _shortened(module) as layers:
+    with shortened(module) as layers:
         inputs, outputs = signature(module, io_dtype(dtype), sizes)
         dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
         past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
@@ -271,7 +210,7 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
     model = program.model
     _name_axes(model, inputs)
     if 2 * layers > len(past):
-        _repeat(model.graph, layers)
+        repeat(model.graph, layers)
     return model
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Cache, Past, Plain
-from .dialects.quantization import Scheme
+from .dialects.quantization import UNQUANTIZED, Schemes
 from .layer import Layer, Linear, LlamaShape, Rotary, matrix
 from .tree import TreeConfig, grow
 
@@ -19,11 +19,11 @@ class Heads(nn.Module):
     output-major if quantized.
     """
 
-    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], scheme: Scheme | None) -> None:
+    def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
         self.count, self.ops = heads, ops
-        self.first = Linear(2 * hidden, heads * hidden, True, ops, scheme)
-        matrices = [matrix((heads, hidden, hidden), scheme) for _ in range(blocks)]
+        self.first = Linear(2 * hidden, heads * hidden, True, ops, schemes["first.weight"])
+        matrices = [matrix((heads, hidden, hidden), schemes["weight.0"]) for _ in range(blocks)]  # all in one scheme
         self.weight = nn.ParameterList([weight for weight, _ in matrices])
         self.scale = nn.ParameterList([scale for _, scale in matrices if scale is not None])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
@@ -38,31 +38,32 @@ class Drafter(nn.Module):
     """The drafter of a pair. Without a tree it only extends its caches.
 
     shape: that of the serial layers. tree: None for the graph that only extends the caches. blocks: residual blocks of a
-    head, after its first block. scheme: how all matrices except the embedding are quantized. trimmed: size of the draft
-    vocabulary, or None if the drafter may propose every token; lm_head has a row for each of its tokens, whose ids are
-    ``token_ids``, int64 [trimmed].
+    head, after its first block. schemes: how its matrices are quantized, by parameter name. trimmed: size of the draft vocabulary,
+    or None if the drafter may propose every token; lm_head has a row for each of its tokens, whose ids are ``token_ids``, int64
+    [trimmed].
     """
 
     token_ids: nn.Parameter | None
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Plain] = Plain, scheme: Scheme | None = None, trimmed: int | None = None,
+        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
         # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, scheme)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme, input_norm=i > 0) for i in range(shape.layers)])  # type: ignore[assignment]
+        self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, schemes["fc.weight"])
+        layers = [Layer(shape, ops, schemes.within(f"layers.{i}"), input_norm=i > 0) for i in range(shape.layers)]
+        self.layers: Sequence[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
         if tree:
-            self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, scheme)
+            self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, schemes["lm_head.weight"])
             ids = nn.Parameter(torch.empty(trimmed, dtype=torch.int64), requires_grad=False) if trimmed else None
             self.register_parameter("token_ids", ids)
             heads = tree.depth - tree.serial_steps
             if heads > 0:
-                self.heads = Heads(heads, shape.hidden, blocks, ops, scheme)
+                self.heads = Heads(heads, shape.hidden, blocks, ops, schemes.within("heads"))
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""

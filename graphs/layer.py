@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Plain, Rows
-from .dialects.quantization import Scheme
+from .dialects.quantization import Scheme, Schemes
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """The projections of an attention block. The caller does the attention itself (``Plain.attend``)."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        options = shape.qkv_bias, ops, scheme
-        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *options)
-        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
-        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options)
-        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, scheme)
+        options = shape.qkv_bias, ops
+        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *options, schemes["q_proj.weight"])
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options, schemes["k_proj.weight"])
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options, schemes["v_proj.weight"])
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, schemes["o_proj.weight"])
         self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.eps, ops) if shape.qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
@@ -99,12 +99,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
-        options = shape.mlp_bias, ops, scheme
-        self.gate_proj = Linear(shape.hidden, shape.intermediate, *options)
-        self.up_proj = Linear(shape.hidden, shape.intermediate, *options)
-        self.down_proj = Linear(shape.intermediate, shape.hidden, *options)
+        options = shape.mlp_bias, ops
+        self.gate_proj = Linear(shape.hidden, shape.intermediate, *options, schemes["gate_proj.weight"])
+        self.up_proj = Linear(shape.hidden, shape.intermediate, *options, schemes["up_proj.weight"])
+        self.down_proj = Linear(shape.intermediate, shape.hidden, *options, schemes["down_proj.weight"])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -113,12 +113,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A decoder layer in two halves; the caller does the attention between them. Parameters are named as in checkpoints."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], scheme: Scheme | None, input_norm: bool = True) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.hidden, shape.eps, ops) if input_norm else nn.Identity()
-        self.self_attn = Attention(shape, ops, scheme)
+        self.self_attn = Attention(shape, ops, schemes.within("self_attn"))
         self.post_attention_layernorm = Norm(shape.hidden, shape.eps, ops)
-        self.mlp = MLP(shape, ops, scheme)
+        self.mlp = MLP(shape, ops, schemes.within("mlp"))
 
     def project(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""

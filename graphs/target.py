@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Plain
-from .dialects.quantization import Scheme
+from .dialects.quantization import UNQUANTIZED, Schemes
 from .layer import Layer, Linear, LlamaShape, Norm, Rotary
 
 _LARGEST_SUM = 3e38  # just below the largest fp32
@@ -30,20 +30,21 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    scheme: how all matrices except the embedding are quantized; None for unquantized weights.
+    schemes: how its matrices are quantized, by parameter name.
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, scheme: Scheme | None = None
+        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED
     ) -> None:
         super().__init__()
         self.capacity, self.ops = capacity, ops
         # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
         self.rotary = Rotary(positions, shape.head_dim)
-        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape, ops, scheme) for _ in range(shape.layers)])  # type: ignore[assignment]
+        layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
+        self.layers: Sequence[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = Norm(shape.hidden, shape.eps, ops)
-        self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, scheme)
+        self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, schemes["lm_head.weight"])
 
     def forward(
         self, tokens: Tensor, depth: Tensor, mask: Tensor, past_length: Tensor, caches: list[Tensor]

@@ -16,7 +16,7 @@ from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import FP8, Scheme
+from graphs.dialects.quantization import FP8, Scheme, Schemes
 from graphs.dialects.standard import Standard
 from graphs.layer import LlamaShape
 from graphs.target import Target
@@ -49,7 +49,7 @@ FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Sch
 def traced(shape: LlamaShape, ops: type[Plain], dtype: torch.dtype, sizes: dict[str, int], scheme: Scheme | None) -> ir.Model:
     """A target whose weights are nowhere."""
     with torch.device("meta"):
-        module = Target(shape, 64, 128, ops, scheme).eval()
+        module = Target(shape, 64, 128, ops, Schemes(scheme)).eval()
     places = dict[str, Location]()
     for i, (name, parameter) in enumerate(module.named_parameters()):
         numbers = parameter.dtype == torch.float32 and not name.startswith("rotary.")
@@ -96,7 +96,7 @@ USUAL = ("cpu", "cpu, w8a8", "tensorrt, int4")
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exporter.trace._capture", traces.trace_anew)  # else the second were the first
     repeated = traced(*FORMS[form])
-    monkeypatch.setattr("exporter.trace._shortened", lambda module: nullcontext(0))
+    monkeypatch.setattr("exporter.trace.shortened", lambda module: nullcontext(0))
     whole = traced(*FORMS[form])
     assert [value.name for value in repeated.graph.inputs][-2:] == [f"past_key.{LAYERS - 1}", f"past_value.{LAYERS - 1}"]
     assert spelled(repeated) == spelled(whole)

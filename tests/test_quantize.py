@@ -27,7 +27,7 @@ from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import FP8, Scheme, bits_of, dequantize
+from graphs.dialects.quantization import FP8, Scheme, Schemes, bits_of, dequantize
 from graphs.dialects.standard import Standard
 from graphs.drafter import Heads
 from graphs.layer import Linear
@@ -41,6 +41,19 @@ ROWS_OF_FP8, WHOLE = Scheme(0, FP8), Scheme(0, torch.int8, 8)
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_schemes_by_name() -> None:
+    four, eight = Scheme(32, torch.uint8), Scheme(32, torch.uint8, 8)
+    schemes = Schemes(
+        four, {"lm_head.weight": eight, "layers.1.mlp.up_proj.weight": None, "layers.10.mlp.up_proj.weight": eight}
+    )
+    assert schemes.of("lm_head.weight", 64) == eight
+    assert (
+        schemes.of("lm_head.weight", 32) is schemes.of("fc.weight", 40) is schemes.of("layers.1.mlp.up_proj.weight", 64) is None
+    )
+    found = [schemes.within(f"layers.{i}").within("mlp")["up_proj.weight"] for i in (0, 1, 10)]
+    assert found == [four, None, eight]
 
 
 def source(tensor: Tensor, pieces: int = 1) -> Source:
@@ -250,7 +263,7 @@ class Products(nn.Module):
         super().__init__()
         self.ops = ops
         self.first, self.second = Linear(256, 128, True, ops, scheme), Linear(128, 37, False, ops, scheme)
-        self.heads = Heads(3, 128, 2, ops, scheme)
+        self.heads = Heads(3, 128, 2, ops, Schemes(scheme))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.second(self.first(x) + self.first(x * x)), self.heads(x)

@@ -18,12 +18,12 @@ from exporter.checkpoints.pair import Pair
 from exporter.plan import _is_matrix
 from exporter.trace import _quiet, caches, trace
 from exporter.weights.packer import Packer
-from exporter.weights.quantize import quantized
+from exporter.weights.quantize import quantize, quantized
 from exporter.weights.source import Source
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import Scheme
+from graphs.dialects.quantization import UNQUANTIZED, Scheme, Schemes, dequantize
 from graphs.dialects.standard import Standard
 from graphs.target import Target, choose
 from graphs.tree import TreeConfig
@@ -85,13 +85,13 @@ def eager(pair: Pair) -> Run:
     return run
 
 
-def onnx(pair: Pair, dialect: type[Plain], folder: Path, scheme: Scheme | None = None) -> Run:
-    """The target graph as a bundle holds it, its caches written in place over leftovers. scheme: of the target's matrices."""
-    module = pair.modules(TREE, CAPACITY, CAPACITY, dialect, schemes={"target": scheme} if scheme else {})["target"]
+def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQUANTIZED) -> Run:
+    """The target graph as a bundle holds it, its caches written in place over leftovers."""
+    module = pair.modules(TREE, CAPACITY, CAPACITY, dialect, schemes={"target": schemes})["target"]
     sources = dict[str, Source]()
     for name, source in pair.target_sources(CAPACITY).items():
-        whole = scheme is None or not _is_matrix(name, source)
-        sources |= {name: source} if whole else quantized(source, name, scheme, torch.float32)  # type: ignore[arg-type]
+        scheme = schemes.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+        sources |= quantized(source, name, scheme, torch.float32) if scheme else {name: source}
     locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", sources)
     model = trace(module, locations, folder, torch.float32)
     options = ort.SessionOptions()
@@ -242,6 +242,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
 
 
+def test_each_matrix_in_a_scheme_of_its_own(tmp_path: Path) -> None:
+    """lm_head in 8 bits, the layers in 4, and one matrix of the second layer as it is, unlike that of the third."""
+    target, drafter = RandomPair({"head_dim": 16, "num_hidden_layers": 3}, seed=7).write(tmp_path)
+    pair = Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
+    own = {"lm_head.weight": QUANTIZED["int8"], "layers.1.mlp.down_proj.weight": None}
+    schemes, meant, kinds = Schemes(QUANTIZED["int4"], own), dict[str, Source](), list[str]()
+    for name, source in pair.target_sources(CAPACITY).items():
+        scheme = schemes.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+        values = dequantize(*quantize(source.whole(), scheme, torch.float32), scheme.bits) if scheme else source.whole()
+        meant[name] = Source(source.shape, lambda values=values: iter((values,)))  # type: ignore[misc]
+        kinds += [f"int{scheme.bits}" if scheme else "none"] * _is_matrix(name, source)
+    assert {kind: kinds.count(kind) for kind in kinds} == {"int4": 3 * 7 - 1, "none": 1, "int8": 1}
+    run = onnx(pair, Standard, tmp_path / "graph", schemes)
+    pair.target_sources = lambda positions: meant  # type: ignore[method-assign]
+    tokens = torch.arange(12)
+    _, logits, hidden = eager(pair)(tokens, *causal(12), 0)
+    same(run(tokens, *causal(12), 0), logits, hidden)
+
+
 def damaged(pair: Pair, name: str, at: tuple[int, ...], value: float) -> Pair:
     """The pair with one number of its target changed."""
     sources = pair.target_sources(CAPACITY)
@@ -283,7 +302,7 @@ def test_choice_says_when_logits_are_not_finite(plain: Pair, damage: str, dialec
 def test_products_that_round_their_rows_hide_nothing(plain: Pair, how: str, tmp_path: Path) -> None:
     """Rounded to int8, a NaN is a whole number like any other."""
     pair = damaged(plain, "norm.weight", (3,), NAN)
-    choice, _ = apart(onnx(pair, Exact, tmp_path, QUANTIZED[how]))
+    choice, _ = apart(onnx(pair, Exact, tmp_path, Schemes(QUANTIZED[how])))
     assert choice.tolist() == [-1] * 6
 
 

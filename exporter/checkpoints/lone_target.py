@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import Scheme
+from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
 from graphs.target import Target
 from graphs.tree import TreeConfig
 
 from .checkpoint import Checkpoint
 from .llama import llama_config, llama_shape
-from .pair import _UNQUANTIZED, Pair, _require, _tensor_indices
+from .pair import _NO_SCHEMES, Pair, _require, _tensor_indices
 
 
 class LoneTarget(Pair):
@@ -42,8 +42,8 @@ class LoneTarget(Pair):
         positions: int,
         ops: type[Plain] = Plain,
         drafting: type[Plain] | None = None,
-        schemes: Mapping[str, Scheme] = _UNQUANTIZED,
+        schemes: Mapping[str, Schemes] = _NO_SCHEMES,
     ) -> dict[str, Target | Drafter]:
         """``target`` only; see ``Pair.modules``."""
         with torch.device("meta"):
-            return {"target": Target(self.target_shape, capacity, positions, ops, schemes.get("target")).eval()}
+            return {"target": Target(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED)).eval()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import Scheme
+from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
 from graphs.target import Target
@@ -26,7 +26,7 @@ from .llama import LlamaConfig, llama_config, llama_shape, rotary_tables
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
 _SLICE_ELEMENTS = 16 << 20
-_UNQUANTIZED: Mapping[str, Scheme] = {}
+_NO_SCHEMES: Mapping[str, Schemes] = {}
 _OPTIONAL = frozenset(
     ("lm_head.weight", "token_map")
 )  # of a drafter; a whole lm_head is a copy of the target's, so it is not read
@@ -199,22 +199,22 @@ class Pair:
         positions: int,
         ops: type[Plain] = Plain,
         drafting: type[Plain] | None = None,
-        schemes: Mapping[str, Scheme] = _UNQUANTIZED,
+        schemes: Mapping[str, Schemes] = _NO_SCHEMES,
     ) -> dict[str, Target | Drafter]:
         """The modules of a bundle's graphs, without weights (on the meta device).
 
         ops: their dialect; drafting: the drafter's, if it is another. schemes: how the weights of ``target`` and ``draft`` are
         quantized; models without an entry are not.
         """
-        draft_ops, scheme = drafting or ops, schemes.get("draft")
+        draft_ops, of_draft = drafting or ops, schemes.get("draft", UNQUANTIZED)
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             draft, extend = (
-                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, draft_ops, scheme, trimmed)
+                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, draft_ops, of_draft, trimmed)
                 for t in (tree, None)
             )
             return {
-                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target")).eval(),
+                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED)).eval(),
                 "draft": draft.eval(),
                 "extend": extend.eval(),
             }
@@ -226,10 +226,10 @@ class Pair:
             sources["lm_head.weight"] = sources["embed_tokens.weight"]
         return sources | self._rotary(self.target_config, positions)
 
-    def draft_sources(self, heads: int, positions: int, scheme: Scheme | None = None) -> dict[str, Source]:
+    def draft_sources(self, heads: int, positions: int, schemes: Schemes = UNQUANTIZED) -> dict[str, Source]:
         """The drafter's parameters; those that it shares with the target are read from the target.
 
-        heads: how many heads the graph uses; positions: rows of the rotary tables; scheme: how they will be quantized.
+        heads: how many heads the graph uses; positions: rows of the rotary tables; schemes: how they will be quantized.
         """
         names = [name for name in self._expected_drafter if not name.startswith("mlp.")]
         sources = {name: self._tensor(self.drafter, name) for name in names}
@@ -237,7 +237,7 @@ class Pair:
         sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
         sources |= self._draft_head(target["lm_head.weight"])
         h = self.draft_shape.hidden
-        input_major = scheme is None or not scheme.fits(h)
+        input_major = schemes.of("heads.weight.0", h) is None
         if heads:
             for block in range(self.blocks + 1):
                 weights = [f"mlp.{head}.{block}.linear.weight" for head in range(heads)]

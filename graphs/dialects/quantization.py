@@ -1,6 +1,7 @@
 """How quantized matrices are stored, and how their codes are converted back to numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +43,34 @@ class Scheme:
             return shape[::-1] if self.input_major else shape, shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
         return (*blocks, self.block * self.bits // 8), blocks
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """How the matrices of a module are quantized, by parameter name. The embedding is no matrix in this sense.
+
+    default: of the matrices that ``own`` does not name; None for those that are not quantized.
+    """
+
+    default: Scheme | None = None
+    own: Mapping[str, Scheme | None] = field(default_factory=dict)
+
+    def of(self, name: str, inputs: int) -> Scheme | None:
+        """The scheme of the matrix ``name`` with rows of ``inputs`` values; None if it is not quantized."""
+        scheme = self[name]
+        return scheme if scheme is not None and scheme.fits(inputs) else None
+
+    def __getitem__(self, name: str) -> Scheme | None:
+        """The scheme chosen for a matrix, whether or not it fits."""
+        return self.own.get(name, self.default)
+
+    def within(self, module: str) -> "Schemes":
+        """The schemes of a submodule, by its own parameter names."""
+        prefix = f"{module}."
+        return Schemes(self.default, {n.removeprefix(prefix): s for n, s in self.own.items() if n.startswith(prefix)})
+
+
+UNQUANTIZED = Schemes()
 
 
 def bits_of(codes: Tensor, inputs: int) -> int:

@@ -1,0 +1,79 @@
+"""Traces two layers of a target and repeats the second in the graph, instead of tracing them all."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.onnx import ops
+
+from graphs.drafter import Drafter
+from graphs.target import Target
+
+
+def _mark(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Applies ``gumiho::Mark`` to the input of a norm."""
+    (x,) = inputs
+    return ops.symbolic("gumiho::Mark", (x,), {}, dtype=x.dtype, shape=x.shape, version=1)
+
+
+def _structure(layer: nn.Module) -> tuple[Any, ...]:
+    """What tells layers apart that are quantized in different ways."""
+    return tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+
+
+@contextlib.contextmanager
+def shortened(module: Target | Drafter) -> Iterator[int]:
+    """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
+    second, if the layers after the first are alike. Yields the number of its layers.
+    """
+    layers, hooks = module.layers, list[torch.utils.hooks.RemovableHandle]()
+    if isinstance(module, Target) and len(layers) > 2 and len({_structure(layer) for layer in layers[1:]}) == 1:
+        module.layers = layers[:2]
+        hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
+    try:
+        yield len(layers)
+    finally:
+        module.layers = layers
+        for hook in hooks:
+            hook.remove()
+
+
+def repeat(graph: ir.Graph, layers: int) -> None:
+    """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
+    second layer is the nodes between the marks."""
+    nodes = list(graph)
+    begin, end = (node for node in nodes if node.op_type == "Mark")
+    second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
+    first, last = begin.inputs[0], end.inputs[0]
+    caches, written = graph.inputs[-2:], graph.outputs[-2:]
+    ir.convenience.replace_all_uses_with(begin.outputs[0], first)
+    inner = {value for node in second for value in node.outputs}
+    read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in inner))
+    pattern = ir.GraphView(read, [last, *written], nodes=second)
+    for i in range(2, layers):
+        layer = pattern.clone()
+        copies, twins, ends = list(layer), dict(zip(read, layer.inputs, strict=True)), list(layer.outputs)
+        for part in (layer.inputs, layer.outputs):
+            part.clear()
+        layer.remove(copies)
+        for node in copies:
+            node.name = f"{node.name}.{i}"
+            for value in node.outputs:
+                value.name = f"{value.name}.{i}"
+        for old, new in zip((*caches, *written), (*(twins[cache] for cache in caches), *ends[1:]), strict=True):
+            new.name = old.name.removesuffix("1") + str(i)
+        for value, twin in twins.items():
+            if value.name.startswith("layers.1."):
+                twin.name = value.name.replace("1", str(i), 1)
+                graph.initializers.add(twin)
+            elif value not in caches:
+                ir.convenience.replace_all_uses_with(twin, last if value is first else value)
+        graph.inputs.extend(twins[cache] for cache in caches)
+        graph.outputs.extend(ends[1:])
+        graph.insert_before(end, copies)
+        last = ends[0]
+    ir.convenience.replace_all_uses_with(end.outputs[0], last)
+    graph.remove((begin, end), safe=True)
