@@ -104,7 +104,7 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
             converted = {
                 n: recoded(place, packer.bundle, scheme.bits)
                 for n, place in packed[name].items()
-                if place.dtype == first and (scheme := schemes[n])
+                if place.dtype == first and (scheme := schemes[n.replace("zero", "weight")])
             }
             locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
     if not plan.pair.has_drafter:

@@ -72,7 +72,9 @@ class Weights:
             raise DamageError(f"'{place.file}': tensor '{name}' holds NaN or infinity: download the checkpoint again")
         return rows
 
-    def product(self, x: Tensor, weight: Tensor, scale: Tensor | None, transposed: bool = False) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None = None, transposed: bool = False
+    ) -> Tensor:
         """x @ weight.T, or x @ weight if it is stored transposed, accumulated in fp32. x: [n, K] -> fp32 [n, N].
 
         Workers take slices in turn, so that some compute while others read.
@@ -86,7 +88,10 @@ class Weights:
             stored = self._rows(weight, start, stop, raw)
             if scale is None or by_input:
                 return wide[: stored.numel()].view(stored.shape).copy_(stored)
-            return dequantize(stored, self._rows(scale, start, stop, wide), bits_of(stored, x.shape[1])).float()
+            own = self._rows(scale, start, stop, wide)
+            # The last quarter of the bytes is free: codes take at most a byte for each of half as many numbers as fit into all.
+            middle = None if zero is None else self._rows(zero, start, stop, raw[3 * _SLICE_ELEMENTS :])
+            return dequantize(stored, own, bits_of(stored, x.shape[1]), middle).float()
 
         @torch.inference_mode()
         def partial_sum(starts: Iterable[int]) -> Tensor:
@@ -114,8 +119,10 @@ class Weights:
 
         class Streaming(Plain):
             @classmethod
-            def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-                y = product(x, weight, scale)
+            def linear(
+                cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None
+            ) -> Tensor:
+                y = product(x, weight, scale, zero)
                 return (y if bias is None else y + bias.float()).to(x.dtype)
 
             @classmethod

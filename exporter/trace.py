@@ -5,7 +5,7 @@ import io
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
 from graphs.target import Target
+from runtime.errors import InputError
 
 from .repeated_layers import repeat, shortened
 from .weights.source import Location
@@ -116,20 +117,30 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 
 def _name_codes(model: ir.Model) -> None:
-    """Gives signed codes the shape [N, K] that DequantizeLinear expects, and codes of 4 bits the type INT4."""
-    blocks = {
-        node.inputs[0]: node.attributes["block_size"].as_int()
-        for node in model.graph
-        if node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.INT8
-    }
-    for value, block in blocks.items():
-        codes = value.const_value
-        *rows, count, width = codes.shape
-        dtype = ir.DataType.INT8 if width == block else ir.DataType.INT4  # two per byte
-        value.shape, value.type = ir.Shape([*rows, count * block]), ir.TensorType(dtype)
+    """Gives signed codes the shape [N, K] that DequantizeLinear expects, zero points that of the scales, and those of 4 bits the type
+    INT4."""
+
+    def retype(value: ir.Value, dtype: ir.DataType, shape: Sequence[Any]) -> None:
+        old = value.const_value
+        value.shape, value.type = ir.Shape(shape), ir.TensorType(dtype)
         value.const_value = ir.ExternalTensor(
-            codes.location, codes.offset, codes.length, dtype, shape=value.shape, name=value.name, base_dir=codes.base_dir
+            old.location, old.offset, old.length, dtype, shape=value.shape, name=value.name, base_dir=old.base_dir
         )
+
+    for node in model.graph:
+        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if codes is None or codes.dtype != ir.DataType.INT8 or len(codes.const_value.shape) == 2:
+            continue  # not in blocks, or named already
+        block = node.attributes["block_size"].as_int()
+        *rows, count, width = codes.const_value.shape
+        retype(codes, ir.DataType.INT8 if width == block else ir.DataType.INT4, [*rows, count * block])  # INT4: two per byte
+        if len(node.inputs) > 2:
+            if count % 2:
+                raise InputError(
+                    f"'{codes.name}' has zero points and an odd number of blocks in a row, which DequantizeLinear cannot read: "
+                    "export for the CPU or cuda only"
+                )
+            retype(node.inputs[2], ir.DataType.INT4, [*rows, count])
 
 
 def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) -> None:

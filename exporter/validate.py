@@ -18,7 +18,7 @@ from runtime.model import load
 from .checkpoints.llama import transformers_class, transformers_config
 from .plan import Plan
 from .trace import signature
-from .weights.quantize import scale_of
+from .weights.quantize import scale_of, zero_of
 
 _POSITIONS = 256
 
@@ -42,7 +42,8 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
         if name != scale and scale in sources:
             codes = sources[name].whole()
             bits = bits_of(codes, weights[name].shape[1])
-            weights[name] = dequantize(codes, sources[scale].whole(), bits).float()
+            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
+            weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
     llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in weights.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)

@@ -24,8 +24,8 @@ class Heads(nn.Module):
         self.count, self.ops = heads, ops
         self.first = Linear(2 * hidden, heads * hidden, True, ops, schemes["first.weight"])
         matrices = [matrix((heads, hidden, hidden), schemes["weight.0"]) for _ in range(blocks)]  # all in one scheme
-        self.weight = nn.ParameterList([weight for weight, _ in matrices])
-        self.scale = nn.ParameterList([scale for _, scale in matrices if scale is not None])
+        self.weight = nn.ParameterList([weight for weight, *_ in matrices])
+        self.scale = nn.ParameterList([scale for _, scale, _ in matrices if scale is not None])
         self.bias = nn.ParameterList([torch.empty(heads, 1, hidden) for _ in range(blocks)])
 
     def forward(self, pairs: Tensor) -> Tensor:

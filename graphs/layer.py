@@ -32,26 +32,31 @@ class LlamaShape:
     qk_norm: bool = False
 
 
-def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Parameters of matrices [..., N, K]: codes and scales if the scheme fits the shape, else plain values and None."""
+def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
+    """Parameters of matrices [..., N, K]: codes, scales and zero points (None without) if the scheme fits the shape, else plain
+    values and twice None."""
     if scheme is None or not scheme.fits(shape[-1]):
-        return nn.Parameter(torch.empty(shape)), None
+        return nn.Parameter(torch.empty(shape)), None, None
+
+    def integers(shape: tuple[int, ...]) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=scheme.codes), requires_grad=False)
+
     codes, scales = scheme.shapes(shape)
-    return nn.Parameter(torch.empty(codes, dtype=scheme.codes), requires_grad=False), nn.Parameter(torch.empty(scales))
+    return integers(codes), nn.Parameter(torch.empty(scales)), integers(scheme.zeros_shape(shape)) if scheme.zeros else None
 
 
 class Linear(nn.Module):
-    """A linear layer. ``weight`` and ``scale`` are the parameters of ``matrix``; ``scale`` is None if it is not quantized."""
+    """A linear layer. ``weight``, ``scale`` and ``zero`` are the parameters of ``matrix``; ``scale`` is None if it is not quantized."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
         self.ops = ops
-        self.weight, self.scale = matrix((outputs, inputs), scheme)
+        self.weight, self.scale, self.zero = matrix((outputs, inputs), scheme)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, inputs] -> [n, outputs]."""
-        return self.ops.linear(x, self.weight, self.scale, self.bias)
+        return self.ops.linear(x, self.weight, self.scale, self.bias, self.zero)
 
 
 class Norm(nn.Module):

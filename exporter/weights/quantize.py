@@ -20,6 +20,11 @@ def scale_of(weight: str) -> str:
     return weight.replace("weight", "scale")
 
 
+def zero_of(weight: str) -> str:
+    """The name of the zero points of a quantized matrix."""
+    return weight.replace("weight", "zero")
+
+
 def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales (of ``dtype``) for matrices [..., N, K], in the layout of ``Scheme``.
 

@@ -4,6 +4,7 @@ A dialect is a class of static methods. Run eagerly, every dialect computes the 
 do not depend on it. Traced, it emits the operators that its backends support. Rows are [n, heads * head dim] throughout.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,8 +70,9 @@ class Plain:
     accuracy_level = 0
 
     @classmethod
-    def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale; bias: [N] -> [n, N].
+    def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale, with zero points or without; bias: [N]
+        -> [n, N].
 
         When traced, fp8 and two's complement codes are read by DequantizeLinear, others by MatMulNBits.
         """
@@ -84,12 +86,13 @@ class Plain:
         bits = bits_of(weight, inputs)
         if not is_in_onnx_export():
             rows = max(1, _SLICE_ELEMENTS // inputs)
-            slices = zip(weight.split(rows), scale.split(rows), strict=True)
-            out = torch.cat([x @ dequantize(*part, bits).T for part in slices], dim=-1)
+            zeros = itertools.repeat(None) if zero is None else zero.split(rows)
+            slices = zip(weight.split(rows), scale.split(rows), zeros, strict=False)
+            out = torch.cat([x @ dequantize(codes, own, bits, middle).T for codes, own, middle in slices], dim=-1)
         elif weight.dtype != torch.uint8:
             values = ops.symbolic(
                 "DequantizeLinear",
-                (weight, scale),
+                (weight, scale) if zero is None else (weight, scale, zero),
                 {"axis": 1, "block_size": block} if block else {"axis": 0},
                 dtype=scale.dtype,
                 shape=[outputs, inputs],
@@ -99,7 +102,7 @@ class Plain:
         else:
             out = ops.symbolic(
                 "com.microsoft::MatMulNBits",
-                (x, weight, scale),
+                (x, weight, scale) if zero is None else (x, weight, scale, zero),
                 {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": cls.accuracy_level},
                 dtype=x.dtype,
                 shape=[x.shape[0], outputs],

@@ -11,7 +11,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Scheme:
-    """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code.
+    """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code, or scale * (code - zero) with zero points.
 
     block: how many values of a row share a scale; 0 if the whole row does. codes: dtype of the codes.
 
@@ -20,11 +20,14 @@ class Scheme:
     - torch.int8 or torch.uint8 with a block: scales [..., N, K / block]; 8-bit codes [..., N, K / block, block], or 4-bit codes
       [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
       DequantizeLinear; uint8 codes are offset by half their range, for MatMulNBits.
+
+    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the form of the codes.
     """
 
     block: int
     codes: torch.dtype
     bits: int = 4
+    zeros: bool = False
 
     @property
     def input_major(self) -> bool:
@@ -43,6 +46,10 @@ class Scheme:
             return shape[::-1] if self.input_major else shape, shape[:-1]
         blocks = (*shape[:-1], shape[-1] // self.block)
         return (*blocks, self.block * self.bits // 8), blocks
+
+    def zeros_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the zero points for matrices of ``shape``: two per byte, each row in whole bytes."""
+        return *shape[:-1], -(-shape[-1] // self.block // 2)
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,27 @@ def flip_top_bits(codes: Tensor, bits: int) -> Tensor:
     return codes.view(torch.uint8) ^ (0x80 if bits == 8 else 0x88)
 
 
-def dequantize(codes: Tensor, scale: Tensor, bits: int = 4) -> Tensor:
-    """The values [..., N, K] of ``Scheme`` codes and scales, in the scales' dtype. bits: per code, for codes in blocks."""
+def pack_zeros(zeros: Tensor) -> Tensor:
+    """Zero points, uint8 [..., N, blocks] from 0 to 15, two per byte, the first in the low bits: [..., N, ceil(blocks / 2)]."""
+    even = torch.nn.functional.pad(zeros, (0, zeros.shape[-1] % 2))
+    return even[..., 0::2] | even[..., 1::2] << 4
+
+
+def dequantize(codes: Tensor, scale: Tensor, bits: int = 4, zero: Tensor | None = None) -> Tensor:
+    """The values [..., N, K] of ``Scheme`` codes, scales and zero points, in the scales' dtype. bits: per code, for codes in blocks."""
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
     if input_major(codes):
         return codes.T.to(scale.dtype) * scale[:, None]
     offset = flip_top_bits(codes, bits) if codes.dtype == torch.int8 else codes
-    unpacked = offset if bits == 8 else torch.stack((offset & 15, offset >> 4), dim=-1).flatten(-2)
-    return ((unpacked.to(scale.dtype) - 2 ** (bits - 1)) * scale[..., None]).flatten(-2)
+    unpacked = offset if bits == 8 else _halves(offset)
+    middle: Tensor | int = 2 ** (bits - 1)
+    if zero is not None:
+        offset = flip_top_bits(zero, 4) if zero.dtype == torch.int8 else zero
+        middle = _halves(offset)[..., : scale.shape[-1], None].to(scale.dtype)
+    return ((unpacked.to(scale.dtype) - middle) * scale[..., None]).flatten(-2)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """The two numbers of 4 bits in every byte of [..., n], the low one first: [..., 2 n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
