@@ -103,7 +103,7 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
             raise GumihoError(
                 f"--{option.replace('_', '-')} means nothing to --backend vllm, which builds no tree: leave it out"
             )
-    if args.weights or args.draft_weights or args.preset:
+    if args.weights or args.other_weights or args.draft_weights or args.preset:
         raise GumihoError(
             "--preset, --weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
         )

@@ -8,7 +8,19 @@ from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
 from runtime.errors import GumihoError, InputError
 
-from .precision import DRAFTER, PERPLEXITIES, PRESETS, TARGET, apply_preset, dtype, linking, quantized
+from .precision import (
+    AS_IS,
+    DRAFTER,
+    PERPLEXITIES,
+    PRESETS,
+    TARGET,
+    apply_preset,
+    dtype,
+    keep_codes,
+    linking,
+    quantized,
+    require_codes,
+)
 
 if TYPE_CHECKING:
     from graphs.tree import TreeConfig
@@ -64,11 +76,17 @@ def parser() -> argparse.ArgumentParser:
         "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
     precision.add_argument(
-        "--weights", choices=(*TARGET, "none"),
+        "--weights", choices=(*TARGET, AS_IS, "none"),
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
         "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
         "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
-        f"little. On the CPU, {PERPLEXITIES} (default: none, or what --preset says)",
+        f"little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a GGUF target's Q8_0 and Q4_0 matrices (default: what "
+        "--preset says; else as-is on the CPU if the target holds most matrices so, or none)",
+    )  # fmt: skip
+    precision.add_argument(
+        "--other-weights", choices=("int8", "none"),
+        help="with --weights as-is, quantize the matrices that the target holds in another way, or turn them into floats, which makes "
+        "every pass slower (default: int8)",
     )  # fmt: skip
     precision.add_argument(
         "--draft-weights", choices=(*DRAFTER, "none"),
@@ -203,7 +221,7 @@ def _rows(args: argparse.Namespace) -> int:
     from .backends.specs import BACKENDS, INT4_ROWS
 
     specs = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights == "int4" and any(spec.static for spec in specs)
+    unpacked = args.weights in ("int4", AS_IS) and any(spec.static for spec in specs)
     return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)
 
 
@@ -251,6 +269,7 @@ def plan(args: argparse.Namespace) -> "Plan":
 
     apply_preset(args)
     pair = open_pair(args)
+    keep_codes(args, pair)
     # A damaged tokenizer is refused now, not after all weights have been packed.
     if args.dry_run:
         pair.check_tokenizer()
@@ -270,6 +289,8 @@ def plan(args: argparse.Namespace) -> "Plan":
         )
     backends = tuple(dict.fromkeys(args.backend))
     tree = tree_config(args, pair) if pair.has_drafter else chain_config(args, capacity)
-    plan = Plan(pair, tree, capacity, dtype(args), backends, quantized(args), linking(args))
+    in_dtype = dtype(args)
+    require_codes(args, pair, in_dtype)
+    plan = Plan(pair, tree, capacity, in_dtype, backends, quantized(args), linking(args), args.other_weights or "int8")
     plan.require_links()
     return plan

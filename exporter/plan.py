@@ -15,9 +15,10 @@ from runtime.errors import InputError, UnavailableError
 from .backends.specs import BACKENDS, TraceSpec, tables, trace_spec
 from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
+from .precision import AS_IS
 from .weights.packer import ALIGNMENT
-from .weights.quantize import quantized
-from .weights.source import Source
+from .weights.quantize import carried, quantized
+from .weights.source import CODED_BLOCK, Source, is_matrix
 
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
@@ -29,18 +30,15 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _is_matrix(name: str, source: Source) -> bool:
-    """Whether a parameter is a factor of a matrix product, so that it can be quantized."""
-    return len(source.shape) > 1 and "weight" in name and name != "embed_tokens.weight"
-
-
 @dataclass(frozen=True)
 class Plan:
     """What an export writes: the pair, the tree of its draft graph, the capacity, and the backends.
 
     tree: without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of the weights of ``target``
-    and ``draft`` (``int8``, ``int4``, ``w8a8`` or ``fp8``); models without an entry are not quantized. link: hard-link checkpoints'
-    files instead of copying tensors that backends can read directly.
+    and ``draft`` (``int8``, ``int4``, ``w8a8``, ``fp8``, and for the target ``as-is``); models without an entry are not quantized.
+    others: the scheme of the matrices that a target ``as-is`` does not hold in codes, ``int8`` or ``none``. link: hard-link
+    checkpoints' files instead of copying tensors that backends can read directly. errors: the largest error and the largest
+    magnitude of each such matrix, once it is packed.
     """
 
     pair: Pair
@@ -50,6 +48,8 @@ class Plan:
     backends: tuple[str, ...] = ("cpu",)
     quantized: Mapping[str, str] = field(default_factory=dict)
     link: bool = False
+    others: str = "int8"
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Plan:
         quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits (docs/decisions.md)."""
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()
-        found = [schemes.of(name, source.shape[-1]) for name, source in sources if _is_matrix(name, source)]
+        found = [schemes.of(name, source.shape[-1]) for name, source in sources if is_matrix(name, source)]
         return all(scheme is not None and scheme.block <= {4: 32, 8: 64}[scheme.bits] for scheme in found)
 
     @property
@@ -95,11 +95,17 @@ class Plan:
             "int8": Scheme(self.block, codes, 8),
             "int4": Scheme(self.block, codes),
         }
-        return {name: Schemes(schemes[to]) for name, to in self.quantized.items()}
+        found = {name: Schemes(schemes[to]) for name, to in self.quantized.items() if to != AS_IS}
+        if self.quantized.get("target") == AS_IS:
+            own = {n: Scheme(CODED_BLOCK, codes, coded.bits, coded.zeros) for n, coded in self.pair.coded().items()}
+            found["target"] = Schemes(schemes.get(self.others), own)
+        return found
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""
         to = self.quantized[model]
+        if to == AS_IS:
+            to += ", " + " and ".join(sorted({f"int{coded.bits}" for coded in self.pair.coded().values()}))
         return f"{to}, a scale a row" if to in ("fp8", "w8a8") else f"{to}, blocks of {self.block}"
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
@@ -117,11 +123,15 @@ class Plan:
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
             for name, source in parameters.items():
-                scheme = chosen.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+                scheme = chosen.of(name, source.shape[-1]) if is_matrix(name, source) else None
                 if scheme is None:
                     file[name] = self._linked_if_possible(source)
-                else:
+                elif self.quantized[model] != AS_IS:
                     file |= quantized(source, name, scheme, self.dtype)
+                elif source.coded:
+                    file |= carried(source, name, scheme, self.dtype)
+                else:
+                    file |= quantized(source, name, scheme, self.dtype, self.errors)
         return files
 
     def _linked_if_possible(self, source: Source) -> Source:
@@ -154,8 +164,15 @@ class Plan:
             f"{model} {name}"
             for model, chosen in schemes.items()
             for name, source in parameters[model].items()
-            if _is_matrix(name, source) and chosen.of(name, source.shape[-1]) is None
+            if is_matrix(name, source) and chosen[name] and chosen.of(name, source.shape[-1]) is None
         ]
+
+    def uncoded(self) -> list[str]:
+        """The matrices of a target ``as-is`` that it does not hold in codes that a bundle can keep."""
+        if self.quantized.get("target") != AS_IS:
+            return []
+        coded = self.pair.coded()
+        return [n for n, source in self.pair.target_sources(1).items() if is_matrix(n, source) and n not in coded]
 
     def sizes(self) -> dict[str, int]:
         """Upper bounds of the weight files' sizes in bytes: equal tensors, which are stored once, are counted each time."""
@@ -175,7 +192,8 @@ class Plan:
         }
         drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
-        return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter])
+        how = dict(self.quantized), self.others
+        return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter, *how])
 
     def disk(self) -> int:
         """Upper bound of the bytes of disk space: weights, graphs, golden run and engines."""
@@ -191,7 +209,7 @@ class Plan:
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
                 if name != "embed_tokens.weight" and "lm_head.scale" in sources:
                     codes = sources["lm_head.weight"]
-                    content = f"{name} quantized {codes.fixed} {codes.shape}"
+                    content = f"{name} quantized {self.quantized[Path(file).stem]} {codes.fixed} {codes.shape}"
                     size *= len(self.codes) if name == "lm_head.weight" else 1
                 elif name == "lm_head.weight" and tied:
                     content = "embed_tokens.weight"

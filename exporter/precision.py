@@ -1,15 +1,19 @@
 """The precision of an export: its preset, its dtype, and how its weights are quantized."""
 
 import argparse
+from math import prod
 from typing import TYPE_CHECKING
 
-from runtime.errors import GumihoError
+from runtime.errors import GumihoError, InputError
 
 if TYPE_CHECKING:
     import torch
 
+    from .checkpoints.pair import Pair
+
 DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
 TARGET = (*DRAFTER, "w8a8")
+AS_IS = "as-is"  # the codes that the target's checkpoint holds
 PRESETS = ("fast", "small", "full")
 # Perplexity of SmolLM2-135M-Instruct on the CPU over 8,191 tokens; fp32 has 9.90.
 _PERPLEXITY = {"int8": "9.96", "w8a8": "10.20", "int4": "13.70"}
@@ -37,6 +41,53 @@ def apply_preset(args: argparse.Namespace) -> None:
     args.weights = args.weights or by_backend[args.backend[0]]
     if args.preset == "small" or set(args.backend) == {"cpu"}:
         args.draft_weights = args.draft_weights or "int4"
+
+
+def keep_codes(args: argparse.Namespace, pair: "Pair") -> None:
+    """Sets ``weights`` to ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its matrices' numbers in
+    codes that a bundle can keep."""
+    from .weights.source import is_matrix
+
+    if args.weights or args.preset or set(args.backend) != {"cpu"}:
+        return
+    coded, sizes = pair.coded(), dict[bool, int]()
+    for name, source in pair.target_sources(positions=1).items():
+        if is_matrix(name, source):
+            sizes[name in coded] = sizes.get(name in coded, 0) + prod(source.shape)
+    if sizes.get(True, 0) > sizes.get(False, 0):
+        args.weights = AS_IS
+
+
+def require_codes(args: argparse.Namespace, pair: "Pair", dtype: "torch.dtype") -> None:
+    """Raises InputError unless the target's checkpoint holds codes, if ``as-is`` was asked for, and all backends can keep them."""
+    from .backends.specs import BACKENDS
+    from .weights.source import CODED_BLOCK
+
+    if args.weights != AS_IS:
+        if args.other_weights:
+            raise InputError("--other-weights is for --weights as-is: leave one of the two out")
+        return
+    coded, where = pair.coded().values(), f"target '{pair.target.source}'"
+    if not coded:
+        kinds = ", ".join(sorted(pair.target.dtypes()))
+        raise InputError(
+            f"--weights as-is keeps codes of 4 and 8 bits in blocks of {CODED_BLOCK}, and {where} holds none ({kinds}): choose int8 or "
+            "int4, or leave --weights out"
+        )
+    for name in args.backend:
+        spec = BACKENDS[name]
+        if spec.block != CODED_BLOCK:
+            raise InputError(
+                f"--weights as-is is not for {name}, which takes blocks of {spec.block} numbers, and {where} has blocks of "
+                f"{CODED_BLOCK}: give --weights int4, or leave {name} out"
+            )
+    # fp32 holds all fp16 and bf16 scales.
+    odd = next((part.scales for part in coded if part.scales != dtype and dtype.itemsize < 4), None)
+    if odd:
+        names = [str(d).removeprefix("torch.") for d in (odd, dtype)]
+        raise InputError(
+            f"--weights as-is keeps scales, and {where} has them in {names[0]}, not {names[1]}: choose --dtype fp32"
+        )
 
 
 def _target_weights(preset: str, backend: str) -> str:
@@ -81,7 +132,7 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
     draft = "none" if args.ckpt is None else draft
     schemes = {"target": ("--weights", args.weights or "none", TARGET), "draft": ("--draft-weights", draft, DRAFTER)}
     for option, scheme, choices in schemes.values():
-        refusing = [name for name in args.backend if scheme != "none" and scheme not in BACKENDS[name].quantized]
+        refusing = [name for name in args.backend if scheme not in ("none", AS_IS, *BACKENDS[name].quantized)]
         if refusing:
             taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
             raise GumihoError(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .precision import recommendation
+from .precision import AS_IS, recommendation
 
 if TYPE_CHECKING:
     import argparse
@@ -73,6 +73,7 @@ def _remarks(plan: "Plan") -> list[str]:
     if unfit := plan.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
         lines.append(f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.block} numbers long.")
+    lines += _kept(plan)
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
         lines.append(
             "Warning: on a GPU MIGraphX converts an int4 drafter's gate and up projections to floats, and unpacks weights that several "
@@ -84,6 +85,28 @@ def _remarks(plan: "Plan") -> list[str]:
             f"Linked: {plan.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are packed."
         )
     return lines
+
+
+def _kept(plan: "Plan") -> list[str]:
+    """Which matrices have the checkpoint's own codes, and how far the others are off."""
+    if plan.quantized.get("target") != AS_IS:
+        return []
+    coded, others, target = plan.pair.coded(), plan.uncoded(), plan.pair.target
+    lines = [f"Kept: the checkpoint's codes and scales of {len(coded)} matrices. --weights none converts them to floats."]
+    if not others:
+        return lines
+    tied = plan.pair.target_config.tie_word_embeddings
+    kinds = sorted({target.dtype("embed_tokens.weight" if tied and n == "lm_head.weight" else n) for n in others})
+    named = f"{others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} ({', '.join(kinds)})"
+    if plan.others == "none":
+        return [*lines, f"Converted to floats: {named}, which makes every pass slower."]
+    off = {name: error / largest for name, (error, largest) in plan.errors.items() if largest}
+    worst = max(off, key=lambda name: off[name], default=None)
+    # An export that was resumed has not quantized all of them itself.
+    known = (
+        f"the largest error is {off[worst]:.2%} of the largest number of {worst}" if worst and len(off) == len(others) else ""
+    )
+    return [*lines, f"Rounded to int8: {named}; {known or 'no error exceeds 0.4% of the largest number of its block'}."]
 
 
 def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace") -> str:

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
-from exporter.plan import _is_matrix
 from exporter.trace import _quiet, caches, trace
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized
-from exporter.weights.source import Source
+from exporter.weights.source import Source, is_matrix
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
@@ -90,7 +89,7 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQU
     module = pair.modules(TREE, CAPACITY, CAPACITY, dialect, schemes={"target": schemes})["target"]
     sources = dict[str, Source]()
     for name, source in pair.target_sources(CAPACITY).items():
-        scheme = schemes.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+        scheme = schemes.of(name, source.shape[-1]) if is_matrix(name, source) else None
         sources |= quantized(source, name, scheme, torch.float32) if scheme else {name: source}
     locations = Packer(folder, torch.float32, lambda _: None).pack("target.bin", sources)
     model = trace(module, locations, folder, torch.float32)
@@ -249,10 +248,10 @@ def test_each_matrix_in_a_scheme_of_its_own(tmp_path: Path) -> None:
     own = {"lm_head.weight": QUANTIZED["int8"], "layers.1.mlp.down_proj.weight": None}
     schemes, meant, kinds = Schemes(QUANTIZED["int4"], own), dict[str, Source](), list[str]()
     for name, source in pair.target_sources(CAPACITY).items():
-        scheme = schemes.of(name, source.shape[-1]) if _is_matrix(name, source) else None
+        scheme = schemes.of(name, source.shape[-1]) if is_matrix(name, source) else None
         values = dequantize(*quantize(source.whole(), scheme, torch.float32), scheme.bits) if scheme else source.whole()
         meant[name] = Source(source.shape, lambda values=values: iter((values,)))  # type: ignore[misc]
-        kinds += [f"int{scheme.bits}" if scheme else "none"] * _is_matrix(name, source)
+        kinds += [f"int{scheme.bits}" if scheme else "none"] * is_matrix(name, source)
     assert {kind: kinds.count(kind) for kind in kinds} == {"int4": 3 * 7 - 1, "none": 1, "int8": 1}
     run = onnx(pair, Standard, tmp_path / "graph", schemes)
     pair.target_sources = lambda positions: meant  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.errors import DamageError, GumihoError, InputError
 
-from ..weights.source import Stored, is_finite
+from ..weights.source import Coded, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
 from .json_config import document, reason, shown
 
@@ -166,10 +166,19 @@ class Checkpoint:
         file, stored = self._location(name)
         return self._open(file)[stored][0]
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, by torch's name without ``torch.``, or what the checkpoint's format calls its codes."""
+        file, stored = self._location(name)
+        dtype = self._open(file)[stored][1]
+        return str(_TORCH_DTYPES.get(dtype, dtype)).removeprefix("torch.")
+
     def dtypes(self) -> set[str]:
-        """The dtypes of all tensors, by torch's names without ``torch.``."""
-        dtypes = {self._open(file)[stored][1] for file, stored in self._locations.values()}
-        return {str(_TORCH_DTYPES.get(dtype, dtype)).removeprefix("torch.") for dtype in dtypes}
+        """The dtypes of all tensors."""
+        return {self.dtype(name) for name in self.names()}
+
+    def coded(self, name: str) -> Coded | None:
+        """The codes of a matrix, without reading them; None if it is not stored as codes that a bundle can keep."""
+        return None
 
     def stored(self, name: str) -> Stored | None:
         """The location of a tensor in its file; None in a pickled file, and for dtypes that are not read."""

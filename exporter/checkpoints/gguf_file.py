@@ -8,7 +8,7 @@ import json
 import re
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from runtime.errors import DamageError, InputError, UnavailableError
 
-from ..weights.source import Stored, is_finite
+from ..weights.source import Coded, Part, Stored, is_finite
+from . import gguf_codes
 from .architectures import ARCHITECTURES
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
+_SLICE_ELEMENTS = 1 << 22
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _ARCHITECTURES = tuple(name for name in ARCHITECTURES if name != "mistral")  # which GGUF files call llama
 _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -172,8 +174,8 @@ class GgufCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._table(name).shape
 
-    def dtypes(self) -> set[str]:
-        return {table.kind.name for table in self._tables.values()}
+    def dtype(self, name: str) -> str:
+        return self._table(name).kind.name
 
     def stored(self, name: str) -> Stored | None:
         table = self._table(name)
@@ -185,6 +187,35 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor: fp16 and bf16 as stored, other types dequantized to fp32."""
+        from gguf import dequantize
+
+        table, raw = self._table(name), self._rows(name, start, stop)
+        shape = len(raw), *table.shape[1:]
+        if dtype := _NUMBERS.get(table.kind.name):
+            return self._finite(name, torch.from_numpy(raw).view(dtype).reshape(shape))
+        if not len(raw):
+            return torch.empty(shape)
+        with self._damage_errors(self.file, f" at '{name}'"), np.errstate(all="ignore"):  # such numbers are refused
+            values = torch.from_numpy(dequantize(raw, table.kind).reshape(shape))
+        return self._finite(name, values)
+
+    def coded(self, name: str) -> Coded | None:
+        """Blocks of Q8_0 and Q4_0 are ours in another order; those of other types are none that a bundle has."""
+        table = self._table(name)
+        bits = gguf_codes.BITS.get(table.kind.name)
+        if bits is None or len(table.shape) != 2:
+            return None
+        rows = max(1, _SLICE_ELEMENTS // table.shape[1])
+
+        def parts() -> Iterator[Part]:
+            for start in range(0, table.shape[0], rows):
+                codes, scale = gguf_codes.parts(self._rows(name, start, start + rows), bits)
+                yield codes, self._finite(name, scale), None
+
+        return Coded(bits, False, torch.float16, parts)
+
+    def _rows(self, name: str, start: int, stop: int | None) -> np.ndarray:
+        """The bytes of rows [start, stop) in the order of a Hugging Face checkpoint: uint8 [rows, bytes of a row]."""
         table = self._table(name)
         rows = table.shape[0]
         start = min(start, rows)
@@ -192,28 +223,17 @@ class GgufCheckpoint(Checkpoint):
         # Whole heads, since llama.cpp permutes the rows within each.
         size = rows // table.heads if table.heads else 1
         first, last = start // size * size, -(-stop // size) * size
-        values = self._rows(name, table, first, last)
+        with self._damage_errors(self.file, f" at '{name}'"), self.file.open("rb") as opened:
+            opened.seek(table.offset + first * table.row_bytes)
+            raw = np.fromfile(opened, np.uint8, (last - first) * table.row_bytes).reshape(last - first, table.row_bytes)
         if table.heads:
-            values = values.reshape(-1, size // 2, 2, *table.shape[1:]).swapaxes(1, 2).reshape(last - first, *table.shape[1:])
-        values = values[start - first : stop - first].contiguous()
+            raw = raw.reshape(-1, size // 2, 2, table.row_bytes).swapaxes(1, 2).reshape(last - first, table.row_bytes)
+        return np.ascontiguousarray(raw[start - first : stop - first])
+
+    def _finite(self, name: str, values: Tensor) -> Tensor:
         if not is_finite(values):
             raise DamageError(f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity: download it again")
         return values
-
-    def _rows(self, name: str, table: _Table, first: int, last: int) -> Tensor:
-        from gguf import dequantize
-
-        if first == last:
-            return torch.empty(0, *table.shape[1:])
-        with self._damage_errors(self.file, f" at '{name}'"):
-            with self.file.open("rb") as opened:
-                opened.seek(table.offset + first * table.row_bytes)
-                raw = np.fromfile(opened, np.uint8, (last - first) * table.row_bytes)
-            if dtype := _NUMBERS.get(table.kind.name):
-                return torch.from_numpy(raw).view(dtype).reshape(last - first, *table.shape[1:])
-            with np.errstate(all="ignore"):  # the caller refuses values that are not finite
-                values = dequantize(raw.reshape(last - first, -1), table.kind)
-        return torch.from_numpy(values.reshape(last - first, *table.shape[1:]))
 
 
 def _name(stored: str, source: str) -> str:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from graphs.layer import LlamaShape
 from runtime.errors import InputError
 
+from ..weights.source import Source
 from .architectures import ARCHITECTURES, SUPPORTED, Architecture
 from .checkpoint import Checkpoint
 from .json_config import llama_fields, shown
@@ -153,3 +155,13 @@ def rotary_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32 [positions, head dim / 2]."""
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(config)[None, :]
     return angle.cos(), angle.sin()
+
+
+def rotary_sources(config: LlamaConfig, positions: int) -> dict[str, Source]:
+    """The tables as parameters of a graph. Computed when they are packed: a dry run needs only their shape."""
+
+    def rows(table: int) -> Iterator[Tensor]:
+        yield rotary_tables(config, positions)[table]
+
+    shape = positions, config.head_dim // 2
+    return {f"rotary.{name}": Source(shape, partial(rows, i), torch.float32) for i, name in enumerate(("cos", "sin"))}

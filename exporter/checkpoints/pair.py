@@ -18,11 +18,11 @@ from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import DamageError, InputError
 
-from ..weights.source import Source
+from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint
 from .draft_vocabulary import DraftVocabulary, token_map
 from .json_config import reason, shown
-from .llama import LlamaConfig, llama_config, llama_shape, rotary_tables
+from .llama import llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
 _SLICE_ELEMENTS = 16 << 20
@@ -45,10 +45,6 @@ def _require(checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], e
         raise DamageError(
             f"{checkpoint.kind} '{checkpoint.source}' lacks the tensor '{name.format(*missing)}': download it again"
         )
-
-
-def _rotary_rows(config: LlamaConfig, positions: int, table: int) -> Iterator[Tensor]:
-    yield rotary_tables(config, positions)[table]
 
 
 class Pair:
@@ -224,7 +220,12 @@ class Pair:
         sources = {name: self._tensor(self.target, name) for name in self._expected_target}
         if self.target_config.tie_word_embeddings:
             sources["lm_head.weight"] = sources["embed_tokens.weight"]
-        return sources | self._rotary(self.target_config, positions)
+        return sources | rotary_sources(self.target_config, positions)
+
+    def coded(self) -> dict[str, Coded]:
+        """The target's matrices that its checkpoint holds as codes, by parameter name."""
+        sources = self.target_sources(positions=1).items()
+        return {name: source.coded for name, source in sources if source.coded and is_matrix(name, source)}
 
     def draft_sources(self, heads: int, positions: int, schemes: Schemes = UNQUANTIZED) -> dict[str, Source]:
         """The drafter's parameters; those that it shares with the target are read from the target.
@@ -251,7 +252,7 @@ class Pair:
                 else:
                     sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
                     sources["heads.first.bias"] = replace(stacked, shape=(heads * h,))
-        return sources | self._rotary(self.draft_config, positions)
+        return sources | rotary_sources(self.draft_config, positions)
 
     def _draft_head(self, target_head: Source) -> dict[str, Source]:
         """The drafter's lm_head, and with a draft vocabulary the token ids of its rows."""
@@ -282,18 +283,9 @@ class Pair:
             for start in range(0, shape[0], rows):
                 yield checkpoint.read(name, start, start + rows)
 
-        return Source(shape, slices, stored=checkpoint.stored(name))
+        return Source(shape, slices, stored=checkpoint.stored(name), coded=checkpoint.coded(name))
 
     def _stack(self, names: list[str], transposed: bool) -> Iterator[Tensor]:
         for name in names:
             tensor = self.drafter.read(name)
             yield tensor.T if transposed else tensor
-
-    @staticmethod
-    def _rotary(config: LlamaConfig, positions: int) -> dict[str, Source]:
-        # Computed when they are packed: a dry run needs only their shape.
-        shape = positions, config.head_dim // 2
-        return {
-            f"rotary.{name}": Source(shape, partial(_rotary_rows, config, positions, i), torch.float32)
-            for i, name in enumerate(("cos", "sin"))
-        }

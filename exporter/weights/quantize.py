@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, flip_top_bits
+from graphs.dialects.quantization import FP8, Scheme, dequantize, flip_top_bits
 
 from .source import Location, Source, require_fp16
 
@@ -71,9 +71,12 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
     return (blocks / scale).round_().clamp_(-8, 7)
 
 
-def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
+def quantized(
+    source: Source, name: str, scheme: Scheme, dtype: torch.dtype, errors: dict[str, tuple[float, float]] | None = None
+) -> dict[str, Source]:
     """Sources of the codes and scales of a matrix, computed in one pass: the codes must be read before the scales.
 
+    errors: gets the largest error of the matrix and its largest magnitude, once all slices are quantized. 8-bit codes only.
     Input-major codes are held in memory as a whole, because each of their rows needs values of every slice.
     """
     shapes = scheme.shapes(source.shape)
@@ -82,13 +85,18 @@ def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> 
     def parts() -> Iterator[Tensor]:
         # One tensor for all scales: small ones between freed large blocks would fragment the heap.
         scale_slices[:], filled = [torch.empty(shapes[1], dtype=dtype)], 0
-        flat = scale_slices[0].view(-1)
+        flat, worst, largest = scale_slices[0].view(-1), 0.0, 0.0
         for values in source.slices():
             for part in values.split(rows):
                 codes, scale = quantize(part, scheme, dtype)
                 flat[filled : filled + scale.numel()] = scale.view(-1)
                 filled += scale.numel()
+                if errors is not None:
+                    off = dequantize(codes, scale, scheme.bits).float() - part
+                    worst, largest = max(worst, float(off.abs().max())), max(largest, float(part.abs().max()))
                 yield codes
+        if errors is not None:
+            errors[name] = worst, largest
         if dtype == torch.float16:
             require_fp16(scale_slices[0], f"a scale of the quantized '{name}'")
 
@@ -110,6 +118,27 @@ def quantized(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> 
         scale_slices.clear()
 
     return {name: Source(shapes[0], codes, scheme.codes), scale_of(name): Source(shapes[1], scales, dtype)}
+
+
+def carried(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
+    """Sources of the codes, scales and zero points that a checkpoint holds, which is read anew for each. scheme: that of the codes."""
+    coded = source.coded
+    assert coded is not None
+
+    def codes(part: int) -> Iterator[Tensor]:
+        for values in coded.parts():
+            offset = values[part]
+            assert offset is not None
+            yield offset if scheme.codes == torch.uint8 else flip_top_bits(offset, scheme.bits).view(torch.int8)
+
+    shapes = scheme.shapes(source.shape)
+    found = {
+        name: Source(shapes[0], lambda: codes(0), scheme.codes),
+        scale_of(name): Source(shapes[1], lambda: (scale for _, scale, _ in coded.parts()), dtype),
+    }
+    if scheme.zeros:
+        found[zero_of(name)] = Source(scheme.zeros_shape(source.shape), lambda: codes(2), scheme.codes)
+    return found
 
 
 def recoded(location: Location, bundle: Path, bits: int) -> Source:

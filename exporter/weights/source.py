@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,18 +23,38 @@ class Stored:
     dtype: torch.dtype
 
 
+CODED_BLOCK = 32  # numbers that share a scale in the codes of checkpoints
+Part: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, zero points
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A matrix that a checkpoint holds as codes in blocks of 32, which a bundle can keep code for code.
+
+    bits: per code. zeros: whether the blocks have zero points. scales: dtype of the scales. parts: reads codes, scales and zero points
+    of consecutive rows, as ``Scheme`` has them for codes of dtype uint8; the scales in ``scales``.
+    """
+
+    bits: int
+    zeros: bool
+    scales: torch.dtype
+    parts: Callable[[], Iterator[Part]]
+
+
 @dataclass(frozen=True)
 class Source:
     """Reads the values of a parameter on demand. ``slices()`` yields them in storage order, in their stored dtype.
 
     fixed: the packed dtype if it does not depend on the bundle's, as for rotary tables (fp32) and codes; else None. stored: the
-    checkpoint's file that contains exactly these values, if there is one.
+    checkpoint's file that contains exactly these values, if there is one. coded: the codes that the values were made from, if the
+    checkpoint holds codes.
     """
 
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
     fixed: torch.dtype | None = None
     stored: Stored | None = None
+    coded: Coded | None = None
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The packed dtype in a bundle of ``dtype``."""
@@ -52,6 +73,11 @@ class Source:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Packed size in a bundle of ``dtype``."""
         return prod(self.shape) * self.dtype(dtype).itemsize
+
+
+def is_matrix(name: str, source: Source) -> bool:
+    """Whether a parameter is a factor of a matrix product, so that it can be quantized."""
+    return len(source.shape) > 1 and "weight" in name and name != "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
