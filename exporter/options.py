@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
         "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
         "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
-        f"little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a GGUF target's Q8_0 and Q4_0 matrices (default: what "
+        f"little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what "
         "--preset says; else as-is on the CPU if the target holds most matrices so, or none)",
     )  # fmt: skip
     precision.add_argument(
@@ -231,10 +231,11 @@ def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.hub import target_of
     from .checkpoints.lone_target import LoneTarget
     from .checkpoints.pair import Pair
+    from .checkpoints.quantized import target_checkpoint
 
     source = args.target or target_of(args.ckpt)
     file = gguf_file(source)
-    target = GgufCheckpoint(source, file) if file else Checkpoint(source, "target")
+    target = GgufCheckpoint(source, file) if file else target_checkpoint(source)
     return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"))
 
 

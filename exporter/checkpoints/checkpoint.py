@@ -206,14 +206,18 @@ class Checkpoint:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in its stored dtype: fp16, bf16 or fp32. Raises DamageError for NaN and infinity."""
+        return self.cut(name, (slice(start, stop),))
+
+    def cut(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """The part of a stored tensor between bounds on each axis, in its stored dtype. Raises DamageError for NaN and infinity."""
         file, stored = self._location(name)
         # Opened for every read: pages read from a mapped file count as memory until it is closed.
         with self._damage_errors(file, f" at '{name}'"):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as handle:
-                    rows: Tensor = handle.get_slice(stored)[start:stop]
+                    rows: Tensor = handle.get_slice(stored)[part]
             else:
-                rows = self._load_pickle(file)[stored][start:stop].clone()
+                rows = self._load_pickle(file)[stored][part].clone()
         if rows.dtype in _TORCH_DTYPES.values() and not is_finite(rows):
             raise DamageError(
                 f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity, which makes every output meaningless: "

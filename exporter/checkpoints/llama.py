@@ -71,7 +71,7 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         cause = method if isinstance(method, str) else "its config.json has a quantization_config"
         raise InputError(
-            f"{where} is quantized already ({cause}), which is not supported: "
+            f"{where} is quantized already ({cause}), in a way that is not supported: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
     return LlamaConfig(**llama_fields(raw, where, ARCHITECTURES[kind]), model_type=kind)
