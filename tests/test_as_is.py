@@ -147,7 +147,7 @@ def exported(folder: Path, *argv: str) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("kind", ["mix", "tied", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("Q8_0", "Q4_0"))])
+@pytest.mark.parametrize("kind", ["mix", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("tied", "Q8_0", "Q4_0"))])
 def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, model = written(kind, tmp_path)
     bundle = exported(tmp_path, "--target", str(file), "--validate")
@@ -208,6 +208,19 @@ def test_the_default_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--other-weights is for --weights as-is" in capsys.readouterr().err
     assert cli.main(["--target", str(file), "--dry-run"]) == 0
     assert "no error exceeds 0.4% of the largest number of its block" in capsys.readouterr().out
+
+
+def test_a_tied_lm_head_has_the_embedding_s_codes(tmp_path: Path) -> None:
+    file, model = written("tied", tmp_path)
+    sources, raw = (
+        parsed("--target", str(file)).sources()["weights/target.bin"],
+        rows_of_parser(file, "embed_tokens.weight", model),
+    )
+    assert raw is not None
+    codes, scales = by_hand(*raw)
+    assert unpacked(sources["lm_head.weight"].whole(), 8) == codes
+    assert sources["lm_head.scale"].whole().tolist() == scales
+    assert torch.equal(sources["embed_tokens.weight"].whole(), model.get_parameter("model.embed_tokens.weight"))
 
 
 def test_codes_for_both_kinds_of_backend_beside_a_drafter(tmp_path: Path) -> None:

@@ -117,8 +117,9 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("ops", "scheme", "operator", "blocks"), [
-    (Exact, UNSIGNED, "MatMulNBits", 8), (Exact, UNSIGNED, "MatMulNBits", 3), (Standard, UNSIGNED, "MatMulNBits", 3),
-    (Standard, SIGNED, "DequantizeLinear", 8), (Basic, SIGNED, "DequantizeLinear", 8),
+    (Exact, UNSIGNED, "MatMulNBits", 3), (Standard, UNSIGNED, "MatMulNBits", 3), (Basic, SIGNED, "DequantizeLinear", 8),
+    pytest.param(Exact, UNSIGNED, "MatMulNBits", 8, marks=pytest.mark.exhaustive),
+    pytest.param(Standard, SIGNED, "DequantizeLinear", 8, marks=pytest.mark.exhaustive),
 ], ids=str)  # fmt: skip
 def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str, blocks: int) -> None:
     model = traced(tmp_path, ops, scheme, blocks)
