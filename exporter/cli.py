@@ -51,16 +51,20 @@ def export_bundle(args: argparse.Namespace, out: Path) -> None:
         from runtime.bundle.reader import Bundle
 
         from . import bundle
+        from .calibration import calibrated, cost
         from .engines import compile_here
         from .plan import require_space
 
         planned = _planned(args)
         require_space(planned.disk(), out)
         with staged(out, args.overwrite, fingerprint=planned.fingerprint()) as folder:
+            planned = calibrated(planned, progress)
             bundle.write(planned, folder, progress)
             engines = [compile_here(name, args, planned, folder, progress) for name in planned.backends]
+            compiled = next((one.name for one in engines if one.folder), "")
+            costs = cost(planned, folder, compiled, args.device, progress) if compiled else ""
     written = Bundle(out)
-    print(report(written, planned, engines, args))
+    print(report(written, planned, engines, args, costs))
     _require_valid(written, engines)
 
 
@@ -103,9 +107,10 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
             raise GumihoError(
                 f"--{option.replace('_', '-')} means nothing to --backend vllm, which builds no tree: leave it out"
             )
-    if args.weights or args.other_weights or args.draft_weights or args.preset:
+    if args.weights or args.other_weights or args.draft_weights or args.preset or args.calibrate:
         raise GumihoError(
-            "--preset, --weights and --draft-weights mean nothing to --backend vllm, which quantizes on its own: leave them out"
+            "--preset, --weights, --draft-weights and --calibrate mean nothing to --backend vllm, which quantizes on its own: leave "
+            "them out"
         )
     if args.draft_vocab is not None or args.draft_text:
         raise GumihoError(

@@ -1,6 +1,7 @@
 """The command line of ``gumiho-export``, and the plan that its options make."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,18 +10,8 @@ from runtime.command import argument_parser
 from runtime.errors import GumihoError, InputError
 
 from .precision import (
-    AS_IS,
-    DRAFTER,
-    PERPLEXITIES,
-    PRESETS,
-    TARGET,
-    apply_preset,
-    dtype,
-    keep_codes,
-    linking,
-    quantized,
-    require_codes,
-)
+    AS_IS, DRAFTER, PERPLEXITIES, PRESETS, TARGET, apply_preset, dtype, keep_codes, linking, quantized, require_codes,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from graphs.tree import TreeConfig
@@ -92,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
         "--draft-weights", choices=(*DRAFTER, "none"),
         help="quantize the drafter's matrices, its lm_head included; never changes the output "
         "(default: int4 on the CPU, none elsewhere)",
+    )  # fmt: skip
+    precision.add_argument(
+        "--calibrate", type=Path, metavar="FILE",
+        help="choose the int4 codes of the target by what the first 512 tokens of this UTF-8 text show to be important; for cpu and "
+        "cuda (default: a page of English and code)",
     )  # fmt: skip
     tree = parser.add_argument_group("the tree")
     tree.add_argument(
@@ -293,5 +289,9 @@ def plan(args: argparse.Namespace) -> "Plan":
     in_dtype = dtype(args)
     require_codes(args, pair, in_dtype)
     plan = Plan(pair, tree, capacity, in_dtype, backends, quantized(args), linking(args), args.other_weights or "int8")
+    if plan.zeros or args.calibrate is not None:
+        from .calibration import calibration_text
+
+        plan = replace(plan, calibration=calibration_text(plan, args.calibrate, args.dry_run))
     plan.require_links()
     return plan

@@ -38,7 +38,8 @@ class Plan:
     and ``draft`` (``int8``, ``int4``, ``w8a8``, ``fp8``, and for the target ``as-is``); models without an entry are not quantized.
     others: the scheme of the matrices that a target ``as-is`` does not hold in codes, ``int8`` or ``none``. link: hard-link
     checkpoints' files instead of copying tensors that backends can read directly. errors: the largest error and the largest
-    magnitude of each such matrix, once it is packed.
+    magnitude of each such matrix, once it is packed. calibration: a text, as token ids, for ``calibrated``. importance: of the columns
+    of the target's matrices, by name; see ``quantize``.
     """
 
     pair: Pair
@@ -50,6 +51,8 @@ class Plan:
     link: bool = False
     others: str = "int8"
     errors: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
+    calibration: tuple[int, ...] = ()
+    importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -99,14 +102,23 @@ class Plan:
         if self.quantized.get("target") == AS_IS:
             own = {n: Scheme(CODED_BLOCK, codes, coded.bits, coded.zeros) for n, coded in self.pair.coded().items()}
             found["target"] = Schemes(schemes.get(self.others), own)
+        if self.zeros:
+            found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]})
         return found
+
+    @property
+    def zeros(self) -> bool:
+        """Whether the target is int4 with zero points and an lm_head of 8 bits, which halves the loss (docs/quality.md)."""
+        return self.quantized.get("target") == "int4" and all(BACKENDS[name].zeros for name in self.backends)
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""
         to = self.quantized[model]
         if to == AS_IS:
             to += ", " + " and ".join(sorted({f"int{coded.bits}" for coded in self.pair.coded().values()}))
-        return f"{to}, a scale a row" if to in ("fp8", "w8a8") else f"{to}, blocks of {self.block}"
+        if to in ("fp8", "w8a8"):
+            return f"{to}, a scale a row"
+        return f"{to}, blocks of {self.block}" + (" with zero points, lm_head int8" if model == "target" and self.zeros else "")
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
         """The parameters of the models before quantization."""
@@ -126,12 +138,14 @@ class Plan:
                 scheme = chosen.of(name, source.shape[-1]) if is_matrix(name, source) else None
                 if scheme is None:
                     file[name] = self._linked_if_possible(source)
-                elif self.quantized[model] != AS_IS:
-                    file |= quantized(source, name, scheme, self.dtype)
-                elif source.coded:
+                elif self.quantized[model] == AS_IS and source.coded:
                     file |= carried(source, name, scheme, self.dtype)
+                elif self.quantized[model] == AS_IS:
+                    file |= quantized(source, name, scheme, self.dtype, errors=self.errors)
                 else:
-                    file |= quantized(source, name, scheme, self.dtype, self.errors)
+                    file |= quantized(
+                        source, name, scheme, self.dtype, self.importance.get(name) if model == "target" else None
+                    )
         return files
 
     def _linked_if_possible(self, source: Source) -> Source:
@@ -192,7 +206,7 @@ class Plan:
         }
         drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
-        how = dict(self.quantized), self.others
+        how = dict(self.quantized), self.others, self.calibration
         return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter, *how])
 
     def disk(self) -> int:

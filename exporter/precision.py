@@ -15,12 +15,14 @@ DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
 TARGET = (*DRAFTER, "w8a8")
 AS_IS = "as-is"  # the codes that the target's checkpoint holds
 PRESETS = ("fast", "small", "full")
-# Perplexity of SmolLM2-135M-Instruct on the CPU over 8,191 tokens; fp32 has 9.90.
-_PERPLEXITY = {"int8": "9.96", "w8a8": "10.20", "int4": "13.70"}
-PERPLEXITIES = "perplexity of SmolLM2-135M-Instruct: fp32 9.90, " + ", ".join(f"{to} {p}" for to, p in _PERPLEXITY.items())
+# Perplexity of SmolLM2-135M-Instruct on the CPU over 2,046 tokens of instructions and news, by `gumiho quality` (docs/quality.md).
+_UNQUANTIZED, _PERPLEXITY = "25.5", {"int8": "25.7", "w8a8": "26.2", "int4": "27.7"}
+PERPLEXITIES = f"perplexity of SmolLM2-135M-Instruct: fp32 {_UNQUANTIZED}, " + ", ".join(
+    f"{to} {p}" for to, p in _PERPLEXITY.items()
+)
 RECOMMENDATION = (
     "--preset fast decodes about three times as fast on a CPU, but rounds weights and activations to 8 bits "
-    f"(perplexity 9.90 -> {_PERPLEXITY['w8a8']} with SmolLM2-135M-Instruct)"
+    f"(perplexity {_UNQUANTIZED} -> {_PERPLEXITY['w8a8']} with SmolLM2-135M-Instruct)"
 )
 
 

@@ -109,8 +109,8 @@ def _kept(plan: "Plan") -> list[str]:
     return [*lines, f"Rounded to int8: {named}; {known or 'no error exceeds 0.4% of the largest number of its block'}."]
 
 
-def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace") -> str:
-    """What was made, how exact and how fast it is, and the next command."""
+def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace", cost: str = "") -> str:
+    """What was made, how exact and how fast it is, and the next command. cost: of quantizing, "" if it was not measured."""
     from runtime.decoding.prices import Costs
     from runtime.engines import summary
 
@@ -119,6 +119,7 @@ def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: 
         f"bundle {bundle.path}",
         *(f"  {line}" for line in summary.content(bundle)),
         *(f"  {line}" for line in _remarks(plan)),
+        *([f"  {cost}"] if cost else []),
     ]
     for one in engines:
         costs = Costs.read(bundle.path / "engines" / one.folder, manifest.rows) if one.folder else None

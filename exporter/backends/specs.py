@@ -26,8 +26,8 @@ class BackendSpec:
     rows: of the default tree. static: whether every pass has the same number of rows, fixed at export. dtypes: those that it
     computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
     device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
-    whether weights need aligned addresses. drafter: default format of the drafter's weights, the best one measured, or ``none``
-    if nothing was measured.
+    whether weights need aligned addresses. zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter:
+    default format of the drafter's weights, the best one measured, or ``none`` if nothing was measured.
     """
 
     dialect: type[Plain]
@@ -39,6 +39,7 @@ class BackendSpec:
     codes: torch.dtype = torch.uint8
     block: int = 32
     aligned: bool = False
+    zeros: bool = False
     drafter: str = "none"
 
 
@@ -51,10 +52,10 @@ _BF16 = (*_GPU, torch.bfloat16)
 BACKENDS: Mapping[str, BackendSpec] = {
     # On a CPU more rows take longer: a pass of 8 fp32 rows takes 1.4 times as long as one of 1 row, of 64 rows 4 times.
     "cpu": BackendSpec(
-        Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), drafter="int4"
+        Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), zeros=True, drafter="int4"
     ),
     # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes.
-    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True),
+    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True),
     # It supports MatMulNBits only with 4 bits, DequantizeLinear with 4 and 8.
     "migraphx": BackendSpec(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
     # TensorRT's documentation of quantized types lists only blocks of 64 and 128 for int4.

@@ -4,7 +4,7 @@ Of that model transformers is told the numbers that codes and scales stand for. 
 accelerators. As a backend of its own it rounds the rows of a pass to int8, so it is held against the same rounding in PyTorch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from exporter.weights.quantize import quantize
+from exporter.calibration import calibrated
+from exporter.options import parsed
+from exporter.options import plan as planned
+from exporter.progress import Progress
+from exporter.weights.quantize import quantize, scale_of, zero_of
 from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle
@@ -57,6 +61,26 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
             state[name] = dequantize(*quantize(tensor, scheme, torch.float32), scheme.bits)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = (target / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
+    """The same for an int4 target on the CPU, whose codes depend on a page that is read first: as its export plans them."""
+    plan = planned(parsed(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
+    with Progress() as progress:
+        sources = calibrated(plan, progress).sources()["weights/target.bin"]
+    state = dict[str, Tensor]()
+    for name, source in sources.items():
+        values = source.whole()
+        if scale_of(name) != name and scale_of(name) in sources:
+            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
+            values = dequantize(values, sources[scale_of(name)].whole(), 4 if zero is not None else 8, zero)
+        if not name.endswith((".scale", ".zero")) and "rotary" not in name:
+            state[name if name == "lm_head.weight" else f"model.{name}"] = values.float()
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = (pair / "target/config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (folder / "config.json").write_text(config)
     return folder
 
@@ -129,10 +153,14 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
 ) -> None:
     """Which moves the logits by up to a few hundredths of the largest, exactly as the same rounding in PyTorch does.
 
-    For as long as both round alike: the two add up in other orders, and a rounding that turns over on it turns over others.
+    For as long as both round alike: the two add up in other orders, and a rounding that turns over on it turns over others. With zero
+    points, whose part is subtracted from a larger sum, more of them do.
     """
-    bundle = make_bundle(pair, *how)
-    folder = meant(bundle.parent / "pair/target", tmp_path / "meant", scheme)
+    bundle, share = make_bundle(pair, *how), 0.25 if how == CPU4 else 0.5
+    if how == CPU4:
+        folder = meant_by(bundle.parent / "pair", how, tmp_path / "meant")
+    else:
+        folder = meant(bundle.parent / "pair/target", tmp_path / "meant", scheme)
     with load(bundle, "cpu", threads=1) as model:
         assert {graph.precision for graph in model.bundle.manifest.forms["cpu"].graphs.values()} == {"int8"}
         far, near = [], []
@@ -144,7 +172,7 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
                 wanted = judge(torch.tensor([ids])).logits[0]
                 errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
     assert 1e-3 < np.median(far) <= max(far) < 0.05
-    assert np.median(near) < 2e-6
+    assert np.quantile(near, share) < 2e-6
 
 
 @pytest.mark.parametrize(
