@@ -9,9 +9,7 @@ from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
 from runtime.errors import GumihoError, InputError
 
-from .precision import (
-    AS_IS, DRAFTER, PERPLEXITIES, PRESETS, TARGET, apply_preset, dtype, keep_codes, linking, quantized, require_codes,
-)  # fmt: skip
+from . import precision
 
 if TYPE_CHECKING:
     from graphs.tree import TreeConfig
@@ -46,45 +44,46 @@ def parser() -> argparse.ArgumentParser:
         help="folder to write (default: NAME-BACKEND, from --ckpt, or else --target, and the first --backend)",
     )  # fmt: skip
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    precision = parser.add_argument_group("backends and precision")
-    precision.add_argument(
+    numbers = parser.add_argument_group("backends and precision")
+    numbers.add_argument(
         "--backend", nargs="+", choices=(*NAMES, "vllm"), default=["cpu"], metavar="NAME",
         help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in vLLM's format "
         "(default: cpu)",
     )  # fmt: skip
-    precision.add_argument("--device", default="", help=DEVICES)
-    precision.add_argument(
-        "--preset", choices=PRESETS,
+    numbers.add_argument("--device", default="", help=DEVICES)
+    numbers.add_argument(
+        "--preset", choices=precision.PRESETS,
         help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, --weights int4 on GPUs, where "
         "it was not measured yet); small: int4 for target and drafter; full: the target is not quantized, so that the output is "
-        f"exactly the checkpoint's. --weights and --draft-weights override it. Both fast and small change the output: {PERPLEXITIES} "
+        f"exactly the checkpoint's. --weights and --draft-weights override it. Both fast and small change the output: {precision.PERPLEXITIES} "
         "(default: full)",
     )  # fmt: skip
-    precision.add_argument(
+    numbers.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
         help="precision of weights and KV caches; with bf16 weights the caches are fp16 "
         "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
-    precision.add_argument(
-        "--weights", choices=(*TARGET, AS_IS, "none"),
+    numbers.add_argument(
+        "--weights", choices=(*precision.TARGET, precision.AS_IS, "none"),
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
         "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
         "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
-        f"little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what "
+        f"little. On the CPU, {precision.PERPLEXITIES}. as-is: keep the codes and scales of a target "
+        "in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what "
         "--preset says; else as-is on the CPU if the target holds most matrices so, or none)",
     )  # fmt: skip
-    precision.add_argument(
+    numbers.add_argument(
         "--other-weights", choices=("int8", "none"),
         help="with --weights as-is, quantize the matrices that the target holds in another way, or turn them into floats, which makes "
         "every pass slower (default: int8)",
     )  # fmt: skip
-    precision.add_argument(
-        "--draft-weights", choices=(*DRAFTER, "none"),
+    numbers.add_argument(
+        "--draft-weights", choices=(*precision.DRAFTER, "none"),
         help="quantize the drafter's matrices, its lm_head included; never changes the output "
         "(default: int4 on the CPU, none elsewhere)",
     )  # fmt: skip
-    precision.add_argument(
+    numbers.add_argument(
         "--calibrate", type=Path, metavar="FILE",
         help="choose the int4 codes of the target by what the first 512 tokens of this UTF-8 text show to be important; for cpu and "
         "cuda (default: a page of English and code)",
@@ -217,7 +216,7 @@ def _rows(args: argparse.Namespace) -> int:
     from .backends.specs import BACKENDS, INT4_ROWS
 
     specs = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights in ("int4", AS_IS) and any(spec.static for spec in specs)
+    unpacked = args.weights in ("int4", precision.AS_IS) and any(spec.static for spec in specs)
     return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)
 
 
@@ -264,9 +263,9 @@ def plan(args: argparse.Namespace) -> "Plan":
     """Everything that the options decide. Raises GumihoError for options or checkpoints that cannot be exported."""
     from .plan import Plan
 
-    apply_preset(args)
+    precision.apply_preset(args)
     pair = open_pair(args)
-    keep_codes(args, pair)
+    precision.keep_codes(args, pair)
     # A damaged tokenizer is refused now, not after all weights have been packed.
     if args.dry_run:
         pair.check_tokenizer()
@@ -286,9 +285,11 @@ def plan(args: argparse.Namespace) -> "Plan":
         )
     backends = tuple(dict.fromkeys(args.backend))
     tree = tree_config(args, pair) if pair.has_drafter else chain_config(args, capacity)
-    in_dtype = dtype(args)
-    require_codes(args, pair, in_dtype)
-    plan = Plan(pair, tree, capacity, in_dtype, backends, quantized(args), linking(args), args.other_weights or "int8")
+    in_dtype = precision.dtype(args)
+    precision.require_codes(args, pair, in_dtype)
+    plan = Plan(
+        pair, tree, capacity, in_dtype, backends, precision.quantized(args), precision.linking(args), args.other_weights or "int8"
+    )  # fmt: skip
     if plan.zeros or args.calibrate is not None:
         from .calibration import calibration_text
 
