@@ -10,11 +10,13 @@ import torch
 from hypothesis import settings
 
 from exporter import cli
+from runtime.backends import onnxruntime
 from runtime.bundle.locks import locked
 from tests import traces
 from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests run; see below
 settings.register_profile("gumiho", deadline=None)  # machines are shared, so no test is timed
 settings.load_profile("gumiho")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
@@ -30,8 +32,9 @@ MakeBundle = Callable[..., Path]
 
 # The demo pair for every backend: several tests share what this exports to.
 SIZES = ("--dtype", "fp32", "--rows", "8", "--capacity", "200")
-EVERY_BACKEND = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", *SIZES)
-ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=3, seed=11)
+ALL = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", *SIZES)
+EVERY_BACKEND = (*ALL, "--heads", "2")
+ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=1, seed=11)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -45,6 +48,15 @@ def whole_trees() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.engines.store.measure", lambda decoder: Unmeasured())
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Where a test names no number of threads: those of two processes would wait for one another, spinning."""
+    options = onnxruntime._options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "_options", lambda bundle, threads: options(bundle, threads or 1))
         yield
 
 

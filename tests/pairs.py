@@ -20,7 +20,7 @@ class RandomPair:
 
     target: dict[str, Any] = field(default_factory=dict)
     layers: int = 2
-    heads: int = 5
+    heads: int = 2
     fc_bias: bool = True
     seed: int = 0
     scale: float = 8.0

@@ -15,14 +15,13 @@ from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.compile import main as compile_bundle
 from runtime.doctor import main as doctor
-from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.seal import edit, update
 
 
 @pytest.fixture(scope="module")
 def bundle(make_bundle: MakeBundle) -> Path:
-    return make_bundle(RandomPair(seed=5), "--backend", "cpu", "migraphx", "tensorrt", "--dtype", "fp32", "--rows", "8")
+    return make_bundle(DEMO, *EVERY_BACKEND)
 
 
 @pytest.fixture
@@ -65,15 +64,15 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a capacity the caches lack": (lambda raw: raw.update(capacity=9999), "caches of .* positions, expected 9999 or more"),
     "no chunk": (lambda raw: raw["forms"]["cpu"].update(chunk=0), "chunk is 0"),
     "a chunk below the rows": (lambda raw: raw["forms"]["migraphx"].update(chunk=4), "chunk is 4, expected 8 or more"),
-    "another width": (lambda raw: raw.update(hidden=64), r"output is hidden float32 \['rows', 48\], expected hidden"),
-    "another vocabulary": (lambda raw: raw.update(vocabulary=2048), "expected logits float32"),
+    "another width": (lambda raw: raw.update(hidden=64), r"output is hidden float32 \['rows', 192\], expected hidden"),
+    "another vocabulary": (lambda raw: raw.update(vocabulary=2049), "expected logits float32"),
     "another dtype": (lambda raw: raw.update(dtype="float16"), "expected .* float16"),
     "rows beyond the tree's": (lambda raw: raw.update(rows=9), r"expected 9 or more|expected tree_tokens int64 \[9\]"),
     "as deep as it has rows": (lambda raw: raw.update(depth=8), "depth is 8, expected less than the 8 rows"),
     "an end that is no token": (lambda raw: raw.update(eos_token_ids=[10**9]), "eos_token_ids holds 1000000000"),
     "a negative end": (lambda raw: raw.update(eos_token_ids=[-5]), r"eos_token_ids\[0\] is -5"),
     "a truth value for a number": (lambda raw: raw.update(depth=True), "depth is True, expected a whole number"),
-    "a cache of other heads": (lambda raw: graph(raw)["inputs"][4].update(shape=[1, 99, 256, 8]), "expected past_"),
+    "a cache of other heads": (lambda raw: graph(raw)["inputs"][4].update(shape=[1, 99, 200, 32]), "expected past_"),
     "a missing output": (lambda raw: graph(raw)["outputs"].pop(), "outputs are"),
     "a symbol of no axis": (lambda raw: graph(raw)["inputs"][0].update(shape=["columns"]), "expected one of rows, accepted"),
     "a later feature": (lambda raw: raw.update(requires=["ladder"]), "needs 'ladder', which this version does not know"),

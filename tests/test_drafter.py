@@ -202,10 +202,10 @@ def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head
 
 EXPORTED = [
     # Contrib takes head sizes in steps of 16 only: exporter.backends.specs.layout.
-    (2, 5, 16, tree_of(16, beam=4), Contrib),
-    (2, 5, 16, tree_of(64), Contrib),
+    pytest.param(2, 5, 16, tree_of(16, beam=4), Contrib, marks=pytest.mark.exhaustive),
+    pytest.param(2, 5, 16, tree_of(64), Contrib, marks=pytest.mark.exhaustive),
     (2, 5, 16, tree_of(33, reference=True), Contrib),
-    (3, 2, 16, tree_of(16, heads=2, serial=3, beam=6), Contrib),
+    pytest.param(3, 2, 16, tree_of(16, heads=2, serial=3, beam=6), Contrib, marks=pytest.mark.exhaustive),
     (2, 5, 16, tree_of(2), Contrib),
     (3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard),
     (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),

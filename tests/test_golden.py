@@ -25,7 +25,7 @@ from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import update
 
-PAIR = RandomPair(seed=21, scale=2.0)
+PAIR = RandomPair(heads=3, seed=21, scale=2.0)
 TOLERANCE = 0.01
 
 

@@ -393,7 +393,8 @@ def graphs(ops: type[Plain], dtype: torch.dtype) -> list[ir.Model]:
     return [traced(target, {"rows": 9}), traced(drafter, {"rows": 9, "accepted": 4})]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+# Every export of the tests checks its own graphs too, most of them in fp32.
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.float16])
 @pytest.mark.parametrize(
     ("ops", "backend"), [(Basic, "migraphx"), (Basic, "tensorrt"), (Basic, "tensorrt-basic"), (Standard, "tensorrt")]
 )

@@ -25,6 +25,7 @@ from runtime.bundle.records import sealed
 from runtime.decoding.decoder import Decoder
 from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, MakeBundle
+from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import RandomPair
 from tests.seal import edit, update
 
@@ -300,7 +301,7 @@ def test_engines_that_fail_the_golden_run_are_not_kept(demo_bundle: Path, tmp_pa
 def test_products_of_bytes_need_a_processor_that_does_not_overflow(
     make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bundle = make_bundle(DEMO, "--weights", "w8a8")
+    bundle = make_bundle(DEMO, *WHOLE)
     monkeypatch.setattr("runtime.backends.onnxruntime._overflows", lambda: True)
     with pytest.raises(GumihoError, match="need a processor .*VNNI.*: export with --weights int8"):
         compile_engines(Bundle(bundle), backend("cpu", "", 1))
@@ -311,8 +312,7 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
         str(DEMO / "drafter"),
         "--target",
         str(DEMO / "target"),
-        "--weights",
-        "w8a8",
+        *WHOLE,
         "--out",
         str(tmp_path / "out"),
     ]

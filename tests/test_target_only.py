@@ -35,7 +35,7 @@ from runtime.lossless import differences
 from runtime.selftest import main as selftest
 from tests import gguf_files
 from tests.accelerator import Lazy
-from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.conftest import ALL, DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened
 from tests.pairs import RandomPair
@@ -56,7 +56,7 @@ def exported(out: Path, *options: str) -> Path:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For every backend, in fp32, of 8 rows."""
-    return exported(tmp_path_factory.mktemp("lone") / "out", "--target", str(TARGET), *EVERY_BACKEND)
+    return exported(tmp_path_factory.mktemp("lone") / "out", "--target", str(TARGET), *ALL)
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ def test_killed_training_goes_on(tmp_path: Path) -> None:
 def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "drafter"
     arguments = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out)]
-    assert cli.main([*arguments, "--draft-vocab", "1500", "--heads", "3"]) == 0
+    assert cli.main([*arguments, "--draft-vocab", "1500", "--heads", "1"]) == 0
     assert "step 3 of 3" in capsys.readouterr().out
     bundle = tmp_path / "bundle"
     assert (
@@ -271,7 +271,8 @@ def test_trees_are_those_of_the_runtime(tmp_path: Path, model, written: store.Te
     assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
 
 
-def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path) -> None:
+def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.training.conversation._MOST_QUESTION", 12)  # this target seldom ends one by itself
     llama, tokenizer = target.load(str(chat_target))
     pieces = template(tokenizer, target.ends(llama, tokenizer, "demo"))
     assert tokenizer.decode(pieces.opening) == "<|begin_of_text|>user\n"

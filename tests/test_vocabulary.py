@@ -168,7 +168,7 @@ def trimmed_naive(made: RandomPair, ids: Tensor, rows: Tensor) -> Trimmed:
 
 @pytest.fixture(scope="module")
 def random(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, RandomPair]:
-    made = RandomPair({"head_dim": 16}, seed=5, scale=1.0)
+    made = RandomPair({"head_dim": 16}, heads=5, seed=5, scale=1.0)
     target, drafter = made.write(tmp_path_factory.mktemp("pair"))
     return Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")), made
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.proxy import TracerBase
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from exporter import trace
@@ -70,4 +71,6 @@ def shared(folder: Path) -> Iterator[None]:
         patch.setattr(
             ONNXRegistry, "from_torchlib", staticmethod(functools.lru_cache(maxsize=None)(ONNXRegistry.from_torchlib))
         )
+        # A tenth of every trace: where in our code each node was made, which ``_simplify`` drops.
+        patch.setattr(TracerBase, "record_stack_traces", False)
         yield

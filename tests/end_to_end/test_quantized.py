@@ -33,19 +33,19 @@ from tests.pairs import RandomPair
 # Where TensorRT is one of them, blocks are of 64 numbers, for which the CPU has no exact products of rounded rows.
 FORMS = {"int4": ("cpu", "migraphx", "tensorrt", "cuda"), "int8": ("migraphx", "cuda")}
 INT4, INT8 = (
-    ("--backend", "cpu", *(form for form in forms if form != "cpu"), "--dtype", "fp32", "--capacity", "200",
+    ("--backend", "cpu", *(form for form in forms if form != "cpu"), "--dtype", "fp32", "--capacity", "200", "--heads", "1",
      "--weights", how, "--draft-weights", how)
     for how, forms in FORMS.items()
 )  # fmt: skip
-CPU4 = ("--capacity", "200", "--weights", "int4", "--draft-weights", "int4")
-WHOLE = ("--capacity", "200", "--weights", "w8a8", "--draft-weights", "int4")
+CPU4 = ("--capacity", "200", "--heads", "1", "--weights", "int4", "--draft-weights", "int4")
+WHOLE = ("--capacity", "200", "--heads", "1", "--weights", "w8a8", "--draft-weights", "int4")
 ODD = RandomPair(
     {
         "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
         "attention_bias": True, "mlp_bias": True, "vocab_size": 301,
-    }, layers=3, heads=3, seed=12, scale=3.0,  # a larger scale, and rounding moves an untrained drafter too far
+    }, layers=2, heads=1, seed=12, scale=3.0,  # a larger scale, and rounding moves an untrained drafter too far
 )  # fmt: skip
-FP8_PAIR = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=3, heads=3, seed=12)
+FP8_PAIR = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=1, heads=1, seed=12)
 FP8_TARGET = ("--backend", "tensorrt", *SIZES, "--weights", "fp8")
 TRIMMED = ("--draft-vocab", "100")  # of ODD's tokens
 LENGTHS = ((1, 40), (7, 40), (8, 40), (9, 30), (65, 20), (129, 20), (190, 50))
@@ -129,15 +129,17 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
     folder = meant(bundle.parent / "pair/target", tmp_path / "meant", scheme)
     manifest = Bundle(bundle).manifest
     assert set(manifest.weights.values()) == {f"{how}, blocks of {scheme.block}"}
+    wanted: dict[int, list[int]] = {}
     ties = 0
     for form in FORMS[how]:
         drafted = "int8" if form == "cpu" else "float32"
         assert [graph.precision for graph in manifest.forms[form].graphs.values()] == ["float32", drafted, drafted]
         with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=False) as model:
             for prompt, count in prompts(model):
-                (wanted,) = llama.generate(folder, [prompt], min(count, 201 - len(prompt)))
+                if len(prompt) not in wanted:
+                    (wanted[len(prompt)],) = llama.generate(folder, [prompt], min(count, 201 - len(prompt)))
                 found = tokens(model, prompt, count)[0]
-                ties += llama.assert_same(folder, prompt, found, wanted)
+                ties += llama.assert_same(folder, prompt, found, wanted[len(prompt)])
                 assert tokens(model, prompt, count, speculate=False)[0] == found
     assert ties <= 1
 
