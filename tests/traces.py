@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
+from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.proxy import TracerBase
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -21,6 +22,7 @@ from graphs.target import Target
 from runtime.bundle.locks import locked
 
 _traced = trace._traced
+_LISTED = "_collect_all_valid_cia_ops_for_namespace"
 
 
 def trace_anew(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
@@ -71,6 +73,8 @@ def shared(folder: Path) -> Iterator[None]:
         patch.setattr(
             ONNXRegistry, "from_torchlib", staticmethod(functools.lru_cache(maxsize=None)(ONNXRegistry.from_torchlib))
         )
+        # The same list of operators again, twice for every trace.
+        patch.setattr(export_utils, _LISTED, functools.lru_cache(maxsize=None)(getattr(export_utils, _LISTED)))
         # A tenth of every trace: where in our code each node was made, which ``_simplify`` drops.
         patch.setattr(TracerBase, "record_stack_traces", False)
         yield
