@@ -112,3 +112,6 @@ def write_drafter(folder: Path, state: dict[str, Tensor], config: dict[str, Any]
     else:
         torch.save(state, folder / "pytorch_model.bin")
     return folder
+
+
+SMALL = RandomPair({"vocab_size": 40}, heads=2, seed=5)  # tests that need some bundle share its export

@@ -32,9 +32,8 @@ from runtime.errors import GumihoError
 from runtime.generation import Generation
 from runtime.model import load
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 
-SMALL = RandomPair({"vocab_size": 40}, heads=2, seed=5)
 NAMES = [piece.name for piece in PIECES]
 
 

@@ -137,6 +137,7 @@ def grown_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return grow(DEMO, tmp_path_factory.mktemp("grown") / "pair", *options.split())
 
 
+@pytest.mark.exhaustive
 def test_demo_pair_drafts_the_same(demo_bundle: Path, grown_demo: Path, make_bundle: MakeBundle) -> None:
     """The same tokens in the same cycles, each over the same tree."""
     prompts = [

@@ -13,7 +13,7 @@ from runtime import GumihoError, Settings, load
 from runtime.decoding.settings import Options
 from runtime.gumiho import COMMANDS, main
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "def main(argv=None):\n"
@@ -113,7 +113,7 @@ def test_the_text_of_a_generation(demo_bundle: Path, options: dict[str, object])
 
 
 def test_what_a_model_knows_of_itself(make_bundle: MakeBundle) -> None:
-    bundle = make_bundle(RandomPair(), "--rows", "8", "--capacity", "100")
+    bundle = make_bundle(SMALL, "--capacity", "100")
     manifest = json.loads((bundle / "gumiho.json").read_text())
     with load(bundle) as model:
         assert (model.capacity, model.vocabulary_size) == (100, manifest["vocabulary"])

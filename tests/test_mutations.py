@@ -95,6 +95,7 @@ def test_what_libraries_write_past_python_is_captured() -> None:
     assert read() == ("python\n", "library\nerror\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "seed", "case"), [("checkpoint", 7, 1546)])
 def test_what_was_once_found(kind: str, seed: int, case: int) -> None:
     """A vocabulary of one token: transformers warned of its ids in lines of its own. In a process of its own, since it keeps the

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from runtime.decoding import acceptance, decoder
 from runtime.selftest import chi_squared, main
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
-
-SMALL = RandomPair({"vocab_size": 40}, heads=2, seed=5)
+from tests.pairs import SMALL, RandomPair
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import TOLERANCE
 from runtime.engines.store import compile_engines
-from tests.conftest import DEMO, SIZES, MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, SIZES, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened, stand_in, tokens
 from tests.pairs import RandomPair
@@ -200,7 +200,8 @@ def test_fp8_equals_the_quantized_model(make_bundle: MakeBundle, tmp_path: Path,
     [pytest.param(DEMO, "int4", id="demo int4"), pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive)],
 )
 def test_a_quantized_drafter_changes_no_token(make_bundle: MakeBundle, pair: Path | RandomPair, how: str) -> None:
-    plain, quantized = (make_bundle(pair, "--capacity", "200", *more) for more in ((), ("--draft-weights", how)))
+    plain = make_bundle(pair, *(EVERY_BACKEND if pair is DEMO else SIZES))
+    quantized = make_bundle(pair, *SIZES, "--draft-weights", how)
     assert {g.precision for g in Bundle(plain).manifest.forms["cpu"].graphs.values()} == {"float32"}
     graphs = Bundle(quantized).manifest.forms["cpu"].graphs
     assert [graphs[name].precision for name in ("target", "draft", "extend")] == ["float32", "int8", "int8"]
