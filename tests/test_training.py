@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import exporter.cli
@@ -23,7 +23,7 @@ from exporter.training.batches import SPAN, Features, anchors, batch, usable, wa
 from exporter.training.conversation import Script, template
 from exporter.training.evaluate import Evaluation, Vocabulary, Walk
 from exporter.training.model import Anchors, Drafter
-from runtime.errors import DamageError, InputError, UnavailableError
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 
 DEMO = Path(__file__).parent.parent / "demo"
 SOURCE = Path(__file__).parent.parent / "runtime" / "model.py"
@@ -359,6 +359,26 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DamageError, match="training begins anew"):
         state.read(file, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("layers.first.weight", "mlp.0.0.linear.weight"), "no serial layers"),
+        (("layers.0.weight", "mlp.0.7.linear.weight"), "heads of another depth"),
+        (("layers.0.weight", "layers.x.weight", "mlp.weight", "mlp.0.bias"), "lacks the tensor"),
+    ],
+)
+def test_a_beginning_with_odd_tensors_is_refused(model, names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+
+    def begin(source: str) -> None:
+        layers, heads = start.shape_of(source)
+        start.from_checkpoint(Drafter(start.config(model[0], layers), heads), source)
+
+    with pytest.raises(GumihoError, match=said):
+        begin(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,15 @@ _OPTIONAL = frozenset(
 )  # of a drafter; a whole lm_head is a copy of the target's, so it is not read
 
 
-def _tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:
+def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:
     """The numbers at each # of ``pattern``, from all tensor names that begin with the pattern."""
     prefix = re.compile(re.escape(pattern).replace(r"\#", "([0-9]{1,9})"))
     return {tuple(map(int, m.groups())) for name in checkpoint.names() if (m := prefix.match(name))}
 
 
-def _require(checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]) -> None:
+def require_tensors(
+    checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]
+) -> None:
     """Raises DamageError for the first expected index that no tensor has. name: a format string for the tensor's name."""
     missing = next((index for index in expected if index not in indices), None)
     if missing is not None:
@@ -59,8 +61,8 @@ class Pair:
         self.target, self.drafter = target, drafter
         self.target_config, self.draft_config = llama_config(target), llama_config(drafter)
         self.target_shape: LlamaShape = llama_shape(self.target_config)
-        layers = _tensor_indices(drafter, "layers.#.")
-        blocks = _tensor_indices(drafter, "mlp.#.#.")
+        layers = tensor_indices(drafter, "layers.#.")
+        blocks = tensor_indices(drafter, "mlp.#.#.")
         self.heads = 1 + max((h for h, _ in blocks), default=-1)
         self.blocks = max((b for _, b in blocks), default=0)
         self.fc_bias = "fc.bias" in drafter  # the official config.json files say false even if the tensor exists
@@ -83,9 +85,9 @@ class Pair:
         # Checked first, because configurations and tensor names may hold any number and the modules are built from them.
         layer, block = "layers.{}.self_attn.q_proj.weight", "mlp.{}.{}.linear.weight"
         for checkpoint, layers in ((self.target, target.layers), (self.drafter, max(1, self.draft_shape.layers))):
-            _require(checkpoint, layer, _tensor_indices(checkpoint, "layers.#."), ((i,) for i in range(layers)))
+            require_tensors(checkpoint, layer, tensor_indices(checkpoint, "layers.#."), ((i,) for i in range(layers)))
         blocks = ((h, b) for h in range(self.heads) for b in range(self.blocks + 1))
-        _require(self.drafter, block, _tensor_indices(self.drafter, "mlp.#.#."), blocks)
+        require_tensors(self.drafter, block, tensor_indices(self.drafter, "mlp.#.#."), blocks)
         self.target.require(self._expected_target)
         self.drafter.require(self._expected_drafter, _OPTIONAL)
         draft, full = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
@@ -197,7 +199,7 @@ class Pair:
         drafting: type[Plain] | None = None,
         schemes: Mapping[str, Schemes] = _NO_SCHEMES,
     ) -> dict[str, Target | Drafter]:
-        """The modules of a bundle's graphs, without weights (on the meta device).
+        """The modules of a bundle's graphs, without weights (on the meta device); without a drafter only ``target``.
 
         ops: their dialect; drafting: the drafter's, if it is another. schemes: how the weights of ``target`` and ``draft`` are
         quantized; models without an entry are not.
@@ -205,15 +207,17 @@ class Pair:
         draft_ops, of_draft = drafting or ops, schemes.get("draft", UNQUANTIZED)
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
-            draft, extend = (
-                Drafter(self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, draft_ops, of_draft, trimmed)
-                for t in (tree, None)
-            )
-            return {
-                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED)).eval(),
-                "draft": draft.eval(),
-                "extend": extend.eval(),
+            modules: dict[str, Target | Drafter] = {
+                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED))
             }
+            if self.has_drafter:
+                modules |= {
+                    name: Drafter(
+                        self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, draft_ops, of_draft, trimmed
+                    )
+                    for name, t in (("draft", tree), ("extend", None))
+                }
+        return {name: module.eval() for name, module in modules.items()}
 
     def target_sources(self, positions: int) -> dict[str, Source]:
         """The target's parameters, in the order in which they are packed. positions: rows of the rotary tables."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from runtime.errors import InputError
 
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.pair import tensor_indices
 from .batches import Features, usable
 from .model import BLOCKS, Drafter
 from .store import TOKEN, Text
@@ -177,8 +178,7 @@ def from_checkpoint(drafter: Drafter, source: str) -> None:
 def shape_of(source: str) -> tuple[int, int]:
     """Serial layers and heads of a drafter that exists. Raises InputError if its heads are not of the released depth."""
     checkpoint = Checkpoint(source, "drafter")
-    layers = {int(n.split(".")[1]) for n in checkpoint.names() if n.startswith("layers.")}
-    blocks = {(int(n.split(".")[1]), int(n.split(".")[2])) for n in checkpoint.names() if n.startswith("mlp.")}
+    layers, blocks = tensor_indices(checkpoint, "layers.#."), tensor_indices(checkpoint, "mlp.#.#.")
     if not layers or {block for _, block in blocks} - set(range(BLOCKS + 1)):
         raise InputError(
             f"--init '{source}' has no serial layers, or heads of another depth than {BLOCKS + 1}: give another drafter"
