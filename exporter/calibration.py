@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from graphs.dialects.plain import Plain
 from graphs.tree import TreeConfig
+from runtime.decoding.logprobs import log_softmax
 from runtime.errors import InputError, UnavailableError
 from runtime.model import load
-from runtime.perplexity import Quality, log_probabilities, log_softmax
+from runtime.perplexity import Quality, log_probabilities
 
 from .checkpoints.pair import Pair
 from .golden_recorder import empty

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .bundle.reader import Bundle
+from .decoding.logprobs import log_softmax
 from .errors import DamageError
 from .model import Model
 from .text.encode import encode
@@ -109,13 +110,6 @@ def _row(model: Model, row: int) -> np.ndarray:
             "run `gumiho doctor` on the bundle"
         )
     return found
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities, float64 [V], of logits [V]."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 def measure(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .logprobs import log_softmax
+
 NextToken = Callable[[int], int | None]  # the target's token after a row; None if the text ends with it
 
 _EPSILON, _DELTA = 0.09, 0.3  # Medusa's posterior_threshold and posterior_alpha (arXiv 2401.10774, section 2.3.1)
@@ -60,10 +62,7 @@ def typical(
         if parents[i] not in accepted:
             continue
         if parents[i] not in distributions:
-            values = row(parents[i]).astype(np.float64)
-            with np.errstate(over="ignore"):
-                log_p = (values - values.max()) / (temperature or 1.0)
-            log_p -= np.log(np.exp(log_p).sum())
+            log_p = log_softmax(row(parents[i]), temperature or 1.0)
             possible = log_p[log_p > -np.inf]
             distributions[parents[i]] = log_p, min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum())))
         log_p, threshold = distributions[parents[i]]
