@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphs.tree import TreeConfig, default_beam, default_depth, grow
+from runtime.decoding.acceptance import accept_path
 
 from .batches import Batch, Features, anchors, batch, usable, wanted
 from .losses import divergence
@@ -115,17 +116,10 @@ class Walk:
         """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and cycles."""
         heads = min(len(self.drafter.mlp), max(0, default_depth(rows) - 2))
         tree = TreeConfig(rows, 2, heads, 14, 35, default_beam(rows)).fitted(self.vocabulary.lm_head.shape[0])
-        pending, cycles = begin, 0
+        pending, cycles, answer = begin, 0, iter(self.ids[begin + 1 : stop])
         while pending + 1 < stop:
             tokens, parents = self.grow(tree, pending - 1)
-            row, accepted = 0, 0
-            while pending + 1 + accepted < stop:
-                token = self.ids[pending + 1 + accepted]
-                found = next((r for r in range(row + 1, len(tokens)) if parents[r] == row and tokens[r] == token), None)
-                if found is None:
-                    break
-                row, accepted = found, accepted + 1
-            pending = min(pending + accepted + 1, stop - 1)
+            pending += len(accept_path(tokens, parents, lambda _: next(answer, None)))
             cycles += 1
         return stop - 1 - begin, cycles
 
