@@ -23,7 +23,6 @@ from .checkpoints.pair import Pair
 from .golden_recorder import empty
 from .plan import Plan
 from .progress import Progress
-from .weights.source import Source
 
 TOKENS = 512  # of a text that are read
 _CHAIN = TreeConfig(2, 1, heads=0, top_k=1, head_top_k=1, beam=1)  # of no consequence: the drafter is not used
@@ -135,19 +134,12 @@ def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[
     module.load_state_dict(small, strict=False, assign=True)
     # A table of the text's own tokens stands in for the whole embedding.
     distinct, tokens = torch.tensor(ids).unique(return_inverse=True)
-    module.embed_tokens.weight = nn.Parameter(_rows(sources["embed_tokens.weight"], distinct), requires_grad=False)
+    module.embed_tokens.weight = nn.Parameter(
+        sources["embed_tokens.weight"].rows(distinct).whole().float(), requires_grad=False
+    )
     mask = torch.ones(n, n, dtype=torch.bool).tril()
     module(tokens, torch.arange(n), mask, torch.tensor([0]), empty(module, torch.float32))
     return Observed(moments, scores[0])
-
-
-def _rows(table: Source, ids: Tensor) -> Tensor:
-    """Rows of a matrix, as fp32. ids: ascending."""
-    found, start = list[Tensor](), 0
-    for part in table.slices():
-        found.append(part[ids[(ids >= start) & (ids < start + len(part))] - start].float())
-        start += len(part)
-    return torch.cat(found)
 
 
 def calibrated(plan: Plan, progress: Progress) -> Plan:

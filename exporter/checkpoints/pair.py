@@ -262,20 +262,10 @@ class Pair:
         """The drafter's lm_head, and with a draft vocabulary the token ids of its rows."""
         if self.draft_vocabulary is None:
             return {"lm_head.weight": target_head}
-        ids = self.draft_vocabulary.ids
-
-        def rows() -> Iterator[Tensor]:
-            start = 0
-            for part in target_head.slices():
-                selected = ids[(ids >= start) & (ids < start + len(part))] - start
-                start += len(part)
-                if len(selected):
-                    yield part[selected]
-
-        trimmed = Source((len(ids), target_head.shape[1]), rows)
+        ids, own = self.draft_vocabulary.ids, self.draft_vocabulary.own_rows
         return {
             "token_ids": Source((len(ids),), lambda: iter((ids,)), torch.int64),
-            "lm_head.weight": self._tensor(self.drafter, "lm_head.weight") if self.draft_vocabulary.own_rows else trimmed,
+            "lm_head.weight": self._tensor(self.drafter, "lm_head.weight") if own else target_head.rows(ids),
         }
 
     @staticmethod

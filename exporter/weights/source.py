@@ -64,6 +64,19 @@ class Source:
         """All values at once, in their stored dtype."""
         return torch.cat([part.reshape(-1) for part in self.slices()]).reshape(self.shape)
 
+    def rows(self, ids: Tensor) -> "Source":
+        """Rows of a matrix [N, K], in their stored dtype. ids: int64 [n], ascending."""
+
+        def slices() -> Iterator[Tensor]:
+            start = 0
+            for part in self.slices():
+                selected = ids[(ids >= start) & (ids < start + len(part))] - start
+                start += len(part)
+                if len(selected):
+                    yield part[selected]
+
+        return Source((len(ids), *self.shape[1:]), slices)
+
     def linkable(self, dtype: torch.dtype) -> bool:
         """Whether a bundle of ``dtype`` can read the values from the checkpoint's file."""
         stored = self.stored
