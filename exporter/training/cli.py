@@ -210,8 +210,7 @@ def _trained(
     if not len(usable(text, 2 + heads, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
     if not args.no_hidden_cache:
-        target_bytes = text.tokens * model.config.hidden_size * 2
-        _require_space(work, target_bytes)
+        _require_space(work, text.tokens * model.config.hidden_size * 2)
     features = Features(None if args.no_hidden_cache else work / "hidden", text, model.model)
     file = work / "state" / "state.pt"
     known = {
@@ -249,9 +248,9 @@ def _trained(
 
 
 def _require_space(folder: Path, needed: int) -> None:
-    import shutil
+    from ..plan import free_space
 
-    free, have = shutil.disk_usage(folder).free, sum(f.stat().st_blocks * 512 for f in folder.glob("hidden/*"))
+    free, have = free_space(folder), sum(f.stat().st_blocks * 512 for f in folder.glob("hidden/*"))
     if needed - have > free:
         raise UnavailableError(
             f"'{folder}' needs {(needed - have) / 1e9:.1f} GB for hidden states and has {free / 1e9:.1f}: free some space, or give --no-hidden-cache"

@@ -14,10 +14,9 @@ from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..checkpoints.json_config import reason
 from .model import Drafter
-from .store import write_whole
 
 
-def replace(file: Path, write: Callable[[Path], None]) -> None:
+def replace(file: Path, write: Callable[[Path], object]) -> None:
     """Has a new file written beside the old one, then puts it in its place. Raises UnavailableError for a full disk."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.new")
@@ -82,4 +81,4 @@ def write_checkpoint(folder: Path, drafter: Drafter, weights: dict[str, Tensor],
     }
     about |= {name: getattr(config, name) for name in keep}
     replace(folder / "model.safetensors", lambda path: save_file(state, path, {"format": "pt"}))
-    write_whole(folder / "config.json", json.dumps(about, indent=2).encode())
+    replace(folder / "config.json", lambda path: path.write_text(json.dumps(about, indent=2), "utf-8"))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.bundle.files import replaced
 from runtime.errors import DamageError, InputError, UnavailableError
 
 ANSWER = np.uint32(1 << 31)  # the token is part of an answer, which is what a drafter drafts
@@ -36,7 +37,8 @@ class Text:
         about = folder / "text.json"
         known = {"format": _FORMAT, "vocabulary": vocabulary, "target": target}
         if not about.exists():
-            write_whole(about, json.dumps(known).encode())
+            with replaced(about) as out:
+                out.write(json.dumps(known).encode())
         try:
             found = json.loads(about.read_text("utf-8"))
         except (OSError, ValueError):
@@ -112,19 +114,3 @@ def _add(file: Path, data: bytes) -> None:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """Replaces a file at once: whoever opens it sees the old content or the new one, and a full disk leaves the old one."""
-    beside = file.with_name(f".{file.name}.new")
-    try:
-        with open(beside, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, file)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UnavailableError(
-            f"'{file}' cannot be written ({error.strerror}): free some space; the state before is intact"
-        ) from None

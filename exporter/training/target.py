@@ -2,7 +2,6 @@
 
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +84,3 @@ def faster(device: str = "cpu") -> torch.dtype:
         return min(times)
 
     return torch.bfloat16 if device != "cpu" or seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
-
-
-def folder_of(path: Path) -> Path:
-    return path.expanduser().resolve()
