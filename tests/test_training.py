@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -348,6 +349,20 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest
     assert stored is not None
     assert stored["step"] == 1
     assert [f.name for f in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_full_disk_leaves_the_drafter_before(model, tmp_path: Path) -> None:
+    drafter = Drafter(start.config(model[0], 1), 0)
+    (tmp_path / "model.safetensors").write_text("the one before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UnavailableError, match="free some space"):
+            state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_text() == "the one before"
 
 
 def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,14 +26,12 @@ def replace(file: Path, write: Callable[[Path], object]) -> None:
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, file)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for failing writes, safetensors an OSError or its own
-        beside.unlink(missing_ok=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for failing writes
         raise UnavailableError(
             f"'{file}' cannot be written ({reason(error)}): free some space; the one before it is intact"
         ) from None
-    except BaseException:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 def save(file: Path, state: dict[str, Any]) -> None:
