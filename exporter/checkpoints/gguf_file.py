@@ -26,6 +26,7 @@ from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
 from .hub import locate_file
 from .json_config import is_whole, shown
+from .llama import scaled
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -72,11 +73,11 @@ class _Table:
     row_bytes: int
     heads: int = 0
 
-
-def _table(tensor: Any) -> _Table:
-    """tensor: gguf's ``ReaderTensor``, whose shape has the columns first."""
-    shape = tuple(int(n) for n in reversed(tensor.shape))
-    return _Table(int(tensor.data_offset), tensor.tensor_type, shape, int(tensor.n_bytes) // max(1, shape[0]))
+    @staticmethod
+    def of(tensor: Any) -> "_Table":
+        """tensor: gguf's ``ReaderTensor``, whose shape has the columns first."""
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        return _Table(int(tensor.data_offset), tensor.tensor_type, shape, int(tensor.n_bytes) // max(1, shape[0]))
 
 
 def gguf_file(source: str) -> Path | None:
@@ -123,7 +124,7 @@ class GgufCheckpoint(Checkpoint):
                 f"{', '.join(map(repr, _ARCHITECTURES))}: name another target"
             )
         with self._damage_errors(file):
-            tables = {tensor.name: _table(tensor) for tensor in reader.tensors}
+            tables = {tensor.name: _Table.of(tensor) for tensor in reader.tensors}
         del reader
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
@@ -289,11 +290,8 @@ def _config(
 
 def _llama3(factors: np.ndarray, theta: float, source: str) -> dict[str, Any]:
     """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]."""
-    wavelength = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    factor = float(factors[-1])
-    ratio = float(_LLAMA3["original_max_position_embeddings"]) / wavelength
-    smooth = np.clip((ratio - 1.0) / 3.0, 0.0, 1.0)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if not np.allclose(factors, expected, rtol=1e-4):
+    rope = {**_LLAMA3, "factor": float(factors[-1])}
+    inverse = 1 / theta ** (torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    if not np.allclose(factors, (inverse / scaled(inverse, rope)).numpy(), rtol=1e-4):
         raise InputError(f"'{source}' has rotary factors that are not those of Llama 3, which is not supported")
-    return {**_LLAMA3, "factor": factor}
+    return rope

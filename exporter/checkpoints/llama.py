@@ -135,9 +135,12 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
     The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``, ``modeling_rope_utils.py``), so
     that every bit is the same.
     """
-    rope = config.rope_parameters
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
+    return scaled(1.0 / (config.rope_parameters["rope_theta"] ** exponents), config.rope_parameters)
+
+
+def scaled(inverse: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Radians per position after the scaling of ``rope_parameters``. inverse: before it, [head dim / 2]."""
     if rope["rope_type"] == "linear":
         return inverse / rope["factor"]
     if rope["rope_type"] == "llama3":
