@@ -25,7 +25,7 @@ from .progress import Progress
 from .trace import io_dtype, trace
 from .weights.notes import NOTES
 from .weights.packer import Packer
-from .weights.quantize import recoded
+from .weights.quantize import recoded, weight_of
 from .weights.source import Location
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -104,7 +104,7 @@ def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, L
             converted = {
                 n: recoded(place, packer.bundle, scheme.bits)
                 for n, place in packed[name].items()
-                if place.dtype == first and (scheme := schemes[n.replace("zero", "weight")])
+                if place.dtype == first and (scheme := schemes[weight_of(n)])
             }
             locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
     if not plan.pair.has_drafter:

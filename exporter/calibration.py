@@ -80,9 +80,10 @@ def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]
 
     Raises InputError if the text cannot be read or has too few.
     """
+    most = min(TOKENS, capacity)
     if file is None and pair.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randint(0, pair.target_shape.vocabulary, (min(TOKENS, capacity),), generator=generator).tolist())
+        return tuple(torch.randint(0, pair.target_shape.vocabulary, (most,), generator=generator).tolist())
     if file is None:
         return tuple(pair.tokenizer(_PAGE).input_ids[:capacity])
     if pair.tokenizer is None:
@@ -91,9 +92,9 @@ def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise InputError(f"--calibrate {file} cannot be read ({error}): give a readable UTF-8 file") from None
-    ids = tuple(pair.tokenizer(text).input_ids[: min(TOKENS, capacity)])
-    if len(ids) < min(TOKENS, capacity):
-        raise InputError(f"--calibrate {file} has {len(ids)} tokens: give a text of {min(TOKENS, capacity)} or more")
+    ids = tuple(pair.tokenizer(text).input_ids[:most])
+    if len(ids) < most:
+        raise InputError(f"--calibrate {file} has {len(ids)} tokens: give a text of {most} or more")
     return ids
 
 

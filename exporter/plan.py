@@ -134,18 +134,16 @@ class Plan:
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
+            as_is, importance = self.quantized.get(model) == AS_IS, self.importance if model == "target" else {}
             for name, source in parameters.items():
                 scheme = chosen.of(name, source.shape[-1]) if is_matrix(name, source) else None
                 if scheme is None:
                     file[name] = self._linked_if_possible(source)
-                elif self.quantized[model] == AS_IS and source.coded:
+                elif as_is and source.coded:
                     file |= carried(source, name, scheme, self.dtype)
-                elif self.quantized[model] == AS_IS:
-                    file |= quantized(source, name, scheme, self.dtype, errors=self.errors)
                 else:
-                    file |= quantized(
-                        source, name, scheme, self.dtype, self.importance.get(name) if model == "target" else None
-                    )
+                    errors = self.errors if as_is else None
+                    file |= quantized(source, name, scheme, self.dtype, importance.get(name), errors)
         return files
 
     def _linked_if_possible(self, source: Source) -> Source:

@@ -52,11 +52,9 @@ def keep_codes(args: argparse.Namespace, pair: "Pair") -> None:
 
     if args.weights or args.preset or set(args.backend) != {"cpu"}:
         return
-    coded, sizes = pair.coded(), dict[bool, int]()
-    for name, source in pair.target_sources(positions=1).items():
-        if is_matrix(name, source):
-            sizes[name in coded] = sizes.get(name in coded, 0) + prod(source.shape)
-    if sizes.get(True, 0) > sizes.get(False, 0):
+    sources = pair.target_sources(positions=1).items()
+    sizes = {name: prod(source.shape) for name, source in sources if is_matrix(name, source)}
+    if 2 * sum(sizes[name] for name in pair.coded()) > sum(sizes.values()):
         args.weights = AS_IS
 
 

@@ -27,6 +27,11 @@ def zero_of(weight: str) -> str:
     return weight.replace("weight", "zero")
 
 
+def weight_of(codes: str) -> str:
+    """The name of the quantized matrix that has these codes or zero points."""
+    return codes.replace("zero", "weight")
+
+
 def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> tuple[Tensor, ...]:
     """Codes and scales (of ``dtype``) for matrices [..., N, K], in the layout of ``Scheme``, and the zero points if it has them.
 
