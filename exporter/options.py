@@ -236,7 +236,7 @@ def open_pair(args: argparse.Namespace) -> "Pair":
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
     """Sets a pair's draft vocabulary as the options say. Raises GumihoError for impossible options."""
-    from .checkpoints.draft_vocabulary import frequent
+    from .checkpoints.draft_vocabulary import frequent, require_size
     from .plan import eos_token_ids
 
     size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
@@ -246,11 +246,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
                 "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
             )
         return
-    if not len(ends) < size <= vocabulary:
-        raise GumihoError(
-            f"--draft-vocab is {size}: give {len(ends) + 1} to {vocabulary}, the target's vocabulary, "
-            f"of which those that end a text ({len(ends)}) are always drafted"
-        )
+    require_size(size, vocabulary, ends)
     if args.draft_text and pair.tokenizer is None:
         raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")
     if size == vocabulary:

@@ -6,7 +6,7 @@ changes the output: the target chooses among all tokens.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -29,6 +29,15 @@ class DraftVocabulary:
     ids: Tensor
     origin: str
     own_rows: bool = False
+
+
+def require_size(size: int, vocabulary: int, ends: Collection[int]) -> None:
+    """Raises InputError for a draft vocabulary without room for the ends of text ``ends``, or larger than the target's."""
+    if not len(ends) < size <= vocabulary:
+        raise InputError(
+            f"--draft-vocab is {size}: give {len(ends) + 1} to {vocabulary}, the target's vocabulary, "
+            f"of which those that end a text ({len(ends)}) are always drafted"
+        )
 
 
 def frequent(

@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.errors import InputError
-
-from ..checkpoints.draft_vocabulary import by_age, choose
+from ..checkpoints.draft_vocabulary import by_age, choose, require_size
 from .evaluate import Vocabulary
 from .store import TOKEN, Text
 
@@ -26,8 +24,7 @@ def vocabulary(
     everything = lm_head.shape[0]
     if size is None or size == everything:
         return Vocabulary(lm_head, None)
-    if not len(ends) < size <= everything:
-        raise InputError(f"--draft-vocab is {size}: give {len(ends) + 1} to {everything}, the target's vocabulary")
+    require_size(size, everything, ends)
     ids = (
         stored["vocabulary"]
         if stored and stored.get("vocabulary") is not None
