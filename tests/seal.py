@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import MANIFEST
 from runtime.bundle.records import SEAL, sealed
@@ -20,6 +22,14 @@ def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:
     change(raw)
     file.unlink()
     file.write_text(sealed(raw), "utf-8")
+
+
+def edit_golden(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a bundle's golden run, an array by name."""
+    run = dict(np.load(bundle / "golden.npz"))
+    change(run)
+    np.savez(bundle / "golden.npz", **run)
+    update(bundle, "golden.npz")
 
 
 def update(bundle: Path, *names: str) -> None:

@@ -23,7 +23,7 @@ from runtime.engines.golden_replay import choice_difference, replay, tree_differ
 from runtime.engines.store import compile_engines, find_engines
 from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
-from tests.seal import update
+from tests.seal import edit_golden, update
 
 PAIR = RandomPair(heads=3, seed=21, scale=2.0)
 TOLERANCE = 0.01
@@ -290,10 +290,7 @@ def test_a_golden_run_of_zeros_is_refused(copy: Path) -> None:
     ],
 )
 def test_a_damaged_golden_run_is_refused(copy: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
-    run = dict(np.load(copy / "golden.npz"))
-    change(run)
-    np.savez(copy / "golden.npz", **run)
-    update(copy, "golden.npz")
+    edit_golden(copy, change)
     with pytest.raises(GumihoError, match=said):
         read(Bundle(copy))
 

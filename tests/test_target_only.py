@@ -39,7 +39,7 @@ from tests.conftest import ALL, DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened
 from tests.pairs import RandomPair
-from tests.seal import edit, update
+from tests.seal import edit, edit_golden
 
 TARGET = DEMO / "target"
 PROMPT = "def first(self):\n    return self._first\n\ndef second(self):\n    return self._second\n\ndef third("
@@ -382,10 +382,7 @@ def test_the_golden_run_is_the_targets(bundle: Path) -> None:
     ],
 )
 def test_a_damaged_golden_run_is_refused(copy: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
-    run = dict(np.load(copy / "golden.npz"))
-    change(run)
-    np.savez(copy / "golden.npz", **run)
-    update(copy, "golden.npz")
+    edit_golden(copy, change)
     with pytest.raises(GumihoError, match=said):
         read(Bundle(copy))
 
