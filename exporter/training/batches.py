@@ -17,10 +17,6 @@ SPAN = 32  # consecutive anchors, which share the target's distributions
 _HELD_OUT = 50  # one record in so many is never trained on
 
 
-def held_out(record: int) -> bool:
-    return record % _HELD_OUT == 0
-
-
 @dataclass
 class Batch:
     """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; lengths: [B]."""
@@ -83,20 +79,20 @@ class Features:
 
 def usable(text: Text, depths: int, training: bool) -> NDArray[np.int64]:
     """Records that are long enough for a span of anchors, of those to train on or of those held out."""
-    lengths = np.diff(text.ends, prepend=0)
     held = np.arange(len(text)) % _HELD_OUT == 0
-    return np.flatnonzero((lengths >= SPAN + depths + 2) & (held != training))
+    return np.flatnonzero((text.lengths >= SPAN + depths + 2) & (held != training))
 
 
 def choose(text: Text, records: NDArray[np.int64], positions: int, rng: np.random.Generator) -> list[int]:
     """Records of similar length for about so many positions, padding included."""
     drawn = rng.choice(records, min(len(records), 256), replace=False)
-    lengths = text.ends[drawn] - np.where(drawn > 0, text.ends[drawn - 1], 0)
+    lengths = text.lengths[drawn]
     order = np.argsort(lengths, kind="stable")
     begin = int(rng.integers(len(order)))
     chosen: list[int] = []
+    longest = 0
     for place in [*order[begin:], *order[:begin][::-1]]:
-        longest = max(int(lengths[place]), *(int(text.ends[r]) - text.start(r) for r in chosen), 0)
+        longest = max(longest, int(lengths[place]))
         if chosen and longest * (len(chosen) + 1) > positions:
             break
         chosen.append(int(drawn[place]))

@@ -56,8 +56,7 @@ def from_target(
     """
     records = usable(text, 2 + len(drafter.mlp), training=True)
     columns = 2 * drafter.config.hidden_size + 1
-    lengths = np.diff(text.ends, prepend=0)[records]
-    records = records[: int(np.searchsorted(lengths.cumsum(), _ROWS * columns)) + 1]
+    records = records[: int(np.searchsorted(text.lengths[records].cumsum(), _ROWS * columns)) + 1]
     _layers(drafter, target, text.record(int(records[0])))
     report(f"fitting the first drafter on {len(records)} texts")
     embed = target.model.embed_tokens.weight

@@ -71,6 +71,11 @@ class Text:
     def tokens(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every record."""
+        return np.diff(self.ends, prepend=0)
+
     def start(self, record: int) -> int:
         """Where a record begins among the tokens."""
         return int(self.ends[record - 1]) if record else 0

@@ -25,7 +25,7 @@ class Slots:
 
     def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
         config, weight = model.config, model.lm_head.weight
-        self.model, self.sizes, self.count = model, sizes, sum(slots for slots, _ in sizes)
+        self.model, self.sizes = model, sizes
         self.kv_heads, self.head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
         made: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         shape = self.kv_heads, self.head_dim
