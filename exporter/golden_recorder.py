@@ -18,13 +18,13 @@ from graphs.dialects.quantization import bits_of, dequantize, input_major
 from graphs.drafter import Drafter
 from graphs.target import Target
 from graphs.tree import TreeConfig
+from runtime.engines.golden_file import TREE
 from runtime.errors import DamageError
 
 from .trace import signature
 from .weights.source import Location, is_finite
 
 _PROMPT, _TOP = 12, 8
-_TREE = ("tokens", "depth", "parent", "mask", "score")  # the first outputs of a draft graph
 _SLICE_ELEMENTS = 1 << 20
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32}
 _MAX_WORKERS = 16  # each holds a slice
@@ -208,8 +208,8 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
 
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
-        run.update({f"{name}.{part}": value for part, value in zip(_TREE, outputs, strict=False)})
-        return list(outputs[len(_TREE) :])
+        run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
+        return list(outputs[len(TREE) :])  # the caches follow the tree
 
     # The pending token is the tree's root.
     caches = draft_pass("tree", tokens[1 : n + 1], torch.arange(n), hidden[:n], 0, empty(drafter, dtype))
