@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import flip_top_bits
+from graphs.dialects.quantization import flip_top_bits, pack
 
 BITS = {"Q8_0": 8, "Q4_0": 4}
 
@@ -19,5 +19,4 @@ def parts(raw: np.ndarray, bits: int) -> tuple[Tensor, Tensor]:
     scale, codes = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
     if bits == 8:
         return flip_top_bits(codes.contiguous(), 8), scale
-    in_order = torch.cat((codes & 15, codes >> 4), dim=-1)
-    return in_order[..., 0::2] | in_order[..., 1::2] << 4, scale
+    return pack(torch.cat((codes & 15, codes >> 4), dim=-1)), scale

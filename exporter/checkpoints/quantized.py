@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import dequantize, pack_zeros
+from graphs.dialects.quantization import dequantize, pack, pack_zeros, unpack
 from runtime.errors import DamageError, InputError
 
 from ..weights.source import CODED_BLOCK, Coded, Part, Stored
@@ -46,13 +46,10 @@ class _Format:
     def unpacked(self, words: Tensor) -> Tensor:
         """The codes of int32 [..., n]: uint8 [..., 8 n]."""
         own = words.clone(memory_format=torch.contiguous_format)  # a view of bytes needs strides that a slice may lack
-        pairs = own.view(torch.uint8)  # little-endian: the first code is in the low bits of the first byte
-        halves = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
-        return (
-            halves
-            if self.order == tuple(range(_WORD))
-            else halves.unflatten(-1, (-1, _WORD))[..., list(self.order)].flatten(-2)
-        )
+        codes = unpack(own.view(torch.uint8))  # little-endian: the first code is in the low bits of the first byte
+        if self.order == tuple(range(_WORD)):
+            return codes
+        return codes.unflatten(-1, (-1, _WORD))[..., list(self.order)].flatten(-2)
 
     def size(self, codes: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a matrix by the shape of its codes."""
@@ -278,9 +275,8 @@ class QuantizedCheckpoint(Checkpoint):
         """Codes, scales and zero points of rows in blocks of 32: those of a larger group are repeated."""
         codes, scale, zero = self._format.rows(self, name.removesuffix(".weight"), rows)
         blocks, repeats = codes.unflatten(-1, (-1, CODED_BLOCK)), self._format.group // CODED_BLOCK
-        packed = blocks[..., 0::2] | blocks[..., 1::2] << 4
         repeated = None if zero is None else pack_zeros(zero.repeat_interleave(repeats, -1))
-        return packed, scale.repeat_interleave(repeats, -1), repeated
+        return pack(blocks), scale.repeat_interleave(repeats, -1), repeated
 
 
 def target_checkpoint(source: str) -> Checkpoint:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, dequantize, flip_top_bits, pack_zeros
+from graphs.dialects.quantization import FP8, Scheme, dequantize, flip_top_bits, pack, pack_zeros
 
 from .source import Location, Source, require_fp16
 
@@ -81,7 +81,7 @@ def _quantize4(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         error = _codes(blocks, candidate).mul_(candidate).sub_(blocks).square_().sum(-1, keepdim=True)
         scale, least = torch.where(error < least, candidate, scale), torch.minimum(error, least)
     codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
-    return codes[..., 0::2] & 15 | codes[..., 1::2] << 4, scale[..., 0].to(dtype)
+    return pack(codes & 15), scale[..., 0].to(dtype)
 
 
 def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def _quantize4_with_zeros(blocks: Tensor, columns: Tensor, dtype: torch.dtype) -
             better = error < least
             scale, zero = torch.where(better, tried, scale), torch.where(better, middle, zero)
             least = torch.minimum(error, least)
-    packed = _steps_from(zero, blocks, scale).add_(zero).to(torch.uint8)
-    return packed[..., 0::2] | packed[..., 1::2] << 4, scale[..., 0].to(dtype), zero[..., 0].to(torch.uint8)
+    codes = _steps_from(zero, blocks, scale).add_(zero).to(torch.uint8)
+    return pack(codes), scale[..., 0].to(dtype), zero[..., 0].to(torch.uint8)
 
 
 def _steps_from(zero: Tensor, blocks: Tensor, scale: Tensor) -> Tensor:

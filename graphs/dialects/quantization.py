@@ -97,8 +97,7 @@ def flip_top_bits(codes: Tensor, bits: int) -> Tensor:
 
 def pack_zeros(zeros: Tensor) -> Tensor:
     """Zero points, uint8 [..., N, blocks] from 0 to 15, two per byte, the first in the low bits: [..., N, ceil(blocks / 2)]."""
-    even = torch.nn.functional.pad(zeros, (0, zeros.shape[-1] % 2))
-    return even[..., 0::2] | even[..., 1::2] << 4
+    return pack(torch.nn.functional.pad(zeros, (0, zeros.shape[-1] % 2)))
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int = 4, zero: Tensor | None = None) -> Tensor:
@@ -108,14 +107,19 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int = 4, zero: Tensor | None 
     if input_major(codes):
         return codes.T.to(scale.dtype) * scale[:, None]
     offset = flip_top_bits(codes, bits) if codes.dtype == torch.int8 else codes
-    unpacked = offset if bits == 8 else _halves(offset)
+    unpacked = offset if bits == 8 else unpack(offset)
     middle: Tensor | int = 2 ** (bits - 1)
     if zero is not None:
         offset = flip_top_bits(zero, 4) if zero.dtype == torch.int8 else zero
-        middle = _halves(offset)[..., : scale.shape[-1], None].to(scale.dtype)
+        middle = unpack(offset)[..., : scale.shape[-1], None].to(scale.dtype)
     return ((unpacked.to(scale.dtype) - middle) * scale[..., None]).flatten(-2)
 
 
-def _halves(packed: Tensor) -> Tensor:
+def pack(numbers: Tensor) -> Tensor:
+    """Numbers of 4 bits, uint8 [..., 2 n], two per byte, the first in the low bits: [..., n]."""
+    return numbers[..., 0::2] | numbers[..., 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
     """The two numbers of 4 bits in every byte of [..., n], the low one first: [..., 2 n]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
