@@ -109,8 +109,8 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
             )
     if args.weights or args.other_weights or args.draft_weights or args.preset or args.calibrate:
         raise GumihoError(
-            "--preset, --weights, --draft-weights and --calibrate mean nothing to --backend vllm, which quantizes on its own: leave "
-            "them out"
+            "--preset, --weights, --other-weights, --draft-weights and --calibrate mean nothing to --backend vllm, which quantizes on "
+            "its own: leave them out"
         )
     if args.draft_vocab is not None or args.draft_text:
         raise GumihoError(

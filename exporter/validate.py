@@ -74,7 +74,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
 
 
 def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
-    """The scores of the engines' tree behind ``ids``, and its root."""
+    """The scores of the engines' tree after ``ids``, and its root."""
     decoder.clear()
     decoder.text = ids.tolist(), ()
     last = decoder.prefill(ids.tolist(), speculate=True)

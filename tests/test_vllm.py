@@ -666,3 +666,13 @@ def test_options_of_bundles_are_refused(tmp_path: Path, options: tuple[str, ...]
 def test_vllm_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(tmp_path, tmp_path / "out", "--backend", "vllm", "cpu") == 1
     assert "in a run of their own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--weights", "int4"), ("--other-weights", "none"), ("--calibrate", "text.txt")])
+def test_options_of_quantizing_are_refused(
+    tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, tmp_path / "out", *options) == 1
+    error = capsys.readouterr().err
+    assert options[0] in error
+    assert "mean nothing to --backend vllm" in error
