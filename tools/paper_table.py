@@ -1,0 +1,187 @@
+"""Measures bundles as the paper does: tau and speed-up for each set of prompts, and whether every text is plain decoding's.
+
+    python -m tools.paper_table BUNDLE ... --prompts DIR [--count N] [--ways plain trees] [--out build/paper.jsonl]
+
+Every ``*.jsonl`` of DIR is a set; ``docs/benchmarks.md`` names the paper's. Conversations go through the chat template, turn by turn,
+with the answers of plain decoding before the next turn. Each turn is decoded in every way, one after another. A turn's results are a
+line of OUT, and the same command goes on after them. Exits with 1 if a text differs from that of plain decoding.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime import Model, load
+from runtime.bundle.reader import Bundle
+from runtime.command import run
+from runtime.errors import InputError
+
+WAYS = {
+    "plain": "one token a pass",
+    "trees": "the drafter alone, whole trees: the paper's tau",
+    "drafter": "the drafter alone, as planned",
+    "lookup": "the drafter and prompt lookup, as planned",
+}
+Line = Mapping[str, Any]
+
+
+def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, list[str]]]:
+    """Set, number and user turns of every line of a folder's JSONL. Raises InputError for what is no prompt."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise InputError(
+            f"--prompts '{folder}' holds no .jsonl: give a folder with a file for each set, lines with 'turns' or 'prompt'"
+        )
+    for file in files:
+        try:
+            lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+            found = [line["turns"] if "turns" in line else [line["prompt"]] for line in lines[:count]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"'{file}' cannot be read as prompts ({error}): give JSON objects with 'turns' or 'prompt'"
+            ) from None
+        yield from ((file.stem, number, turns) for number, turns in enumerate(found))
+
+
+def options(way: str, rows: int, temperature: float, seed: int) -> dict[str, Any]:
+    """The options of ``Model.generate`` for a way."""
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {"speculate": False}, "trees": {"lookup": False, "rows": rows}, "drafter": {"lookup": False}, "lookup": {},
+    }  # fmt: skip
+    return {**ways[way], "temperature": temperature, **({"seed": seed} if temperature else {})}
+
+
+def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A text and what it took after its first step. cycles: target passes; tokens: gained by them."""
+    generation, first = model.generate(prompt, count, **settings), 0.0
+    for _ in generation.cycles():
+        first = first or time.perf_counter()
+    stats = generation.stats
+    seconds = time.perf_counter() - first
+    return {"ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, "seconds": round(seconds, 5)}
+
+
+Asked = Sequence[tuple[str, int, list[str]]]
+
+
+def measure(
+    model: Model, name: str, asked: Asked, args: argparse.Namespace, known: set[tuple[Any, ...]]
+) -> Iterator[dict[str, Any]]:
+    """A line for each turn that is not known yet and has room."""
+    manifest = model.bundle.manifest
+    longest = min(args.longest or manifest.capacity, manifest.capacity - args.new_tokens)
+    for temperature in args.temperatures:
+        for group, number, turns in asked:
+            messages: list[dict[str, str]] = []
+            for turn, question in enumerate(turns):
+                messages.append({"role": "user", "content": question})
+                prompt = model.chat(messages)
+                if len(prompt) > longest:
+                    break
+                settings = {way: options(way, manifest.rows, temperature, args.seed) for way in args.ways}
+                key = {"bundle": name, "temperature": temperature, "set": group, "number": number, "turn": turn}
+                if tuple(key.values()) not in known:
+                    # The order alternates, because the first way finds the caches filled by another prompt.
+                    order = args.ways[:: -1 if number % 2 else 1]
+                    found = {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order}
+                    yield {**key, "prompt": prompt, "ways": found}
+                    answer = found["plain"]["ids"]
+                elif turn + 1 < len(turns):
+                    answer = decoded(model, prompt, args.new_tokens, settings["plain"])["ids"]
+                messages.append({"role": "assistant", "content": model.decode(answer)})
+
+
+def table(lines: Sequence[Line], temperature: float) -> list[str]:
+    """The paper's table of one temperature, in Markdown: speed-up over plain decoding of the same bundle, and tau."""
+    lines = [line for line in lines if line["temperature"] == temperature]
+    sets = sorted({line["set"] for line in lines})
+    rows = [
+        f"| temperature {temperature:g} | " + " | ".join((*sets, "mean", "texts as plain")) + " |",
+        "|" + "---|" * (len(sets) + 3),
+    ]
+    for bundle in dict.fromkeys(line["bundle"] for line in lines):
+        own = [line for line in lines if line["bundle"] == bundle]
+        for way in (way for way in WAYS if way != "plain" and all(way in line["ways"] for line in own)):
+            cells, sums = list[str](), list[tuple[float, float]]()
+            for group in sets:
+                total: dict[str, float] = defaultdict(float)
+                for line in (line for line in own if line["set"] == group):
+                    spent, plain = line["ways"][way], line["ways"]["plain"]
+                    for name in ("tokens", "cycles", "seconds"):
+                        total[name] += spent[name]
+                    total["plain"] += plain["seconds"]
+                if total["cycles"]:
+                    sums.append((total["plain"] / total["seconds"], total["tokens"] / total["cycles"]))
+                    cells.append("{:.2f}x {:.2f}".format(*sums[-1]))
+                else:
+                    cells.append("-")
+            mean = [sum(column) / len(sums) for column in zip(*sums, strict=True)] if sums else [float("nan")] * 2
+            equal = sum(line["ways"][way]["ids"] == line["ways"]["plain"]["ids"] for line in own)
+            cells += ["{:.2f}x {:.2f}".format(*mean), f"{equal} of {len(own)}"]
+            rows.append(f"| {bundle}, {way} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of an earlier run; one that was cut off by an interruption is dropped from the file too."""
+    text = file.read_text("utf-8") if file.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole, "utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def compare(args: argparse.Namespace) -> int:
+    lines = read(args.out)
+    known = {(line["bundle"], line["temperature"], line["set"], line["number"], line["turn"]) for line in lines}
+    asked = list(conversations(args.prompts, args.count))
+    for path in args.bundles:
+        Bundle(path)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for path in args.bundles:
+        with load(path, threads=args.threads) as model, args.out.open("a", encoding="utf-8") as file:
+            for line in measure(model, path.name, asked, args, known):
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                lines.append(line)
+                taus = "  ".join(
+                    f"{way} {found['tokens'] / max(1, found['cycles']):.2f}" for way, found in line["ways"].items()
+                )
+                print(f"{path.name}  {line['set']} {line['number']}  {len(line['prompt'])} positions  {taus}", file=sys.stderr)
+    print("\n\n".join("\n".join(table(lines, temperature)) for temperature in args.temperatures))
+    return int(any(found["ids"] != line["ways"]["plain"]["ids"] for line in lines for found in line["ways"].values()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="+", help="bundles for the CPU, of targets with a chat template")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="folder of JSONL files with 'turns' or 'prompt', one for each set"
+    )
+    parser.add_argument("--count", type=int, help="conversations of each set (default: all)")
+    parser.add_argument(
+        "--longest", type=int, help="leave out turns with more positions than this before the answer (default: none)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate for each turn (default: 128)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="default: 0 1")
+    parser.add_argument("--seed", type=int, default=1, help="of the texts at other temperatures than 0 (default: 1)")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="; ".join(f"{way}: {what}" for way, what in WAYS.items())
+    )
+    parser.add_argument("--threads", type=int, default=0, help="threads (default: one for each physical core)")
+    parser.add_argument("--out", type=Path, default=Path("build/paper.jsonl"), help="default: build/paper.jsonl")
+    args = parser.parse_args(argv)
+    if "plain" not in args.ways:
+        parser.error("--ways lacks plain, which the others are compared with: add it")
+    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
+        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
+    return run(lambda: compare(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
