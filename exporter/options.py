@@ -222,15 +222,12 @@ def _rows(args: argparse.Namespace) -> int:
 
 def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.checkpoint import Checkpoint
-    from .checkpoints.gguf_file import GgufCheckpoint, gguf_file
     from .checkpoints.hub import target_of
     from .checkpoints.lone_target import LoneTarget
     from .checkpoints.pair import Pair
-    from .checkpoints.quantized import target_checkpoint
+    from .checkpoints.target import target_checkpoint
 
-    source = args.target or target_of(args.ckpt)
-    file = gguf_file(source)
-    target = GgufCheckpoint(source, file) if file else target_checkpoint(source)
+    target = target_checkpoint(args.target or target_of(args.ckpt))
     return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"))
 
 

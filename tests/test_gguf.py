@@ -22,6 +22,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from exporter import cli
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
 from exporter.checkpoints.llama import llama_config
+from exporter.checkpoints.lone_target import LoneTarget
+from exporter.training.target import model_of
 from runtime import DamageError, GumihoError, InputError, UnavailableError
 from tests import gguf_files
 from tests.pairs import RandomPair
@@ -64,6 +66,14 @@ def test_names_numbers_and_configuration_are_the_checkpoint_s(shape: str, tmp_pa
         assert getattr(config, field) == getattr(model.config, field), field
     assert config.rope_parameters == pytest.approx(model.config.rope_parameters)
     assert config.rms_norm_eps == pytest.approx(model.config.rms_norm_eps, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["tied", "llama3"])
+@torch.inference_mode()
+def test_a_drafter_is_trained_for_the_same_model(shape: str, tmp_path: Path) -> None:
+    model, ids = RandomPair({**SIZES, **SHAPES[shape]}).make_target(), torch.arange(30)[None]
+    found = model_of(LoneTarget(opened(gguf_files.write(model, tmp_path / "m.gguf"))))
+    torch.testing.assert_close(found(ids).logits, model(ids).logits, atol=1e-5, rtol=0)  # the file rounds frequencies' factors
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -18,7 +18,9 @@ from transformers import LlamaForCausalLM
 
 from exporter import cli
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.checkpoints.quantized import QuantizedCheckpoint, target_checkpoint
+from exporter.checkpoints.quantized import QuantizedCheckpoint
+from exporter.checkpoints.target import target_checkpoint
+from exporter.training.target import model_of
 from graphs.dialects.quantization import dequantize
 from runtime import DamageError, InputError, load
 from runtime.bundle.reader import Bundle
@@ -192,6 +194,14 @@ def test_numbers_and_codes_are_those_that_were_packed(name: str, made: Any, monk
                 form.method != "compressed-tensors" or not form.symmetric,
                 form.scales,
             )
+
+
+@torch.inference_mode()
+def test_a_drafter_is_trained_on_those_numbers(made: Any) -> None:
+    folder, model = made("awq")
+    ids = torch.arange(20)[None]
+    found = model_of(LoneTarget(target_checkpoint(str(folder))))
+    assert torch.equal(found(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("name", [

@@ -38,7 +38,8 @@ SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2",
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return target.load(str(DEMO / "target"))
+    loaded = target.load(str(DEMO / "target"))
+    return loaded.model, loaded.tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -274,8 +275,9 @@ def test_trees_are_those_of_the_runtime(tmp_path: Path, model, written: store.Te
 
 def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exporter.training.conversation._MOST_QUESTION", 12)  # this target seldom ends one by itself
-    llama, tokenizer = target.load(str(chat_target))
-    pieces = template(tokenizer, target.ends(llama, tokenizer, "demo"))
+    loaded = target.load(str(chat_target))
+    llama, tokenizer = loaded.model, loaded.tokenizer
+    pieces = template(tokenizer, loaded.ends)
     assert tokenizer.decode(pieces.opening) == "<|begin_of_text|>user\n"
     assert tokenizer.decode(pieces.closing) == "<|end_of_text|><|begin_of_text|>assistant\n"
     made = store.Text(tmp_path, llama.config.vocab_size, "x")
@@ -304,7 +306,8 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
     arguments = ["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data), "--only", "text", *SMALL]
     for _ in range(2):
         assert cli.main([*arguments, "--conversations", "3"]) == 0
-    llama, tokenizer = target.load(str(chat_target))
+    loaded = target.load(str(chat_target))
+    llama, tokenizer = loaded.model, loaded.tokenizer
     made = store.Text(tmp_path / "out-training" / "text", llama.config.vocab_size, target.fingerprint(llama))
     assert sorted(source for source in made.sources if source < 1000) == [0, 1]
     asked = next(r for r in range(len(made)) if made.sources[r] == 0)

@@ -277,11 +277,3 @@ class QuantizedCheckpoint(Checkpoint):
         blocks, repeats = codes.unflatten(-1, (-1, CODED_BLOCK)), self._format.group // CODED_BLOCK
         repeated = None if zero is None else pack_zeros(zero.repeat_interleave(repeats, -1))
         return pack(blocks), scale.repeat_interleave(repeats, -1), repeated
-
-
-def target_checkpoint(source: str) -> Checkpoint:
-    """The target in a folder or on the hub. Raises what ``Checkpoint`` and ``QuantizedCheckpoint`` raise."""
-    checkpoint = Checkpoint(source, "target")
-    config = checkpoint.config.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    return QuantizedCheckpoint(source) if method in ("gptq", "awq", "compressed-tensors") else checkpoint

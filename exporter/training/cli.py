@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gumiho train",
     )
     files = parser.add_argument_group("sources and output")
-    files.add_argument("--target", required=True, help="target model: a folder in the Hugging Face layout, or a hub id")
+    files.add_argument("--target", required=True, help="target model, as for gumiho export: a folder, a GGUF file, or a hub id")
     files.add_argument("--out", type=Path, required=True, help="folder to write the drafter to, for gumiho export --ckpt")
     files.add_argument(
         "--data", nargs="+", type=Path, default=[], metavar="FILE",
@@ -150,15 +150,14 @@ def train(args: argparse.Namespace, stopped: Callable[[], bool]) -> bool:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise UnavailableError(f"--device {device} is not here: leave it out, or give cpu") from None
-    model, tokenizer = target.load(args.target, device)
-    limit = target.positions(model)
-    if args.window > limit:
+    loaded = target.load(args.target, device)
+    model, tokenizer, ends = loaded.model, loaded.tokenizer, loaded.ends
+    if args.window > loaded.positions:
         raise InputError(
-            f"--window is {args.window}: give at most {limit}, the positions that target '{args.target}' attends to"
+            f"--window is {args.window}: give at most {loaded.positions}, the positions that target '{args.target}' attends to"
         )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype] or target.faster(device)
     text = Text(work / "text", model.config.vocab_size, target.fingerprint(model))
-    ends = target.ends(model, tokenizer, args.target)
     model = model.to(dtype)
     if args.only != "drafter" and not _written(args, text, model, tokenizer, ends, stopped):
         return False

@@ -2,61 +2,60 @@
 
 import time
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from runtime.errors import DamageError, InputError
+from runtime.errors import InputError
 
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.json_config import reason
-from ..checkpoints.llama import llama_config, transformers_class
+from ..checkpoints.llama import transformers_class, transformers_config
+from ..checkpoints.lone_target import LoneTarget
+from ..checkpoints.target import target_checkpoint
+from ..plan import eos_token_ids
 
 
-def load(source: str, device: str = "cpu") -> tuple[Any, Any]:
-    """The target and its tokenizer, both transformers' own. The model is frozen and in fp32.
+@dataclass(frozen=True)
+class Target:
+    """model: transformers' own, frozen, in fp32. ends: the tokens that end a text. positions: of the longest text whose every position
+    all layers attend to, as those of a bundle do."""
 
-    Raises GumihoError for what is no supported target in the Hugging Face layout.
+    model: Any
+    tokenizer: Any
+    ends: tuple[int, ...]
+    positions: int
+
+
+def load(source: str, device: str = "cpu") -> Target:
+    """Any target that can be exported, in whatever format; quantized weights become the numbers they stand for.
+
+    Raises GumihoError for what is no supported target.
     """
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    checkpoint = Checkpoint(source, "target")
-    config = llama_config(checkpoint)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library raises whatever comes up
-        raise InputError(
-            f"target '{source}' has no tokenizer that can be loaded ({reason(error)}): training needs one"
-        ) from None
-    try:
-        model = transformers_class(config).from_pretrained(checkpoint.folder, dtype=torch.float32, local_files_only=True)
-    except Exception as error:
-        raise DamageError(f"target '{source}' cannot be loaded ({reason(error)}): download it again") from None
-    if model.config.vocab_size != config.vocab_size:
-        raise DamageError(f"target '{source}' has a config.json that contradicts its weights: download it again")
-    return model.to(device).eval().requires_grad_(False), tokenizer
-
-
-def positions(model: Any) -> int:
-    """Of the longest text whose every position all layers attend to, as those of a bundle do."""
-    config = model.config
-    window = None if config.model_type == "llama" else config.sliding_window
-    return min(config.max_position_embeddings, window or config.max_position_embeddings)
-
-
-def ends(model: Any, tokenizer: Any, source: str) -> tuple[int, ...]:
-    """The tokens that end a text: of generation_config.json, of config.json, of the tokenizer."""
-    found = [
-        model.generation_config.eos_token_id if model.generation_config else None,
-        model.config.eos_token_id,
-        tokenizer.eos_token_id,
-    ]
-    ids = [i for value in found if value is not None for i in (value if isinstance(value, list) else [value])]
-    if not ids:
+    found = LoneTarget(target_checkpoint(source))
+    tokenizer = found.tokenizer
+    if tokenizer is None:
+        raise InputError(f"target '{source}' has no tokenizer, which training needs: add its tokenizer.json")
+    own = tokenizer.eos_token_id
+    ends = tuple(dict.fromkeys((*eos_token_ids(found), *(() if own is None else (own,)))))
+    if not ends:
         raise InputError(f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return Target(model_of(found).to(device), tokenizer, ends, found.target_config.positions)
+
+
+def model_of(found: LoneTarget) -> Any:
+    """transformers' own model over the numbers of a checkpoint, in fp32 on the CPU, frozen."""
+    config = transformers_config(found.target_config)
+    with torch.device("meta"):
+        model = transformers_class(found.target_config)(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # computed, not stored, so it must not stay on "meta"
+    names = found.target.names() & {name.removeprefix("model.") for name in model.state_dict()}
+    state = {name if name == "lm_head.weight" else f"model.{name}": found.target.read(name).float() for name in names}
+    model.load_state_dict(state, assign=True, strict=False)  # an lm_head may be missing: it is tied then
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
 
 
 def fingerprint(model: Any) -> str:
