@@ -1,6 +1,7 @@
 """The benchmark: what it reads, how it talks to peers, what it makes of failures, and its numbers."""
 
 import json
+import shutil
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from runtime import load
+from runtime import InputError, load
 from tests import fake_peer
 from tests.conftest import DEMO
 from tools import bench, costs, parity, report
 from tools.bench import Bench
-from tools.bench_setup import Prompt
+from tools.bench_setup import Prompt, tokenized
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,23 @@ from tools.bench_setup import Prompt
 def test_prompt_files(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     assert parity.read(tmp_path / name) == ["one\ntwo", "three"]
+
+
+def test_questions_go_through_the_chat_template_and_are_never_cut(tmp_path: Path) -> None:
+    shutil.copytree(DEMO / "target", tmp_path / "target")
+    args = Namespace(pair=tmp_path, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=True, count=1, new_tokens=24, longest=300)
+    asked = ["word " * 500, "import os", "import re", "import json", "import abc"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    with pytest.raises(InputError, match="no chat template: leave out --chat"):
+        tokenized(args)
+    (tmp_path / "target/chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
+    prompts, tuning, cut = tokenized(args)
+    assert [(prompt.number, tokenizer.decode(prompt.ids)) for prompt in prompts] == [(1, "<import os>")]
+    assert [tokenizer.decode(prompt.ids) for prompt in tuning] == ["<import re>", "<import json>"]
+    args.chat = False
+    prompts, _, cut = tokenized(args)
+    assert (len(prompts[0].ids), prompts[0].number, cut) == (300, 0, 1)
 
 
 def test_plain_text_is_one_prompt(tmp_path: Path) -> None:
@@ -141,6 +159,10 @@ def test_table_of_a_run(found: dict[str, dict[str, Any]]) -> None:
     assert (rows["plain"]["of plain"], rows["plain"]["texts as plain"]) == (None, "-")
     assert rows["drafting"]["texts as plain"] == rows["plain"]["as reference"] == "2 of 2"
     assert rows["wrong"]["as reference"] == "0 of 2 (0:2)"
+    together = {row["way"]: row for row in report.rows(whole(found), report.ALL)}  # sets number their prompts alike
+    assert together["drafting"]["as reference"] == "3 of 3"
+    assert together["drafting"]["of plain"] == pytest.approx(2)
+    assert "## all sets, 3 prompts" in report.markdown(whole(found))
 
 
 Speeds = st.lists(st.tuples(st.integers(2, 50), st.floats(0.1, 10)), min_size=1, max_size=9)
@@ -149,6 +171,7 @@ Speeds = st.lists(st.tuples(st.integers(2, 50), st.floats(0.1, 10)), min_size=1,
 def texts(speeds: list[tuple[int, float]], factor: float = 1.0) -> list[dict[str, Any]]:
     return [
         {
+            "set": "a",
             "prompt": i,
             "tokens": [*range(n)],
             "first_tokens": 1,

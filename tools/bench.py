@@ -224,9 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
     parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
     parser.add_argument("--draft-model", type=Path, help="small Llama with the same vocabulary, for peers that draft with one")
-    parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (default: all)"
-    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (all)")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -234,11 +232,13 @@ def main(argv: list[str] | None = None) -> int:
         default=[],
         help="JSONL with 'turns', 'prompt' or 'text', or .txt (default: held-out code)",
     )
+    parser.add_argument("--chat", action="store_true", help="ask the prompts through the target's chat template")
+    parser.add_argument("--longest", type=int, help="positions of the longest prompt (default: what fits)")
     parser.add_argument("--count", type=int, default=8, help="prompts per file (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="rounds that the prompts are divided into; each runs every way (default: 2)"
+        "--rounds", type=int, default=2, help="rounds that divide the prompts; each runs every way (default: 2)"
     )
     parser.add_argument(
         "--envs",
@@ -259,9 +259,9 @@ def main(argv: list[str] | None = None) -> int:
         help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
     )
     args = parser.parse_args(argv)
-    for name in ("count", "new_tokens", "threads", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
+    for name in ("count", "new_tokens", "threads", "rounds", "longest"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
     if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
         parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
     return run_command(lambda: report.render(args.out) if args.again else fresh(args))

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from runtime.bundle.hashes import file_hash
 from runtime.bundle.reader import Bundle
 from runtime.errors import InputError
+from runtime.text.chat_template import ChatTemplate
 from tools import measure
 from tools.parity import read
 from tools.peers.protocol import PeerError
@@ -81,7 +82,8 @@ def machine() -> str:
 def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
     """The prompts, the prompts for choosing settings, and the number of prompts that were shortened to fit.
 
-    Raises InputError if there are no prompts or no tokenizer.
+    Questions for a chat are not shortened, which would cut off how the answer begins: those that do not fit are left out. Raises
+    InputError if there are no prompts, or no tokenizer or chat template.
     """
     file = args.pair / "target/tokenizer.json"
     if not file.is_file():
@@ -89,18 +91,33 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
     tokenizer = Tokenizer.from_file(str(file))
     context = json.loads((args.pair / "target/config.json").read_text("utf-8"))["max_position_embeddings"]
     room = min(context, *(Bundle(path).manifest.capacity for path in args.bundles), context) - args.new_tokens
+    room = min(room, args.longest or room)
     if room < 1:
         raise InputError(f"--new-tokens {args.new_tokens} leaves no room for a prompt: give less than {room + args.new_tokens}")
-    per_file = args.count + TUNING
-    sets = {file.stem: read(file)[:per_file] for file in args.prompts} or {"held-out": measure.prompts(per_file)}
+    per_file, template = args.count + TUNING, ChatTemplate.of(file.parent) if args.chat else None
+    if args.chat and template is None:
+        raise InputError(f"{args.pair}/target has no chat template: leave out --chat")
+
+    def encoded(text: str) -> list[int]:
+        asked = template.render([{"role": "user", "content": text}]) if template else text
+        ids: list[int] = tokenizer.encode(asked, add_special_tokens=template is None).ids
+        return ids
+
+    sets = {file.stem: read(file) for file in args.prompts} or {"held-out": measure.prompts(per_file)}
     prompts, spare, cut = list[Prompt](), list[Prompt](), 0
     for name, texts in sets.items():
-        if not texts:
-            raise InputError(f"{name} holds no prompts: give another file with --prompts")
-        tokenized_prompts = [Prompt(name, i, tokenizer.encode(text).ids[:room]) for i, text in enumerate(texts)]
-        cut += sum(len(prompt.ids) == room for prompt in tokenized_prompts)
-        prompts += tokenized_prompts[: args.count]
-        spare += tokenized_prompts[-TUNING:]
+        found: list[Prompt] = []
+        for number, text in enumerate(texts):
+            ids = encoded(text)
+            if len(ids) <= room or not args.chat:
+                found.append(Prompt(name, number, ids[:room]))
+                cut += len(ids) > room
+            if len(found) == per_file:
+                break
+        if not found:
+            raise InputError(f"{name} holds no prompts that fit: give another file with --prompts")
+        prompts += found[: args.count]
+        spare += found[-TUNING:]
     return prompts, spare[:TUNING], cut
 
 

@@ -19,6 +19,13 @@ ways in one process share it. texts as: how many are token for token those of th
 reference; in parentheses the first difference, as prompt:token from 0."""
 
 Text = Mapping[str, Any]
+ALL = "all sets"
+
+
+def sets(run: Mapping[str, Any]) -> dict[str, int]:
+    """Prompts by set, and of all together if there are several sets."""
+    found: dict[str, int] = run["prompts"]
+    return found if len(found) == 1 else {**found, ALL: sum(found.values())}
 
 
 def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
@@ -47,8 +54,9 @@ def tau(texts: Sequence[Text]) -> float | None:
 
 def _pairs(texts: Sequence[Text], others: Sequence[Text]) -> Iterator[tuple[int, Text, Text]]:
     """Pairs of texts with the same prompt, and the prompt's number."""
-    by_prompt = {other["prompt"]: other for other in others}
-    return ((text["prompt"], text, by_prompt[text["prompt"]]) for text in texts if text["prompt"] in by_prompt)
+    by_prompt = {(other["set"], other["prompt"]): other for other in others}
+    keys = ((text["set"], text["prompt"]) for text in texts)
+    return ((key[1], text, by_prompt[key]) for key, text in zip(keys, texts, strict=True) if key in by_prompt)
 
 
 def ratio(texts: Sequence[Text], others: Sequence[Text]) -> float | None:
@@ -68,11 +76,15 @@ def equal(texts: Sequence[Text], others: Sequence[Text]) -> str:
 
 
 def rows(run: Mapping[str, Any], prompts: str) -> list[dict[str, Any]]:
-    """The table for one set of prompts: a row per way, by ``COLUMNS``; numbers are not formatted, unknown values are None.
+    """The table for one set of prompts, or for ``ALL``: a row per way, by ``COLUMNS``; numbers are not formatted, unknown ones None.
 
     A way that failed has only its name, weights, and the reason as ``failed``.
     """
-    texts = {way["name"]: [text for text in way["texts"] if text["set"] == prompts] for way in run["ways"] if not way["failed"]}
+    texts = {
+        way["name"]: [text for text in way["texts"] if prompts in (text["set"], ALL)]
+        for way in run["ways"]
+        if not way["failed"]
+    }
     table = []
     for way in run["ways"]:
         row = {"way": way["name"], "weights": way["weights"]}
@@ -101,7 +113,7 @@ def markdown(run: Mapping[str, Any]) -> str:
     """The report of a run: its setup, a table for every set of prompts, and the settings that were tried."""
     about = run["about"]
     lines = [f"{name}: {value}  " for name, value in about.items()]
-    for prompts, count in run["prompts"].items():
+    for prompts, count in sets(run).items():
         lines += ["", f"## {prompts}, {count} prompts", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         for row in rows(run, prompts):
             cells = [f"failed: {row['failed'].replace('|', '/')}"] if "failed" in row else []
@@ -131,7 +143,7 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
     names = "tokens/s", "tau", "first token, ms", "peak, MiB"
     peers = list(dict.fromkeys(way["peer"] for way in run["ways"]))
     colours = {way["name"]: f"C{peers.index(way['peer'])}" for way in run["ways"]}
-    for prompts in run["prompts"]:
+    for prompts, count in sets(run).items():
         table = [row for row in rows(run, prompts) if "tokens/s" in row]
         figure = Figure(figsize=(15, 1 + 0.3 * len(table)), layout="constrained")
         for name, axes in zip(names, figure.subplots(1, len(names), sharey=True), strict=True):
@@ -141,9 +153,9 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
             axes.set_title(name)
             axes.margins(x=0.15)
         axes.invert_yaxis()
-        figure.suptitle(f"{prompts}, {run['prompts'][prompts]} prompts, {run['about']['new tokens']} new tokens")
+        figure.suptitle(f"{prompts}, {count} prompts, {run['about']['new tokens']} new tokens")
         for kind in ("png", "svg"):
-            figure.savefig(folder / f"bench-{prompts}.{kind}")
+            figure.savefig(folder / f"bench-{prompts.replace(' ', '-')}.{kind}")
 
 
 def render(folder: Path) -> int:
