@@ -2,6 +2,7 @@
 exported against transformers over these numbers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,6 @@ from transformers import LlamaForCausalLM
 
 from exporter import cli
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.checkpoints.quantized import QuantizedCheckpoint
 from exporter.checkpoints.target import target_checkpoint
 from exporter.training.target import model_of
 from graphs.dialects.quantization import dequantize
@@ -196,6 +196,23 @@ def test_numbers_and_codes_are_those_that_were_packed(name: str, made: Any, monk
             )
 
 
+def test_a_configuration_in_a_file_of_its_own(made: Any, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote it before version 0.5, with the weights under a name of its own."""
+    folder, _ = made("gptq")
+    shutil.copy(folder / "model.safetensors", tmp_path / "gptq_model-4bit-128g.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "sym": True, "true_sequential": True}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(own))
+    found, expected = target_checkpoint(str(tmp_path)), target_checkpoint(str(folder))
+    assert found.names() == expected.names()
+    assert all(torch.equal(found.read(name), expected.read(name)) for name in found.names())
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**own, "bits": 3}))
+    with pytest.raises(InputError, match="bits 3, expected 4"):
+        target_checkpoint(str(tmp_path))
+
+
 @torch.inference_mode()
 def test_a_drafter_is_trained_on_those_numbers(made: Any) -> None:
     folder, model = made("awq")
@@ -309,7 +326,7 @@ def test_damage_is_told_in_a_sentence(change: Change, said: str, made: Any, tmp_
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises((InputError, DamageError), match=said):
-        LoneTarget(QuantizedCheckpoint(str(tmp_path))).target_sources(1)["layers.1.mlp.up_proj.weight"].whole()
+        LoneTarget(target_checkpoint(str(tmp_path))).target_sources(1)["layers.1.mlp.up_proj.weight"].whole()
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["g", "weights", "num_bits"]), inner, max_size=2), max_leaves=4)  # fmt: skip

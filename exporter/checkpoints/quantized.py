@@ -177,10 +177,14 @@ def _format(config: dict[str, Any], where: str) -> _Format:
 class QuantizedCheckpoint(Checkpoint):
     """A target whose matrices are codes, under the names of the matrices."""
 
-    def __init__(self, source: str) -> None:
-        """Raises InputError for formats that are not supported, and DamageError for tensors that are missing or of another shape."""
+    def __init__(self, source: str, quantization: dict[str, Any]) -> None:
+        """quantization: the target's quantization_config.
+
+        Raises InputError for formats that are not supported, and DamageError for tensors that are missing or of another shape.
+        """
         super().__init__(source, "target")
-        self._format = _format(self.config.pop("quantization_config"), f"target '{source}'")
+        self.config.pop("quantization_config", None)
+        self._format = _format(quantization, f"target '{source}'")
         ending = f".{self._format.codes}"
         modules = sorted(name.removesuffix(ending) for name in self._locations if name.endswith(ending))
         if not modules:

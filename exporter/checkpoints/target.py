@@ -2,7 +2,10 @@
 
 from .checkpoint import Checkpoint
 from .gguf_file import GgufCheckpoint, gguf_file
+from .json_config import document
 from .quantized import QuantizedCheckpoint
+
+_OLDER = "quantize_config.json"  # AutoGPTQ before 0.5 wrote it, and nothing into config.json
 
 
 def target_checkpoint(source: str) -> Checkpoint:
@@ -11,5 +14,8 @@ def target_checkpoint(source: str) -> Checkpoint:
         return GgufCheckpoint(source, file)
     checkpoint = Checkpoint(source, "target")
     config = checkpoint.config.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    return QuantizedCheckpoint(source) if method in ("gptq", "awq", "compressed-tensors") else checkpoint
+    if config is None and (checkpoint.folder / _OLDER).is_file():
+        config = {"quant_method": "gptq", **document(checkpoint.folder / _OLDER)}
+    if isinstance(config, dict) and config.get("quant_method") in ("gptq", "awq", "compressed-tensors"):
+        return QuantizedCheckpoint(source, config)
+    return checkpoint
