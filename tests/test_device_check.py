@@ -31,7 +31,7 @@ from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import GumihoError
 from runtime.generation import Generation
 from runtime.model import load
-from tests.conftest import MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.pairs import SMALL
 
 NAMES = [piece.name for piece in PIECES]
@@ -152,8 +152,8 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
         NAME = "cuda"
 
     monkeypatch.setattr(ort_backend, "Cuda", Static)
-    source = make_bundle(SMALL, "--backend", "cpu", "cuda", "--dtype", "fp32", "--rows", "8", "--capacity", "100")
-    bundle = shutil.copytree(source, tmp_path / "bundle")
+    bundle = shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle")
+    vocabulary = Bundle(bundle).manifest.vocabulary
     only(monkeypatch, "compile", "times", "cpu")
     status, pieces = ran(bundle, "--backend", "cuda")
     facts = pieces["cpu"]["facts"]
@@ -168,7 +168,7 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
         if given[2] == device_tokens._CPU_TOKENS:
             calls["texts"] += 1
             if calls["texts"] == 7:
-                generation.ids[-1] = (generation.ids[-1] + 1) % 40  # the last: later ones would no longer fit the text
+                generation.ids[-1] = (generation.ids[-1] + 1) % vocabulary  # the last: later ones would no longer fit the text
         return generation
 
     monkeypatch.setattr(selftest, "generated", changed)
@@ -177,7 +177,7 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
     assert pieces["cpu"]["wrong"][0].startswith("1 of")
     place = pieces["cpu"]["facts"]["places"][0]
     assert (place["prompt"], place["near"]) == (3, False)
-    assert place["token"] == (place["choice"] + 1) % 40
+    assert place["token"] == (place["choice"] + 1) % vocabulary
     calls.clear()
     monkeypatch.setitem(device_tokens.NEAR, "float32", 1e9)
     status, pieces = ran(bundle, "--backend", "cuda", "--again")

@@ -16,7 +16,7 @@ from runtime.bundle.hashes import File
 from runtime.bundle.reader import Bundle
 from runtime.engines.store import RECORD, compile_engines, find_engines, read_record
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 from tests.seal import edit
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ PAIRS = int(os.environ.get("GUMIHO_COMPILE_PAIRS", "2"))  # overlapping pairs of
 
 @pytest.fixture
 def copy(make_bundle: MakeBundle, tmp_path: Path) -> Path:
-    made = make_bundle(RandomPair(seed=5), "--capacity", "64", "--rows", "4")
+    made = make_bundle(SMALL, "--capacity", "100")
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 

@@ -17,13 +17,13 @@ from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 from runtime.text.chat_template import ChatTemplate
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 from tests.seal import update
 
 
 @pytest.fixture
 def bundle(make_bundle: MakeBundle, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(make_bundle(RandomPair(seed=5), "--capacity", "64", "--rows", "4"), tmp_path / "bundle"))
+    return Path(shutil.copytree(make_bundle(SMALL, "--capacity", "100"), tmp_path / "bundle"))
 
 
 def flip(file: Path) -> None:

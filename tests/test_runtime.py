@@ -26,7 +26,7 @@ from runtime.decoding.decoder import Decoder
 from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import WHOLE
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 from tests.seal import edit, update
 
 PROMPT = "def main(argv=None):\n    parser = argparse.ArgumentParser("
@@ -126,7 +126,7 @@ def test_nothing_behind_an_end_of_text(demo_bundle: Path, tmp_path: Path) -> Non
 
 def test_several_bundles_and_threads(make_bundle: MakeBundle, demo_bundle: Path) -> None:
     """Two bundles side by side, each driven from its own thread, give what each gives alone."""
-    other = make_bundle(RandomPair(seed=2), "--capacity", "64")
+    other = make_bundle(SMALL, "--capacity", "100")
 
     def alone(path: Path, prompt: list[int]) -> list[int]:
         with load(path) as model:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from runtime.decoding import acceptance, decoder
 from runtime.selftest import chi_squared, main
-from tests.conftest import MakeBundle
-from tests.pairs import SMALL, RandomPair
+from tests.conftest import DEMO, MakeBundle
+from tests.end_to_end.test_quantized import WHOLE
+from tests.pairs import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,8 @@ def test_rows_of_a_quantized_target(
     make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are compared to the last bit: one next to it is found, though no token differs."""
-    wide = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, heads=1, seed=5)
     argv = [
-        str(make_bundle(wide, "--capacity", "100", "--weights", "int8")),
+        str(make_bundle(DEMO, *WHOLE)),
         "--prompts",
         "2",
         "--max-new-tokens",

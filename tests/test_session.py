@@ -14,7 +14,7 @@ from runtime import Generation, GumihoError, Model, load
 from runtime.session import Session
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 
 TEXT = '''def main(argv=None):
     """Reads the files."""
@@ -350,7 +350,7 @@ def test_files_that_are_no_session(model: Model, make_bundle: MakeBundle, tmp_pa
     with pytest.raises(GumihoError, match="cannot be read"):
         session.restore(tmp_path)
     file.write_bytes(content)
-    foreign = make_bundle(RandomPair(seed=2), "--capacity", "64")
+    foreign = make_bundle(SMALL, "--capacity", "100")
     with (
         load(foreign, threads=1) as stranger,
         pytest.raises(GumihoError, match=r"saved with another bundle than .*: load that one"),

@@ -15,7 +15,7 @@ from runtime.decoding.settings import Settings
 from runtime.decoding.token_selector import TokenSelector
 from runtime.generation import Generation
 from tests.conftest import MakeBundle
-from tests.pairs import RandomPair
+from tests.pairs import SMALL
 from tests.test_text import BYTE_LEVEL as TOKENIZER
 from tests.test_text import text_and_length
 
@@ -322,7 +322,7 @@ def test_ids_that_are_none(model: Model) -> None:
 @BOTH
 def test_without_a_tokenizer(make_bundle: MakeBundle, speculate: bool) -> None:
     """A callback is told ids alone, and stop strings are refused."""
-    with load(make_bundle(RandomPair(seed=2), "--capacity", "64"), threads=1) as model:
+    with load(make_bundle(SMALL, "--capacity", "100"), threads=1) as model:
         seen: list[tuple[int, str]] = []
         generation = model.generate([3, 4, 5], 9, speculate, callback=lambda *told: seen.append(told))
         list(generation.cycles())

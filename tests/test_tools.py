@@ -12,13 +12,9 @@ import torch
 
 from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines
-from tests.conftest import MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import update
 from tools import cross_check, parity
-
-PAIR = RandomPair(seed=21)
-OPTIONS = ("--capacity", "48", "--rows", "6")
 
 
 def row(out: str, start: str) -> dict[str, str]:
@@ -76,13 +72,13 @@ def test_parity_of_bad_prompts(
     assert message in capsys.readouterr().err
 
 
-def test_cross_check_of_eager_with_eager(make_bundle: MakeBundle, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_bundle(PAIR, *OPTIONS).parent / "pair"
+def test_cross_check_of_eager_with_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RandomPair(seed=21).write(tmp_path)
     argv = [
         "--ckpt",
-        str(folder / "drafter"),
+        str(tmp_path / "drafter"),
         "--target",
-        str(folder / "target"),
+        str(tmp_path / "target"),
         "--compiler",
         "eager",
         "--torch-device",
