@@ -4,7 +4,7 @@ import functools
 import gc
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.graph import _PyTreeCodeGen
+from torch.fx.graph_module import GraphModule
 from torch.fx.proxy import TracerBase
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -22,6 +24,7 @@ from graphs.target import Target
 from runtime.bundle.locks import locked
 
 _traced = trace._traced
+_compile = GraphModule.recompile
 _LISTED = "_collect_all_valid_cia_ops_for_namespace"
 
 
@@ -32,6 +35,21 @@ def trace_anew(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str,
         return _traced(module, dtype, sizes)
     finally:
         gc.enable()
+
+
+class _Compiled:
+    """A forward method that is made when it is asked for."""
+
+    def __get__(self, module: GraphModule, owner: type) -> Callable[..., object]:
+        _compile(module)
+        return module.forward
+
+
+def _when_called(module: GraphModule) -> None:
+    """Takes the place of ``GraphModule.recompile``."""
+    if isinstance(codegen := module.graph._codegen, _PyTreeCodeGen):
+        module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+    type(module).forward = _Compiled()  # type: ignore[assignment]
 
 
 class Traces:
@@ -77,4 +95,6 @@ def shared(folder: Path) -> Iterator[None]:
         patch.setattr(export_utils, _LISTED, functools.lru_cache(maxsize=None)(getattr(export_utils, _LISTED)))
         # A tenth of every trace: where in our code each node was made, which ``_simplify`` drops.
         patch.setattr(TracerBase, "record_stack_traces", False)
+        # Another tenth: the source code of graphs that are only interpreted.
+        patch.setattr(GraphModule, "recompile", _when_called)
         yield
