@@ -1,5 +1,6 @@
 """Fixtures: bundles made by the real command line, each built once a session."""
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,12 @@ SIZES = ("--dtype", "fp32", "--rows", "8", "--capacity", "200")
 ALL = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", *SIZES)
 EVERY_BACKEND = (*ALL, "--heads", "2")
 ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=1, seed=11)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector would go over its millions of objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,17 +82,17 @@ def shared_traces(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_bundle(shared: Path) -> MakeBundle:
-    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``. Each is exported once a
-    session, whichever of its processes wants it first."""
+    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``. drafter=False leaves the
+    drafter out. Each is exported once a session, whichever of its processes wants it first."""
     made: dict[tuple[str, ...], Path] = {}
 
-    def make(pair: RandomPair | Path, *options: str) -> Path:
-        key = (repr(pair), *options)
+    def make(pair: RandomPair | Path, *options: str, drafter: bool = True) -> Path:
+        key = (repr(pair), *options, *([] if drafter else ["no drafter"]))
         if key not in made:
             root = shared / f"bundle-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
             with locked(root.with_suffix(".lock"), "another process exports this bundle", wait=lambda _: None):
                 if not (root / "out").exists():
-                    export(pair, root, options)
+                    export(pair, root, ["--ckpt", str(root / "pair/drafter"), *numbers(options)] if drafter else options)
             made[key] = root / "out"
         return made[key]
 
@@ -95,8 +102,8 @@ def make_bundle(shared: Path) -> MakeBundle:
             pair.write(root / "pair")
         else:
             (root / "pair").symlink_to(pair)
-        argv = ["--ckpt", str(root / "pair/drafter"), "--target", str(root / "pair/target"), "--out", str(root / "out")]
-        assert cli.main([*argv, *numbers(options)]) == 0
+        argv = ["--target", str(root / "pair/target"), "--out", str(root / "out")]
+        assert cli.main([*argv, *options]) == 0
 
     return make
 

@@ -151,7 +151,9 @@ def test_tokens_equal_the_cpus(running: tuple[str, str], bundle: Path) -> None:
 
 
 def test_an_odd_pairs_tokens_equal_the_cpus(running: tuple[str, str], make_bundle: MakeBundle) -> None:
-    path = make_bundle(ODD, "--backend", *dict.fromkeys(("cpu", running[0])), *SIZES)
+    if running[0] == "cpu":
+        pytest.skip("these are the CPU's tokens")
+    path = make_bundle(ODD, "--backend", "cpu", running[0], *SIZES)
     compile_engines(Bundle(path), made(*running))
     with load(path, "cpu") as cpu, load(path, *running) as model:
         for length in (3, 17):

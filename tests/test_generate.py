@@ -18,18 +18,19 @@ def generate(*argv: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
     return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
 
 
-def test_prompt_from_everywhere(demo_bundle: Path, tmp_path: Path) -> None:
+def test_prompt_from_everywhere(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt").write_text(PROMPT)
+    done = generate(demo_bundle, "--max-new-tokens", "40", stdin=PROMPT)
     outputs = [
-        generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40"),
-        generate(demo_bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", "40"),
-        generate(demo_bundle, "--max-new-tokens", "40", stdin=PROMPT),
-        generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-speculation"),
-        generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-lookup"),
+        (done.returncode, done.stdout, done.stderr),
+        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40"),
+        here(capsys, demo_bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", "40"),
+        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-speculation"),
+        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-lookup"),
     ]
-    assert all(done.returncode == 0 and done.stderr == "" for done in outputs), outputs
-    assert len({done.stdout for done in outputs}) == 1
-    assert outputs[0].stdout.strip()
+    assert all(status == 0 and err == "" for status, _, err in outputs), outputs
+    assert len({out for _, out, _ in outputs}) == 1
+    assert outputs[0][1].strip()
 
 
 def test_stats_for_programs(demo_bundle: Path) -> None:

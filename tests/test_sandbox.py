@@ -48,13 +48,15 @@ def refusal(template: str) -> str:
 
 
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_template_that_takes_too_much(template: str) -> None:
+def test_a_template_that_takes_too_much(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.text.template_sandbox.SECONDS", 0.5)
     said = refusal(template)
     assert said.startswith("the chat template in x fails on this conversation (")
     assert "MemoryError" not in said
 
 
-def test_in_another_thread() -> None:
+def test_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.text.template_sandbox.SECONDS", 0.5)
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(refusal(HOSTILE[0])))
     thread.start()

@@ -25,7 +25,7 @@ from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines, find_engines
 from tests import test_backends as promises
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
-from tests.end_to_end.test_quantized import FP8_PAIR, FP8_TARGET
+from tests.end_to_end.test_quantized import fp8_bundle
 from tests.seal import edit
 
 IMPORTERS = ("runtime.backends.tensorrt", "runtime.backends.migraphx", "runtime.devices.cuda")
@@ -220,7 +220,7 @@ def test_a_jetson_is_told_where_its_tensorrt_is(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_tensorrt_takes_fp8_where_the_device_does(nvidia: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
-    made = make_bundle(FP8_PAIR, *FP8_TARGET, "--draft-weights", "fp8")
+    made = fp8_bundle(make_bundle)
     bundle = Path(shutil.copytree(made, tmp_path / "bundle", ignore=shutil.ignore_patterns("engines")))
     nvidia.cuda.Properties.major, nvidia.cuda.Properties.minor = 8, 6
     with pytest.raises(

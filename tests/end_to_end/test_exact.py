@@ -15,7 +15,7 @@ from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
 from tests.pairs import RandomPair
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
-FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, layers=2, heads=2, seed=4)
+FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, seed=4)
 ROWS = (2, 8, 17, 60)
 PAST = (0, 37, 130)
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
@@ -71,6 +71,10 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
             start += n
 
 
+def bundle_of(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> Path:
+    return make_bundle(pair, *options, drafter=pair is not FULL)
+
+
 def unlike(model: Model) -> int:
     """Rows that are not the same to the last bit."""
     return sum(
@@ -84,7 +88,7 @@ QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     pytest.param(DEMO, CPU4, id="demo int4"),
     pytest.param(DEMO, ("--weights", "int8", "--capacity", "200"), id="demo int8, target alone", marks=pytest.mark.exhaustive),
     pytest.param(ODD, INT8, id="odd int8", marks=pytest.mark.exhaustive),
-    pytest.param(FULL, ("--weights", "int4", "--capacity", "200"), id="full heads int4, target alone"),
+    pytest.param(FULL, ("--weights", "int4", "--capacity", "200"), id="full heads int4, no drafter"),
     pytest.param(DEMO, WHOLE, id="demo w8a8"),
 ])  # fmt: skip
 
@@ -94,7 +98,7 @@ QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
 def test_rows_are_the_same_to_the_last_bit(
     make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...], threads: int
 ) -> None:
-    with load(make_bundle(pair, *options), "cpu", threads=threads) as model:
+    with load(bundle_of(make_bundle, pair, options), "cpu", threads=threads) as model:
         assert model.decoder.passes.graphs["target"].precision == "int8"
         assert unlike(model) == 0
 
@@ -107,7 +111,7 @@ def ended(generation: Generation) -> Generation:
 @QUANTIZED
 def test_texts_are_the_same(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> None:
     draw = np.random.default_rng(1)
-    with load(make_bundle(pair, *options), "cpu", threads=1) as model:
+    with load(bundle_of(make_bundle, pair, options), "cpu", threads=1) as model:
         session = model.session()
         for i, length in enumerate((1, 9, 129)):
             prompt = draw.integers(2, model.bundle.manifest.vocabulary, length).tolist()
@@ -124,5 +128,5 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
     """Else there would be no need for ``Exact``, or no power in what is tested here."""
     for name in ("attention_mask", "_attention"):
         monkeypatch.setattr(Exact, name, getattr(Standard, name))
-    with load(make_bundle(FULL, "--weights", "int4", "--capacity", "199"), "cpu", threads=1) as model:
+    with load(make_bundle(FULL, "--weights", "int4", "--capacity", "199", drafter=False), "cpu", threads=1) as model:
         assert unlike(model) > 0
