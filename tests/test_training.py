@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,12 +63,12 @@ def written(model, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
     return made
 
 
-def trainee(model, written: store.Text, steps: int = 6, rate: float = 2e-3) -> tuple[loop.Training, Evaluation]:
+def trainee(model, written: store.Text, steps: int = 6, rate: float = 2e-3, heads: int = 3) -> tuple[loop.Training, Evaluation]:
     llama, _ = model
     embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
     features = Features(None, written, llama.model)
     torch.manual_seed(1)
-    drafter = Drafter(start.config(llama, 2), 3)
+    drafter = Drafter(start.config(llama, 2), heads)
     start.from_target(drafter, llama, written, features)
     settings = loop.Settings(steps, 384, 4, rate, 2, 0.8, 0.1, 0.5, 0, torch.float32)
     made = loop.Training(drafter, written, features, embed, Vocabulary(lm_head, None), settings)
@@ -207,19 +209,48 @@ def test_a_resumed_run_is_the_uninterrupted_one(model, written: store.Text, tmp_
         assert torch.equal(expected, second.average[name]), name
 
 
-def test_killed_training_goes_on(tmp_path: Path) -> None:
-    """Through the command: kill -9 after the first saved state, then the same command."""
-    common = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--save-every", "0.0001", "--steps", "8"]
-    assert cli.main([*common, "--out", str(tmp_path / "whole")]) == 0
-    own = [*common, "--out", str(tmp_path / "killed")]
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def end_here(own: list[str], state_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first saved state, in this process."""
+    save = state.save
+
+    def saved_once(file: Path, content: dict[str, Any]) -> None:
+        save(file, content)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "save", saved_once)
+        with pytest.raises(Killed):
+            cli.main(own)
+
+
+def kill(own: list[str], state_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 after the first saved state."""
     process = subprocess.Popen([sys.executable, "-m", "exporter.training.cli", *own], stdout=subprocess.DEVNULL)
-    file = tmp_path / "killed-training" / "state" / "state.pt"
-    while not file.exists() and process.poll() is None:
+    while not state_file.exists() and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert file.exists()
+
+
+@pytest.mark.parametrize("end", [end_here, pytest.param(kill, marks=pytest.mark.exhaustive)])
+def test_killed_training_goes_on(
+    tmp_path: Path, end: Callable[[list[str], Path, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Through the command: the same one again."""
+    common = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "4"]
+    assert cli.main([*common, "--out", str(tmp_path / "whole")]) == 0
+    own = [*common, "--save-every", "0.0001", "--out", str(tmp_path / "killed")]
+    state_file = tmp_path / "killed-training" / "state" / "state.pt"
+    end(own, state_file, monkeypatch)
+    assert state_file.exists()
+    capsys.readouterr()
     assert cli.main(own) == 0
+    assert "goes on from step" in capsys.readouterr().out
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -231,10 +262,7 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, capsys: pytest.C
     assert cli.main([*arguments, "--draft-vocab", "1500", "--heads", "1"]) == 0
     assert "step 3 of 3" in capsys.readouterr().out
     bundle = tmp_path / "bundle"
-    assert (
-        exporter.cli.main(["--ckpt", str(out), "--target", str(DEMO / "target"), "--out", str(bundle), "--capacity", "128"])
-        == 0
-    )
+    assert exporter.cli.main(["--ckpt", str(out), "--target", str(DEMO / "target"), "--out", str(bundle)]) == 0
     with runtime.load(bundle) as loaded:
         prompt = "def first(items):\n"
         drafted = loaded.generate(prompt, max_new_tokens=48, lookup=False)
@@ -251,11 +279,11 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, capsys: pytest.C
 
 def test_trees_are_those_of_the_runtime(tmp_path: Path, model, written: store.Text) -> None:
     """Tau on a text that the target wrote greedily is what decoding it gains."""
-    training, _ = trainee(model, written)
+    training, _ = trainee(model, written, heads=5)  # as many as the demo pair has, whose traces are there
     state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), None)
     bundle = tmp_path / "bundle"
     sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
-    assert exporter.cli.main([*sources, "--out", str(bundle), "--capacity", "128", "--draft-weights", "none"]) == 0
+    assert exporter.cli.main([*sources, "--out", str(bundle), "--draft-weights", "none"]) == 0
     llama, _ = model
     with runtime.load(bundle) as loaded:
         prompt = loaded.encode("import os\n\n\ndef ")
