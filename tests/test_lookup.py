@@ -61,8 +61,13 @@ def test_a_repetition_goes_on() -> None:
     assert lookup.find(5) == (4, [5, 6, 5, 6, 5])
 
 
-@pytest.mark.parametrize("form", BACKENDS)
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.1}], ids=str)
+DRAWN = {"temperature": 0.8, "seed": 3}
+
+
+@pytest.mark.parametrize(("form", "asked"), [
+    pytest.param(form, asked, marks=() if form == "cpu" or asked is DRAWN else pytest.mark.exhaustive)
+    for form in BACKENDS for asked in ({}, DRAWN, {"repetition_penalty": 1.1})
+], ids=str)  # fmt: skip
 def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dict[str, float]) -> None:
     """Where drafting costs more than it can bring, and rows nothing: all that is found is verified."""
     with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:

@@ -353,9 +353,11 @@ def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch, bits: in
 
 
 @pytest.mark.parametrize(("ops", "scheme", "operator"), [
-    *((Standard, Scheme(block, torch.uint8, bits), "MatMulNBits") for block in (32, 64) for bits in (4, 8)),
+    *(pytest.param(Standard, Scheme(block, torch.uint8, bits), "MatMulNBits", marks=pytest.mark.exhaustive if block == 64 else ())
+      for block in (32, 64) for bits in (4, 8)),
     *((ops, Scheme(64, torch.int8), "DequantizeLinear") for ops in (Standard, Decomposed)),
-    *((Basic, Scheme(block, torch.int8, bits), "DequantizeLinear") for block in (32, 64) for bits in (4, 8)),
+    *(pytest.param(Basic, Scheme(block, torch.int8, bits), "DequantizeLinear", marks=pytest.mark.exhaustive if block == 64 else ())
+      for block in (32, 64) for bits in (4, 8)),
     *((ops, ROWS_OF_FP8, "DequantizeLinear") for ops in (Standard, Decomposed)),
 ], ids=str)  # fmt: skip
 def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str) -> None:
@@ -377,8 +379,10 @@ def rounded(x: Tensor, block: int) -> Tensor:
     return ((blocks / step).round() * step).flatten(1).double()
 
 
-@pytest.mark.parametrize("ops", [Contrib, Exact])
-@pytest.mark.parametrize("scheme", [scheme for scheme in BLOCKS if scheme.codes == torch.uint8], ids=str)
+@pytest.mark.parametrize(("ops", "scheme"), [
+    pytest.param(ops, scheme, marks=pytest.mark.exhaustive if ops is Exact and scheme.block == 64 else ())
+    for ops in (Contrib, Exact) for scheme in BLOCKS if scheme.codes == torch.uint8
+], ids=str)  # fmt: skip
 def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain], scheme: Scheme) -> None:
     model = traced(tmp_path, ops, scheme)
     run = runs(tmp_path, model)
@@ -402,7 +406,8 @@ def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain
 
 
 @pytest.mark.parametrize(("backend", "ops", "scheme"), [
-    *(("migraphx", Basic, Scheme(block, torch.int8, bits)) for block in (32, 64) for bits in (4, 8)),
+    *(pytest.param("migraphx", Basic, Scheme(block, torch.int8, bits), marks=pytest.mark.exhaustive if block == 64 else ())
+      for block in (32, 64) for bits in (4, 8)),
     ("tensorrt", Standard, Scheme(64, torch.int8)), ("tensorrt", Standard, ROWS_OF_FP8),
 ], ids=str)  # fmt: skip
 def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, ops: type[Plain], scheme: Scheme) -> None:

@@ -235,7 +235,9 @@ def test_the_bias_is_where_the_tensors_have_it(tmp_path: Path, bias: bool, said:
     assert "model.layers.0.self_attn.qkv_proj.bias" not in loaded.expected
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(2, 0), (2, 1), (2, 5), (2, 7), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("layers", "heads"), [
+    (2, 0), (2, 5), (1, 2), (3, 1), *(pytest.param(2, heads, marks=pytest.mark.exhaustive) for heads in (1, 7)),
+])  # fmt: skip
 def test_other_numbers_of_layers_and_heads(tmp_path: Path, layers: int, heads: int) -> None:
     def lie(state: State, config: dict[str, Any]) -> None:
         config["num_hidden_layers"] = 2
@@ -525,8 +527,11 @@ def out(request: pytest.FixtureRequest, small: tuple[Pair, State], tmp_path: Pat
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("call", [1, 20, 60])
-@pytest.mark.parametrize("strike", [interrupt, terminate, boom])
+@pytest.mark.parametrize(("call", "strike"), [
+    (1, interrupt), (20, terminate), (60, boom),
+    *(pytest.param(call, strike, marks=pytest.mark.exhaustive)
+      for call, strike in ((1, terminate), (1, boom), (20, interrupt), (20, boom), (60, interrupt), (60, terminate))),
+])  # fmt: skip
 def test_a_failure_leaves_what_was_there(
     small: tuple[Pair, State], out: Path, strike: Callable[[], None], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
