@@ -23,6 +23,7 @@ from .checkpoints.pair import Pair
 from .golden_recorder import empty
 from .plan import Plan
 from .progress import Progress
+from .smoothing import smoothing
 
 TOKENS = 512  # of a text that are read
 _CHAIN = TreeConfig(2, 1, heads=0, top_k=1, head_top_k=1, beam=1)  # of no consequence: the drafter is not used
@@ -58,19 +59,21 @@ through, the water turned from grey to green, and far away they heard the horn."
 
 @dataclass(frozen=True)
 class Observed:
-    """moments: the mean square of each input of a matrix, fp32 [K], by the matrix' name. logits: fp32 [n, V], of the first rows."""
+    """moments: the mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: the sum of the squares of each of its
+    columns, fp32 [K]. logits: fp32 [n, V], of the first rows."""
 
     moments: dict[str, Tensor]
+    columns: dict[str, Tensor]
     logits: Tensor
 
 
 def calibration_text(plan: Plan, file: Path | None, dry: bool) -> tuple[int, ...]:
     """The token ids that ``plan`` calibrates with; none in a dry run without a file, which loads no tokenizer.
 
-    Raises InputError for a file that cannot be used, or a target whose codes do not depend on one.
+    Raises InputError for a file that cannot be used, or a target that is not calibrated.
     """
-    if not plan.zeros:
-        raise InputError("--calibrate chooses the codes of --weights int4 for cpu and cuda: leave it out")
+    if not plan.calibrates:
+        raise InputError("--calibrate is for --weights int4 (cpu and cuda) and w8a8: leave it out")
     return () if dry and file is None else text_tokens(plan.pair, file, plan.capacity)
 
 
@@ -102,16 +105,18 @@ def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]
 def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[[int], object] = lambda _: None) -> Observed:
     """Reads every matrix once, slice by slice, in the checkpoint's precision; products are fp32.
 
-    ids: a text. scored: of how many of its first tokens to compute logits; without any, the lm_head is not read. progress: gets the
-    bytes of every slice.
+    ids: a text. scored: of how many of its first tokens to compute logits. progress: gets the bytes of every slice.
     """
-    n, moments, sources = len(ids), dict[str, Tensor](), pair.target_sources(len(ids))
+    n, moments, columns, sources = len(ids), dict[str, Tensor](), dict[str, Tensor](), pair.target_sources(len(ids))
     names, scores = dict[int, str](), list[Tensor]()
 
     def product(x: Tensor, name: str) -> Tensor:
         y, at = torch.empty(len(x), sources[name].shape[0]), 0
+        columns[name] = torch.zeros(x.shape[1])
         for part in sources[name].slices():
-            y[:, at : at + len(part)] = x @ part.float().T
+            values = part.float()
+            y[:, at : at + len(part)] = x @ values.T
+            columns[name] += values.square().sum(0)
             at += len(part)
             progress(part.nbytes)
         return y
@@ -122,10 +127,10 @@ def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[
             cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None
         ) -> Tensor:
             name = names[id(weight)]
-            if name == "lm_head.weight":
-                scores.append(product(x[:scored], name) if scored else x[:0])
-                return torch.zeros(len(x), 1)  # not all rows' logits are held
             moments[name] = x.square().mean(0)
+            if name == "lm_head.weight":
+                scores.append(product(x[:scored], name))
+                return torch.zeros(len(x), 1)  # not all rows' logits are held
             y = product(x, name)
             return y if bias is None else y + bias
 
@@ -140,15 +145,18 @@ def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[
     )
     mask = torch.ones(n, n, dtype=torch.bool).tril()
     module(tokens, torch.arange(n), mask, torch.tensor([0]), empty(module, torch.float32))
-    return Observed(moments, scores[0])
+    return Observed(moments, columns, scores[0])
 
 
 def calibrated(plan: Plan, progress: Progress) -> Plan:
-    """The plan with the importance of the target's columns, if it has a text to learn it from."""
+    """The plan with what its text, if it has one, shows of the target: how its columns are weighed, or smoothed."""
     if not plan.calibration:
         return plan
     progress.start("calibrating", _bytes(plan.pair))
-    return replace(plan, importance=observe(plan.pair, plan.calibration, progress=progress.advance).moments)
+    seen = observe(plan.pair, plan.calibration, progress=progress.advance)
+    if plan.zeros:
+        return replace(plan, importance=seen.moments)
+    return replace(plan, factors=smoothing(plan.pair.target_shape, seen.moments, seen.columns, head=not plan.pair.has_drafter))
 
 
 def cost(plan: Plan, bundle: Path, backend: str, device: str, progress: Progress) -> str:

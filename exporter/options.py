@@ -85,8 +85,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     numbers.add_argument(
         "--calibrate", type=Path, metavar="FILE",
-        help="choose the int4 codes of the target by what the first 512 tokens of this UTF-8 text show to be important; for cpu and "
-        "cuda (default: a page of English and code)",
+        help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu and cuda, and for "
+        "w8a8 (default: a page of English and code)",
     )  # fmt: skip
     tree = parser.add_argument_group("the tree")
     tree.add_argument(
@@ -283,7 +283,7 @@ def plan(args: argparse.Namespace) -> "Plan":
     plan = Plan(
         pair, tree, capacity, in_dtype, backends, precision.quantized(args), precision.linking(args), args.other_weights or "int8"
     )  # fmt: skip
-    if plan.zeros or args.calibrate is not None:
+    if plan.calibrates or args.calibrate is not None:
         from .calibration import calibration_text
 
         plan = replace(plan, calibration=calibration_text(plan, args.calibrate, args.dry_run))

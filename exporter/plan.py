@@ -18,6 +18,7 @@ from .checkpoints.pair import Pair
 from .precision import AS_IS
 from .weights.packer import ALIGNMENT
 from .weights.quantize import carried, quantized
+from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
@@ -39,7 +40,8 @@ class Plan:
     others: the scheme of the matrices that a target ``as-is`` does not hold in codes, ``int8`` or ``none``. link: hard-link
     checkpoints' files instead of copying tensors that backends can read directly. errors: the largest error and the largest
     magnitude of each such matrix, once it is packed. calibration: a text, as token ids, for ``calibrated``. importance: of the columns
-    of the target's matrices, by name; see ``quantize``.
+    of the target's matrices, by name; see ``quantize``. factors: of the target's parameters, by name, applied before quantizing; see
+    ``smoothing``.
     """
 
     pair: Pair
@@ -53,6 +55,7 @@ class Plan:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
     calibration: tuple[int, ...] = ()
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    factors: Mapping[str, Factors] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -111,6 +114,11 @@ class Plan:
         """Whether the target is int4 with zero points and an lm_head of 8 bits, which halves the loss (docs/quality.md)."""
         return self.quantized.get("target") == "int4" and all(BACKENDS[name].zeros for name in self.backends)
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed."""
+        return self.zeros or self.quantized.get("target") == "w8a8"
+
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""
         to = self.quantized[model]
@@ -122,7 +130,7 @@ class Plan:
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
         """The parameters of the models before quantization."""
-        target = self.pair.target_sources(self.positions)
+        target = scaled(self.pair.target_sources(self.positions), self.factors)
         if not self.pair.has_drafter:
             return {"target": target}
         heads, schemes = max(0, self.tree.depth - self.tree.serial_steps), self.schemes(self.codes[0])

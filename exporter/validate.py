@@ -44,6 +44,8 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             bits = bits_of(codes, weights[name].shape[1])
             zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
             weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
+        elif name in plan.factors:
+            weights[name] = sources[name].whole()
     llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in weights.items()}, assign=True)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)

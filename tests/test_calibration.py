@@ -138,10 +138,12 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
         observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), 20, (done := list[int]()).append),
         sum,
     )
-    wanted = {f"{name.removeprefix('model.')}.weight": values for name, values in inputs.items() if name != "lm_head"}
+    wanted = {f"{name.removeprefix('model.')}.weight": values for name, values in inputs.items()}
     assert found.moments.keys() == wanted.keys()
     for name, values in wanted.items():
         torch.testing.assert_close(found.moments[name], values, rtol=1e-4, atol=1e-6)
+        weight = model.get_parameter(name if name == "lm_head.weight" else f"model.{name}")
+        torch.testing.assert_close(found.columns[name], weight.square().sum(0))
     torch.testing.assert_close(found.logits, logits[:20], rtol=1e-4, atol=1e-4)
     assert advanced(done) == 4 * sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
 
@@ -171,8 +173,8 @@ def test_another_text_is_another_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--weights", "int8"], "chooses the codes of --weights int4 for cpu and cuda: leave it out"),
-    (["--weights", "int4", "--backend", "tensorrt"], "chooses the codes of --weights int4 for cpu and cuda"),
+    (["--weights", "int8"], "is for --weights int4 .cpu and cuda. and w8a8: leave it out"),
+    (["--weights", "int4", "--backend", "tensorrt"], "is for --weights int4 .cpu and cuda. and w8a8"),
     (["--weights", "int4", "--calibrate", "nowhere"], "--calibrate nowhere cannot be read"),
     (["--weights", "int4"], "has 1 tokens: give a text of 512 or more"),
 ])  # fmt: skip

@@ -75,7 +75,7 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
 
 
 def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
-    """The same for an int4 target on the CPU, whose codes depend on a page that is read first: as its export plans them."""
+    """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans it."""
     plan = planned(parsed(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
     with Progress() as progress:
         sources = calibrated(plan, progress).sources()["weights/target.bin"]
@@ -86,7 +86,7 @@ def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
             zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
             values = dequantize(values, sources[scale_of(name)].whole(), 4 if zero is not None else 8, zero)
         if not name.endswith((".scale", ".zero")) and "rotary" not in name:
-            state[name if name == "lm_head.weight" else f"model.{name}"] = values.float()
+            state[name if name == "lm_head.weight" else f"model.{name}"] = values.float().contiguous()
     folder.mkdir()
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = (pair / "target/config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
@@ -168,10 +168,10 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     """Which moves the logits by up to a few hundredths of the largest, exactly as the same rounding in PyTorch does.
 
     For as long as both round alike: the two add up in other orders, and a rounding that turns over on it turns over others. With zero
-    points, whose part is subtracted from a larger sum, more of them do.
+    points, whose part is subtracted from a larger sum, more of them do, and with whole rows, which hold more numbers.
     """
-    bundle, share = make_bundle(pair, *how), 0.25 if how == CPU4 else 0.5
-    if how == CPU4:
+    bundle, share = make_bundle(pair, *how), 0.5 if how == INT8 else 0.25
+    if how in (CPU4, WHOLE):
         folder = meant_by(bundle.parent / "pair", how, tmp_path / "meant")
     else:
         folder = meant(bundle.parent / "pair/target", tmp_path / "meant", scheme)
