@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporter import cli
+from exporter.calibration import calibrated
 from exporter.checkpoints.architectures import ARCHITECTURES
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.gguf_file import GgufCheckpoint
@@ -21,10 +22,12 @@ from exporter.checkpoints.json_config import llama_fields
 from exporter.checkpoints.llama import LlamaConfig, llama_config, llama_shape, transformers_class, transformers_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.options import parser, plan
+from exporter.progress import Progress
 from exporter.training import cli as training
 from exporter.training import start
 from exporter.training.model import Drafter
 from exporter.training.text import Slots
+from exporter.validate import validate
 from runtime import GumihoError, InputError, load
 from runtime.lossless import differences
 from tests import gguf_files
@@ -96,6 +99,16 @@ def test_quantized_rows_are_the_same_in_any_pass(bundles: Callable[..., tuple[Pa
                 assert differences(model, found) == []
                 looked_up += found.stats.looked_up
         assert looked_up > 0
+
+
+def test_smoothed_weights_are_validated(bundles: Callable[..., tuple[Path, Path]]) -> None:
+    """With their own norms: those of the checkpoint belong to other matrices."""
+    target, bundle = bundles("qwen3", "--weights", "w8a8")
+    with Progress() as progress:
+        made = calibrated(planned(target, "--weights", "w8a8", "--capacity", str(CAPACITY)), progress)
+    assert made.factors
+    errors = validate(made, bundle, "cpu")
+    assert max(errors["target logits"], errors["target hidden"]) < 0.05
 
 
 @pytest.mark.exhaustive
