@@ -73,7 +73,7 @@ def calibration_text(plan: Plan, file: Path | None, dry: bool) -> tuple[int, ...
     Raises InputError for a file that cannot be used, or a target that is not calibrated.
     """
     if not plan.calibrates:
-        raise InputError("--calibrate is for --weights int4 (cpu and cuda) and w8a8: leave it out")
+        raise InputError("--calibrate is for --weights int4 on cpu and cuda, and int8 and w8a8 on the CPU alone: leave it out")
     return () if dry and file is None else text_tokens(plan.pair, file, plan.capacity)
 
 

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--calibrate", type=Path, metavar="FILE",
         help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu and cuda, and for "
-        "w8a8 (default: a page of English and code)",
+        "int8 and w8a8 on the CPU alone (default: a page of English and code)",
     )  # fmt: skip
     tree = parser.add_argument_group("the tree")
     tree.add_argument(

@@ -116,8 +116,9 @@ class Plan:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed."""
-        return self.zeros or self.quantized.get("target") == "w8a8"
+        """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed, if the CPU rounds them to 8 bits and
+        no other backend shares the weights (docs/decisions.md)."""
+        return self.zeros or (self.quantized.get("target") in ("int8", "w8a8") and self.backends == ("cpu",))
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""

@@ -1,6 +1,6 @@
-"""SmoothQuant (arXiv 2211.10438): rescales the inputs of matrices that are multiplied in int8, and leaves the model as it is.
+"""SmoothQuant (arXiv 2211.10438): rescales the inputs of matrices, which the CPU rounds to int8, and leaves the model as it is.
 
-A row of inputs is rounded to steps of its largest number, so a few large columns spoil all others. Each column of inputs is divided
+A row of inputs, or a block of one, is rounded to steps of its largest number, so a few large columns spoil the others. Each column of inputs is divided
 by a scale, and the column of the matrix multiplied by it. What computes the inputs takes up the division: the weight of a norm, or
 the rows of the matrix before.
 """

@@ -159,7 +159,7 @@ def test_which_exports_have_zero_points(target: Path) -> None:
     assert planned() == (True, "int4, blocks of 32 with zero points, lm_head int8", 100)
     assert planned("--backend", "cpu", "cuda", "--dtype", "fp32")[0]
     assert planned("--backend", "cpu", "migraphx", "--dtype", "fp32") == (False, "int4, blocks of 32", 0)
-    assert plan(parsed(["--target", str(target), "--weights", "int8"])).calibration == ()
+    assert plan(parsed(["--target", str(target), "--weights", "none"])).calibration == ()
 
 
 def test_another_text_is_another_plan(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_another_text_is_another_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--weights", "int8"], "is for --weights int4 .cpu and cuda. and w8a8: leave it out"),
-    (["--weights", "int4", "--backend", "tensorrt"], "is for --weights int4 .cpu and cuda. and w8a8"),
+    (["--weights", "none"], "is for --weights int4 on cpu and cuda, and int8 and w8a8 on the CPU alone: leave it out"),
+    (["--weights", "int4", "--backend", "tensorrt"], "is for --weights int4 on cpu and cuda"),
     (["--weights", "int4", "--calibrate", "nowhere"], "--calibrate nowhere cannot be read"),
     (["--weights", "int4"], "has 1 tokens: give a text of 512 or more"),
 ])  # fmt: skip

@@ -205,9 +205,11 @@ def test_a_drafter_keeps_its_inputs_and_its_numbers(tmp_path: Path) -> None:
 
 def test_which_targets_are_smoothed(tmp_path: Path) -> None:
     TARGETS["grouped"].make_target().save_pretrained(tmp_path / "target")
-    assert planned(tmp_path).factors
-    for how in ("int8", "int4", "none"):
-        assert not planned(tmp_path, "--weights", how).factors
+    cuda = "--backend", "cpu", "cuda", "--dtype", "fp32"
+    for how in ("w8a8", "int8"):
+        assert planned(tmp_path, "--weights", how).factors
+    for how, more in (("int8", cuda), ("int4", ()), ("none", ())):
+        assert not planned(tmp_path, "--weights", how, *more).factors
 
 
 def test_a_scaled_norm_is_not_the_checkpoints(tmp_path: Path) -> None:
