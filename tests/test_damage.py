@@ -114,7 +114,7 @@ def test_an_error_of_the_system_names_the_file(capsys: pytest.CaptureFixture[str
         assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("to", ["> /dev/full", ">&-"])
+@pytest.mark.parametrize("to", ["> /dev/full", pytest.param(">&-", marks=pytest.mark.exhaustive)])
 def test_compile_without_standard_output(bundle: Path, tmp_path: Path, to: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m runtime.compile {bundle} {to}"], capture_output=True, text=True, cwd=ROOT

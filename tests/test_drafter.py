@@ -211,7 +211,7 @@ EXPORTED = [
     pytest.param(3, 2, 16, tree_of(16, heads=2, serial=3, beam=6), Contrib, marks=pytest.mark.exhaustive),
     (2, 5, 16, tree_of(2), Contrib),
     pytest.param(3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard, marks=pytest.mark.exhaustive),
-    (1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard),
+    pytest.param(1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard, marks=pytest.mark.exhaustive),
     (2, 2, 24, tree_of(16, heads=2, beam=4), Exact),
 ]
 

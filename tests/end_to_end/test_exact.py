@@ -85,7 +85,7 @@ def unlike(model: Model) -> int:
 
 
 QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
-    pytest.param(DEMO, CPU4, id="demo int4"),
+    pytest.param(DEMO, CPU4, id="demo int4", marks=pytest.mark.exhaustive),
     pytest.param(DEMO, ("--weights", "int8", "--capacity", "200"), id="demo int8, target alone", marks=pytest.mark.exhaustive),
     pytest.param(ODD, INT8, id="odd int8", marks=pytest.mark.exhaustive),
     pytest.param(FULL, ("--weights", "int4", "--capacity", "200"), id="full heads int4, no drafter"),
