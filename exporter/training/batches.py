@@ -28,7 +28,10 @@ class Batch:
 
 
 class Features:
-    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record."""
+    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record.
+
+    Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last.
+    """
 
     def __init__(self, folder: Path | None, text: Text, decoder: Any) -> None:
         """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head."""
@@ -45,7 +48,8 @@ class Features:
         """bf16 [n, H] of each record."""
         if self.states is None or self.done is None:
             return self._compute(records)
-        with open(self.states, "r+b") as states, open(self.done, "r+b") as done:
+        # Without a buffer, which might write back what lies between two records' bytes.
+        with open(self.states, "r+b") as states, open(self.done, "r+b", buffering=0) as done:
             known = set(np.flatnonzero(np.frombuffer(done.read(), np.uint8)).tolist())
             missing = [record for record in records if record not in known]
             row = self.width * 2

@@ -1,15 +1,16 @@
 """``gumiho train``: a target -> a drafter for it, in the layout of the released ones."""
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.command import INTERRUPTED, argument_parser, run
 from runtime.errors import GumihoError, InputError, UnavailableError
+
+from .interruption import Interruption
 
 if TYPE_CHECKING:
     from .store import Text
@@ -41,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("text")
     text.add_argument("--tokens", type=int, default=2_000_000, metavar="N", help="tokens of text to have (default: 2000000)")
     text.add_argument("--window", type=int, default=1024, metavar="N", help="positions of the longest texts (default: 1024)")
-    text.add_argument("--conversations", type=int, default=128, metavar="N", help="texts written at once (default: 128)")
+    text.add_argument(
+        "--conversations", type=int, default=128, metavar="N", help="texts that each process writes at once (default: 128)"
+    )
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--serial-layers", type=int, metavar="N", help="layers of the serial steps (default: 2, or those of --init)"
@@ -76,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of text and batches (default: 0)")
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", default="", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    machine.add_argument(
+        "--device", default="", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; with torchrun, one each)"
+    )
     machine.add_argument(
         "--dtype", choices=("fp32", "bf16"), help="precision of matrix products (default: bf16 if it is faster here)"
     )
@@ -112,52 +117,34 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(f"--anchors is {args.anchors}: give a multiple of 32")
 
 
-class Interruption:
-    """Whether SIGINT or SIGTERM has come. The second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def __call__(self) -> bool:
-        return self.came
-
-    @contextmanager
-    def heeded(self) -> Iterator[None]:
-        def note(number: int, _: object) -> None:
-            self.came = True
-            signal.signal(number, signal.SIG_DFL)
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def train(args: argparse.Namespace, stopped: Callable[[], bool]) -> bool:
+def train(args: argparse.Namespace, device: str, stopped: Callable[[], bool]) -> bool:
     """Returns whether everything that was asked for is done."""
     import torch
 
-    from . import target
+    from . import parallel, target
     from .store import Text
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.anchors % (32 * parallel.ranks()):
+        raise InputError(
+            f"--anchors is {args.anchors}, and {parallel.ranks()} processes share them: give a multiple of {32 * parallel.ranks()}"
+        )
     work = (args.work or args.out.with_name(f"{args.out.name}-training")).expanduser()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise UnavailableError(f"--device {device} is not here: leave it out, or give cpu") from None
-    loaded = target.load(args.target, device)
+    with parallel.in_turn():  # each holds all of the target in fp32 until it is on its GPU
+        loaded = target.load(args.target, device)
     model, tokenizer, ends = loaded.model, loaded.tokenizer, loaded.ends
     if args.window > loaded.positions:
         raise InputError(
             f"--window is {args.window}: give at most {loaded.positions}, the positions that target '{args.target}' attends to"
         )
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype] or target.faster(device)
-    text = Text(work / "text", model.config.vocab_size, target.fingerprint(model))
+    dtype = parallel.same({"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype] or target.faster(device))
+    with parallel.in_turn():
+        text = Text(work / "text", model.config.vocab_size, target.fingerprint(model))
     model = model.to(dtype)
     if args.only != "drafter" and not _written(args, text, model, tokenizer, ends, stopped):
         return False
@@ -170,20 +157,26 @@ def _written(
     args: argparse.Namespace, text: "Text", model: Any, tokenizer: Any, ends: tuple[int, ...], stopped: Callable[[], bool]
 ) -> bool:
     """Has the text written that is missing. Returns whether it is all there."""
+    from . import parallel
     from .conversation import Script, template
     from .data import plain, prompts
     from .text import write
 
-    if text.tokens >= args.tokens:
+    if parallel.same(text.tokens >= args.tokens):
         return True
-    with text.writing():
+    rank, ranks = parallel.rank(), parallel.ranks()
+    with nullcontext() if rank else text.writing():
+        if not rank:
+            plain(args.data, tokenizer, text, args.window, {int(source) for source in text.sources})
+        parallel.wait()
+        text.refresh()
         known = {int(source) for source in text.sources}
-        plain(args.data, tokenizer, text, args.window, known)
         asked = [prompt for prompt in prompts(args.data) if prompt[0] not in known]
         if args.data and not asked:
             return True
-        script = Script(template(tokenizer, ends), tokenizer, args.seed, len(text), asked, own=not args.data)
-        write(model, text, script, args.tokens, args.conversations, args.window, _say, args.seed, stopped)
+        seed = args.seed * ranks + rank
+        script = Script(template(tokenizer, ends), tokenizer, seed, len(text), asked[rank::ranks], own=not args.data)
+        write(model, text, script, args.tokens, args.conversations, args.window, _say, seed, stopped)
     return not stopped()
 
 
@@ -198,7 +191,7 @@ def _trained(
 ) -> bool:
     import torch
 
-    from . import loop, start, state
+    from . import loop, parallel, start, state
     from .batches import Features, usable
     from .evaluate import Evaluation
     from .model import Drafter
@@ -220,15 +213,15 @@ def _trained(
     embed, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     drafted = vocabulary(args.draft_vocab, stored, text, tokenizer, ends, lm_head)
     drafter = Drafter(start.config(model, layers), heads).to(embed.device)
-    if stored is None:
+    if stored is None and not parallel.rank():  # the others get these weights
         torch.manual_seed(args.seed)
         if args.init:
             start.from_checkpoint(drafter, args.init)
         else:
             start.from_target(drafter, model, text, features, _say)
     settings = loop.Settings(
-        args.steps, args.batch, args.anchors // 32, args.rate or 0.05 / model.config.hidden_size**0.5, args.warmup, args.depth_decay,
-        args.hidden_weight, 0.5, args.seed, embed.dtype,
+        args.steps, max(1, args.batch // parallel.ranks()), args.anchors // 32 // parallel.ranks(),
+        args.rate or 0.05 / model.config.hidden_size**0.5, args.warmup, args.depth_decay, args.hidden_weight, 0.5, args.seed, embed.dtype,
     )  # fmt: skip
     training = loop.Training(drafter, text, features, embed, drafted, settings)
     if stored is not None:
@@ -257,7 +250,10 @@ def _require_space(folder: Path, needed: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    from .parallel import rank
+
+    if not rank():
+        print(line, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,12 +265,16 @@ def _finished(args: argparse.Namespace) -> int:
     interruption = Interruption()
     try:
         check(args)
-        with interruption.heeded():
-            done = train(args, interruption)
+        from .parallel import joined, rank
+
+        with interruption.heeded(), joined(args.device) as device:
+            done = train(args, device, interruption)
+            leads = not rank()
     except ModuleNotFoundError as error:
         raise GumihoError(f"training needs the package '{error.name}': pip install 'gumiho-export[train]'") from None
     if not done and interruption.came:
-        print("error: interrupted: the same command goes on from here", file=sys.stderr)
+        if leads:
+            print("error: interrupted: the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
     return 0
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from runtime.errors import InputError
 
-from . import state
+from . import parallel, state
 from .batches import SPAN, Features, anchors, batch, choose, usable, wanted
-from .evaluate import Evaluation, Score, Vocabulary
+from .evaluate import Evaluation, Vocabulary
 from .losses import depth_weights, losses
 from .model import Drafter
 from .store import Text
@@ -25,7 +25,7 @@ _AVERAGE = 0.999  # of the weights that are written: the last thousand steps
 
 @dataclass(frozen=True)
 class Settings:
-    """steps: in all. positions: of text in a step. spans: of 32 anchors in a step. rate: the highest learning rate.
+    """steps: in all. positions: of text in a process's part of a step. spans: of 32 anchors in it. rate: the highest learning rate.
     warmup: steps until it is reached. decay: by how much each depth's loss weighs less. hidden_weight: of the distance between hidden
     states. headed: share of the spans that the heads see. dtype: of matrix products.
     """
@@ -56,6 +56,7 @@ class Training:
     ) -> None:
         """embed: the target's embedding [V, H]. vocabulary: what the distributions are over."""
         self.drafter, self.text, self.features = drafter, text, features
+        self.model = parallel.wrapped(drafter)
         self.embed, self.vocabulary, self.settings = embed, vocabulary, settings
         self.step = 0
         self.average = {name: t.detach().clone() for name, t in drafter.state_dict().items()}
@@ -92,7 +93,8 @@ class Training:
             raise InputError(
                 f"no text is longer than {SPAN + depths + 1} tokens, which is the least to train on: give longer texts"
             )
-        rng = np.random.default_rng((settings.seed, self.step))
+        rank = parallel.rank()
+        rng = np.random.default_rng((settings.seed, self.step, rank) if rank else (settings.seed, self.step))
         device = self.embed.device
         own = batch(self.text, self.features, choose(self.text, records, settings.positions, rng), str(device))
         at = anchors(own, settings.spans, depths, rng)
@@ -104,7 +106,7 @@ class Training:
         hidden, valid = wanted(own, at, depths)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
             embedded = F.embedding(own.ids, self.embed).to(settings.dtype)
-            outs = self.drafter(embedded, own.hidden.to(settings.dtype), at, max(1, round(settings.headed * settings.spans)))
+            outs = self.model(embedded, own.hidden.to(settings.dtype), at, max(1, round(settings.headed * settings.spans)))
         loss, hits = losses(outs, hidden, self.vocabulary.lm_head, valid, settings.hidden_weight)
         (loss * torch.tensor(depth_weights(depths, settings.decay), device=device)).sum().backward()
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
@@ -138,19 +140,23 @@ def run(
 ) -> bool:  # fmt: skip
     """Trains to the last step, or until ``stopped``. Returns whether all steps are done.
 
-    file: of the state. saved: called after each state that was written.
+    file: of the state. saved: called after each state that was written. Of several processes the first one writes and measures, and all
+    stop after the same step.
     """
     steps, begun, first = training.settings.steps, time.monotonic(), training.step
+    leads = not parallel.rank()
     last_save = last_line = begun
     last_score = -float("inf")
     losses_, hits, count = torch.zeros(()), torch.zeros(()), 0
 
     def store() -> None:
-        state.save(file, {"known": known, **training.state()})
-        saved()
+        if leads:
+            state.save(file, {"known": known, **training.state()})
+            saved()
 
-    def measure() -> Score:
-        return evaluation(training.averaged(), training.vocabulary)
+    def measure() -> None:
+        if leads:
+            report(f"step {training.step:,}  {evaluation(training.averaged(), training.vocabulary)}")
 
     while training.step < steps and not stopped():
         loss, hit = training.advance()
@@ -169,9 +175,10 @@ def run(
             training.text.refresh()
             last_save = time.monotonic()
         if now - last_score > pace.evaluate and training.step < steps:
-            report(f"step {training.step:,}  {measure()}")
+            measure()
             last_score = time.monotonic()
     store()
     if training.step >= steps:
-        report(f"step {training.step:,}  {measure()}")
+        measure()
+    parallel.wait()
     return training.step >= steps

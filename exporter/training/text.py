@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from . import parallel
 from .conversation import Conversation, Script
 from .store import Text
 
@@ -102,7 +103,8 @@ def write(
     """Appends records to ``text`` until it has ``wanted`` tokens.
 
     model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of one.
-    Resumed, it begins new conversations: those under way are lost, finished ones are not.
+    Resumed, it begins new conversations: those under way are lost, finished ones are not. Of several processes each writes so many, with
+    a script and seed of its own, and the first one appends them all.
     """
     implementation = model.config._attn_implementation
     model.config._attn_implementation = "gumiho_slots"
@@ -114,7 +116,23 @@ def write(
         finished: list[tuple[NDArray[Any], int]] = []
         device, begun, flushed, before = model.lm_head.weight.device, time.monotonic(), time.monotonic(), text.tokens
         pending = 0
-        while text.tokens + pending < wanted and any(talks) and not stopped():
+
+        def append() -> None:
+            text.append(parallel.gathered(finished))
+            parallel.wait()
+            text.refresh()
+
+        while not stopped():
+            due = not parallel.rank() and time.monotonic() - flushed > _FLUSH
+            waiting, busy, flush = parallel.total(pending, any(talks), due)
+            if text.tokens + waiting >= wanted or not busy:
+                break
+            if flush:
+                append()
+                finished, pending, flushed = [], 0, time.monotonic()
+                report(progress(text.tokens, wanted, (text.tokens - before) / (flushed - begun)))
+            if not any(talks):
+                continue  # others still have some
             # An idle slot reads the same token over and over.
             tokens = torch.tensor([talk.ids[talk.read] if talk else 0 for talk in talks], device=device)
             positions = torch.tensor([talk.read if talk else 0 for talk in talks], device=device)
@@ -127,11 +145,7 @@ def write(
                     pending += len(finished[-1][0])
                     slots.restart(slot)
                     talks[slot] = script.next(limits[slot], window)
-            if time.monotonic() - flushed > _FLUSH:
-                text.append(finished)
-                finished, pending, flushed = [], 0, time.monotonic()
-                report(progress(text.tokens, wanted, (text.tokens - before) / (flushed - begun)))
-        text.append(finished)
+        append()
     finally:
         model.config._attn_implementation = implementation
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.draft_vocabulary import by_age, choose, require_size
+from . import parallel
 from .evaluate import Vocabulary
 from .store import TOKEN, Text
 
@@ -30,7 +31,7 @@ def vocabulary(
         if stored and stored.get("vocabulary") is not None
         else torch.tensor(_frequent(size, text, tokenizer, ends, everything))
     )
-    ids = ids.to(lm_head.device)
+    ids = parallel.same(ids).to(lm_head.device)  # another process may have seen more of a text that is being written
     return Vocabulary(lm_head[ids].contiguous(), ids)
 
 
