@@ -60,7 +60,7 @@ through, the water turned from grey to green, and far away they heard the horn."
 @dataclass(frozen=True)
 class Observed:
     """moments: the mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: the sum of the squares of each of its
-    columns, fp32 [K]. logits: fp32 [n, V], of the first rows."""
+    columns, fp32 [K], of matrices whose inputs may be scaled. logits: fp32 [n, V], of the first rows."""
 
     moments: dict[str, Tensor]
     columns: dict[str, Tensor]
@@ -102,21 +102,26 @@ def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]
 
 
 @torch.inference_mode()
-def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[[int], object] = lambda _: None) -> Observed:
-    """Reads every matrix once, slice by slice, in the checkpoint's precision; products are fp32.
+def observe(
+    pair: Pair, ids: Sequence[int], scored: int = 0, columns: bool = False, progress: Callable[[int], object] = lambda _: None
+) -> Observed:
+    """Reads every matrix at most once, slice by slice, in the checkpoint's precision; products are fp32.
 
-    ids: a text. scored: of how many of its first tokens to compute logits. progress: gets the bytes of every slice.
+    ids: a text. scored: of how many of its first tokens to compute logits. columns: whether to sum the squares of columns, those of
+    lm_head only if no drafter reads its inputs. progress: gets the bytes of every slice.
     """
-    n, moments, columns, sources = len(ids), dict[str, Tensor](), dict[str, Tensor](), pair.target_sources(len(ids))
-    names, scores = dict[int, str](), list[Tensor]()
+    n, moments, squares, sources = len(ids), dict[str, Tensor](), dict[str, Tensor](), pair.target_sources(len(ids))
+    names, logits = dict[int, str](), torch.empty(0)
 
     def product(x: Tensor, name: str) -> Tensor:
         y, at = torch.empty(len(x), sources[name].shape[0]), 0
-        columns[name] = torch.zeros(x.shape[1])
+        if columns:
+            squares[name] = torch.zeros(x.shape[1])
         for part in sources[name].slices():
             values = part.float()
             y[:, at : at + len(part)] = x @ values.T
-            columns[name] += values.square().sum(0)
+            if columns:
+                squares[name] += values.square().sum(0)
             at += len(part)
             progress(part.nbytes)
         return y
@@ -126,10 +131,12 @@ def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[
         def linear(
             cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None
         ) -> Tensor:
+            nonlocal logits
             name = names[id(weight)]
             moments[name] = x.square().mean(0)
             if name == "lm_head.weight":
-                scores.append(product(x[:scored], name))
+                if scored or (columns and not pair.has_drafter):
+                    logits = product(x[:scored], name)
                 return torch.zeros(len(x), 1)  # not all rows' logits are held
             y = product(x, name)
             return y if bias is None else y + bias
@@ -145,7 +152,7 @@ def observe(pair: Pair, ids: Sequence[int], scored: int = 0, progress: Callable[
     )
     mask = torch.ones(n, n, dtype=torch.bool).tril()
     module(tokens, torch.arange(n), mask, torch.tensor([0]), empty(module, torch.float32))
-    return Observed(moments, columns, scores[0])
+    return Observed(moments, squares, logits)
 
 
 def calibrated(plan: Plan, progress: Progress) -> Plan:
@@ -153,10 +160,10 @@ def calibrated(plan: Plan, progress: Progress) -> Plan:
     if not plan.calibration:
         return plan
     progress.start("calibrating", _bytes(plan.pair))
-    seen = observe(plan.pair, plan.calibration, progress=progress.advance)
+    seen = observe(plan.pair, plan.calibration, columns=not plan.zeros, progress=progress.advance)
     if plan.zeros:
         return replace(plan, importance=seen.moments)
-    return replace(plan, factors=smoothing(plan.pair.target_shape, seen.moments, seen.columns, head=not plan.pair.has_drafter))
+    return replace(plan, factors=smoothing(plan.pair.target_shape, seen.moments, seen.columns))
 
 
 def cost(plan: Plan, bundle: Path, backend: str, device: str, progress: Progress) -> str:
@@ -166,7 +173,7 @@ def cost(plan: Plan, bundle: Path, backend: str, device: str, progress: Progress
         return ""
     ids = plan.pair.tokenizer(_TEXT).input_ids[: plan.capacity]
     progress.start("measuring what quantizing costs", _bytes(plan.pair))
-    reference = observe(plan.pair, ids, len(ids) - 1, progress.advance).logits.numpy()
+    reference = observe(plan.pair, ids, len(ids) - 1, progress=progress.advance).logits.numpy()
     quality = Quality()
     try:
         with load(bundle, backend, device) as model:

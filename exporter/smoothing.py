@@ -17,11 +17,11 @@ from .weights.scaled import Factors
 _LEAST = 0.5  # of the scales: a column that is small in the text may be large in another, and dividing enlarges it
 
 
-def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], head: bool) -> dict[str, Factors]:
+def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> dict[str, Factors]:
     """The factors of a target's parameters by name, biases that it may lack included.
 
     inputs: mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: sum of the squares of each of its columns,
-    fp32 [K]. head: whether the inputs of lm_head are scaled too, which are the rows that a drafter reads.
+    fp32 [K]. The inputs of lm_head, which are the rows that a drafter reads, are scaled only if its columns are given.
     """
     rows, by_column = dict[str, Tensor](), dict[str, Tensor]()
 
@@ -43,7 +43,7 @@ def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[
         move(f"{attention}.v_proj", [f"{attention}.o_proj"], (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim))
         move(f"layers.{i}.post_attention_layernorm", [f"{mlp}.gate_proj", f"{mlp}.up_proj"])
         move(f"{mlp}.up_proj", [f"{mlp}.down_proj"])
-    if head:
+    if "lm_head.weight" in columns:
         move("norm", ["lm_head"])
     weights = {f"{name}.weight": Factors(rows.get(name), by_column.get(name)) for name in {**rows, **by_column}}
     return weights | {f"{name}.bias": Factors(by) for name, by in rows.items()}

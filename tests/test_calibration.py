@@ -134,10 +134,8 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0][0].square().mean(0)}))
     logits = model(ids[None]).logits[0]
-    found, advanced = (
-        observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), 20, (done := list[int]()).append),
-        sum,
-    )
+    read: list[int] = []  # bytes
+    found = observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), 20, True, read.append)
     wanted = {f"{name.removeprefix('model.')}.weight": values for name, values in inputs.items()}
     assert found.moments.keys() == wanted.keys()
     for name, values in wanted.items():
@@ -145,7 +143,14 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
         weight = model.get_parameter(name if name == "lm_head.weight" else f"model.{name}")
         torch.testing.assert_close(found.columns[name], weight.square().sum(0))
     torch.testing.assert_close(found.logits, logits[:20], rtol=1e-4, atol=1e-4)
-    assert advanced(done) == 4 * sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
+    assert sum(read) == 4 * matrices
+    read.clear()
+    few = observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), progress=read.append)
+    assert sum(read) == 4 * (matrices - model.lm_head.weight.numel())  # nobody asked for what only lm_head's numbers give
+    assert few.moments.keys() == wanted.keys()
+    assert not few.columns
+    assert not few.logits.numel()
 
 
 def test_which_exports_have_zero_points(target: Path) -> None:

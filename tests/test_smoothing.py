@@ -92,8 +92,8 @@ def test_scales_against_loops(tmp_path: Path) -> None:
     pair = TARGETS["grouped"]
     pair.make_target().save_pretrained(tmp_path / "target")
     state = load_file(tmp_path / "target/model.safetensors")
-    seen = observe(LoneTarget(Checkpoint(str(tmp_path / "target"), "target")), ids(301)[0].tolist())
-    made = smoothing(pair_shape(tmp_path), seen.moments, seen.columns, head=True)
+    seen = observe(LoneTarget(Checkpoint(str(tmp_path / "target"), "target")), ids(301)[0].tolist(), columns=True)
+    made = smoothing(pair_shape(tmp_path), seen.moments, seen.columns)
 
     def ratio(reader: str, columns: list[int], weights: list[str]) -> float:
         """Of inputs and weights, as mean squares over these columns."""
@@ -258,8 +258,8 @@ from exporter.weights.scaled import scaled
 pair._SLICE_ELEMENTS = 1 << 20
 target = LoneTarget(Checkpoint(sys.argv[1], "target"))
 before = peak()
-seen = observe(target, [1, 2, 3, 4])
-factors = smoothing(target.target_shape, seen.moments, seen.columns, head=True)
+seen = observe(target, [1, 2, 3, 4], columns=True)
+factors = smoothing(target.target_shape, seen.moments, seen.columns)
 sources = scaled(target.target_sources(1), factors)
 read = sum(part.numel() for name in factors if name in sources for part in sources[name].slices())
 print(read, peak() - before)
