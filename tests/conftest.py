@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def make_bundle(shared: Path) -> MakeBundle:
         assert cli.main([*argv, *options]) == 0
 
     return make
+
+
+def with_template(bundle: Path, folder: Path, template: str) -> Path:
+    """A copy of a bundle with a chat template of its own."""
+    shutil.copytree(bundle, folder, copy_function=os.link, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from runtime import load
 from runtime.generate import main
+from tests.conftest import with_template
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('system comes first') }}{% endif %}"
@@ -22,10 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat") / "bundle"
-    shutil.copytree(demo_bundle, folder, copy_function=os.link)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(demo_bundle, tmp_path_factory.mktemp("chat") / "bundle", TEMPLATE)
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, typed: str, *argv: str | Path) -> int:
@@ -104,9 +101,7 @@ def test_prompts_use_the_template_unless_raw(bundle: Path, capsys: pytest.Captur
 
 
 def test_a_template_that_refuses_a_prompt(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('only silence') }}")
+    folder = with_template(bundle, tmp_path / "b", "{{ raise_exception('only silence') }}")
     assert main([str(folder), "--prompt", "x"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -117,9 +112,7 @@ def test_a_template_that_refuses_a_prompt(bundle: Path, tmp_path: Path, capsys: 
 def test_a_template_that_refuses(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('only silence') }}")
+    folder = with_template(bundle, tmp_path / "b", "{{ raise_exception('only silence') }}")
     assert talk(monkeypatch, "hello\n", folder) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -183,11 +176,8 @@ def test_commands_do_not_reach_the_model(
 def test_a_template_without_a_system_keeps_the_conversation(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(bundle, tmp_path / "b", copy_function=os.link))
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}"
+    folder = with_template(bundle, tmp_path / "b", template)
     assert talk(monkeypatch, "def f(x):\n/system Be brief.\nimport os\n", folder) == 0
     out, err = capsys.readouterr()
     assert err == "error: the target's chat template refuses this conversation: no system\n"

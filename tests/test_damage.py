@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from runtime.command import run
 from runtime.errors import GumihoError as Error
 from runtime.generate import main as generate
 from tests import hostile_bundles
+from tests.limits import full_disk
 from tests.seal import update
 
 ROOT = Path(__file__).parent.parent
@@ -148,21 +150,16 @@ def test_an_interruption_while_libraries_load(command: str, tmp_path: Path) -> N
 
 def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The library says something else, and a file that is written then fails."""
-    import resource
-
     from runtime.backends.onnxruntime import Cpu
     from runtime.compile import main
 
     def fails(*_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        filled.enter_context(full_disk())
         raise GumihoError("Protobuf serialization failed")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     monkeypatch.setattr(Cpu, "compile", fails)
-    try:
+    with ExitStack() as filled:
         assert main([str(bundle)]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large): free some space" in capfd.readouterr().err
 
 

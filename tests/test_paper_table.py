@@ -1,16 +1,14 @@
 """The paper's table: its numbers are those of the texts, it goes on where it stopped, and what is not lossless shows."""
 
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime import load
-from tests.conftest import DEMO
+from tests.conftest import DEMO, with_template
 from tools import check_texts, paper_table
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -22,11 +20,7 @@ SETS = {
 
 @pytest.fixture(scope="module")
 def bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo pair with a chat template."""
-    copy = tmp_path_factory.mktemp("chat") / "demo"
-    shutil.copytree(demo_bundle, copy, copy_function=os.link)
-    (copy / "chat_template.jinja").write_text(TEMPLATE)
-    return copy
+    return with_template(demo_bundle, tmp_path_factory.mktemp("chat") / "demo", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

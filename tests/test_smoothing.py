@@ -25,6 +25,7 @@ from exporter.weights.source import Source, Stored
 from graphs.dialects.quantization import Scheme, dequantize
 from tests import peak
 from tests.pairs import RandomPair
+from tests.rounding import Rounding
 
 WHOLE = Scheme(0, torch.int8, 8)
 GROUPED = {
@@ -140,19 +141,11 @@ def test_columns_that_are_not_used_keep_their_numbers() -> None:
     assert _scales(torch.tensor([1e-12, 1e12]), torch.ones(2)).tolist() == pytest.approx([0.5, 1e3])
 
 
-class Rounding(nn.Linear):
-    """Multiplies as w8a8 does: each row rounded to 127 steps of its largest number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        step = x.abs().amax(-1, keepdim=True) / 127
-        return super().forward((x / step).round() * step)
-
-
 def rounded(model: Any) -> Any:
     """The model with its matrices and rows in 8 bits."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.__class__ = Rounding
+            module.__class__, module.block = Rounding, module.in_features
             module.weight.data = dequantize(*quantize(module.weight.data, WHOLE, torch.float32))
     return model
 

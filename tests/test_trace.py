@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import resource
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from runtime.decoding.cycle import Cycle, Tree
 from runtime.errors import GumihoError
 from runtime.trace_page import Trace
+from tests.limits import full_disk
 
 DEMO = Path(__file__).parent.parent / "demo/target/tokenizer.json"
 HOSTILE = [
@@ -278,14 +278,9 @@ def test_a_folder_that_takes_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("before")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     made = trace(speculative(500, 16, 99, 2))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(GumihoError, match=r"cannot be written \(.*: free some space"):
-            made.write(path, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(), pytest.raises(GumihoError, match=r"cannot be written \(.*: free some space"):
+        made.write(path, {})
     assert [p.name for p in tmp_path.iterdir()] == ["trace.jsonl"]
     assert path.read_text() == "before"
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,14 +25,9 @@ from exporter.training.conversation import Script, template
 from exporter.training.evaluate import Evaluation, Vocabulary, Walk
 from exporter.training.model import Anchors, Drafter
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
-
-DEMO = Path(__file__).parent.parent / "demo"
-SOURCE = Path(__file__).parent.parent / "runtime" / "model.py"
-CHAT = (
-    "{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\n' + m.content + '<|end_of_text|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|begin_of_text|>assistant\n' }}{% endif %}"
-)
-SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2", "--threads", "1", "--dtype", "fp32"]
+from tests.conftest import DEMO
+from tests.limits import full_disk
+from tests.training import SMALL, SOURCE, write_chat_target, write_source
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +39,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(DEMO / "target", folder)
-    (folder / "chat_template.jinja").write_text(CHAT)
-    return folder
+    return write_chat_target(tmp_path_factory.mktemp("chat") / "target")
 
 
 @pytest.fixture(scope="module")
 def written(model, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
-    """Text of a file, in records of 96 tokens."""
-    llama, tokenizer = model
-    made = store.Text(tmp_path_factory.mktemp("text"), llama.config.vocab_size, target.fingerprint(llama))
-    ids = np.array(tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
-    with made.writing():
-        made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
-    return made
+    return write_source(tmp_path_factory.mktemp("text"), *model)
 
 
 def trainee(model, written: store.Text, steps: int = 6, rate: float = 2e-3, heads: int = 3) -> tuple[loop.Training, Evaluation]:
@@ -385,13 +369,8 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest
 def test_a_full_disk_leaves_the_drafter_before(model, tmp_path: Path) -> None:
     drafter = Drafter(start.config(model[0], 1), 0)
     (tmp_path / "model.safetensors").write_text("the one before")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(UnavailableError, match="free some space"):
-            state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(), pytest.raises(UnavailableError, match="free some space"):
+        state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), None)
     assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_text() == "the one before"
 

@@ -3,8 +3,6 @@
 import io
 import json
 import os
-import resource
-import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -25,10 +23,10 @@ from exporter.training.batches import Features, anchors, batch, choose, usable, 
 from exporter.training.evaluate import Evaluation, Score, Vocabulary
 from exporter.training.model import Drafter
 from runtime.errors import InputError
+from tests.conftest import DEMO
+from tests.limits import full_disk
+from tests.training import SMALL, SOURCE, write_chat_target, write_source
 
-DEMO = Path(__file__).parent.parent / "demo"
-SOURCE = Path(__file__).parent.parent / "runtime" / "model.py"
-SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2", "--threads", "1", "--dtype", "fp32"]
 TINY = ["--serial-layers", "1", "--heads", "1"]
 SETTINGS = loop.Settings(3, 192, 2, 2e-3, 2, 0.8, 0.1, 0.5, 0, torch.float32)
 
@@ -59,14 +57,6 @@ def command(rank: int, *arguments: str) -> tuple[int, str]:
     with redirect_stdout(said), redirect_stderr(said):
         status = cli.main(list(arguments))
     return status, said.getvalue()
-
-
-def write_source(folder: Path, llama: Any, tokenizer: Any) -> store.Text:
-    made = store.Text(folder, llama.config.vocab_size, target.fingerprint(llama))
-    ids = np.array(tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
-    with made.writing():
-        made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
-    return made
 
 
 def steps(rank: int, folder: Path) -> None:
@@ -167,23 +157,13 @@ def test_stopping_one_process_stops_both_and_one_process_goes_on(
     assert "goes on from step 2 of 3" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(DEMO / "target", folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\n' + m.content + '<|end_of_text|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|begin_of_text|>assistant\n' }}{% endif %}"
-    )
-    return folder
-
-
 def writing(rank: int, *arguments: str) -> tuple[int, str]:
     conversation._MOST_QUESTION = 12  # this target seldom ends a question by itself
     return command(rank, *arguments)
 
 
-def test_both_processes_write_text(chat_target: Path, tmp_path: Path) -> None:
+def test_both_processes_write_text(tmp_path: Path) -> None:
+    chat_target = write_chat_target(tmp_path / "target")
     questions = ["What is a list?", "How long is it?", "And why?"]  # two for the first process, one for the second
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": question}) for question in questions))
@@ -219,13 +199,8 @@ def test_processes_share_hidden_states(tmp_path: Path) -> None:
 
     one._compute = meanwhile  # type: ignore[method-assign]
     one.of([2, 6])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            one.of([3])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(), pytest.raises(OSError, match="too large"):
+        one.of([3])
     assert (tmp_path / "hidden" / "done.bin").read_bytes() == bytes([0, 0, 1, 0, 1, 0, 1])
     reader = Features(tmp_path / "hidden", text, llama.model)
     reader._compute = lambda _: pytest.fail("computed again")  # type: ignore[method-assign]

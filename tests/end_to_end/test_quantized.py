@@ -31,6 +31,7 @@ from tests.conftest import DEMO, EVERY_BACKEND, SIZES, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened, stand_in, tokens
 from tests.pairs import RandomPair
+from tests.rounding import Rounding
 
 # Where TensorRT is one of them, blocks are of 64 numbers, for which the CPU has no exact products of rounded rows.
 FORMS = {"int4": ("cpu", "migraphx", "tensorrt", "cuda"), "int8": ("migraphx",), "int8 everywhere": ("migraphx", "cuda")}
@@ -92,18 +93,6 @@ def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
     config = (pair / "target/config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (folder / "config.json").write_text(config)
     return folder
-
-
-class Rounding(nn.Linear):
-    """Rounds what it multiplies as MatMulNBits of accuracy_level 4 does, and w8a8: each block of a row to whole steps of its largest
-    number / 127."""
-
-    block = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = x.unflatten(-1, (-1, self.block))
-        step = blocks.abs().amax(-1, keepdim=True) / 127
-        return super().forward(((blocks / step).round() * step).flatten(-2))
 
 
 def rounding(folder: Path, scheme: Scheme) -> LlamaForCausalLM:

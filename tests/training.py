@@ -1,0 +1,31 @@
+"""What the tests of ``gumiho train`` train on: the demo target with a chat template, and text."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.training import store, target
+from tests.conftest import DEMO
+
+SOURCE = DEMO.parent / "runtime" / "model.py"
+SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2", "--threads", "1", "--dtype", "fp32"]
+
+
+def write_chat_target(folder: Path) -> Path:
+    shutil.copytree(DEMO / "target", folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\n' + m.content + '<|end_of_text|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|begin_of_text|>assistant\n' }}{% endif %}"
+    )
+    return folder
+
+
+def write_source(folder: Path, llama: Any, tokenizer: Any) -> store.Text:
+    """Text of a file, in records of 96 tokens."""
+    made = store.Text(folder, llama.config.vocab_size, target.fingerprint(llama))
+    ids = np.array(tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
+    with made.writing():
+        made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
+    return made
