@@ -327,6 +327,17 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
     assert decoded.startswith("<|begin_of_text|>user\nWhat is a list?<|end_of_text|><|begin_of_text|>assistant\n")
 
 
+def test_long_prompts_wait_for_long_records(chat_target: Path) -> None:
+    """A prompt that would fill a short record is not wasted on one; the longest records take whatever comes."""
+    loaded = target.load(str(chat_target))
+    asked = [(0, ["why? " * 40]), (1, ["so? " * 20]), (2, ["Why?"]), (3, ["How? " * 10, "And? " * 10])]
+    script = Script(template(loaded.tokenizer, loaded.ends), loaded.tokenizer, 0, 0, asked, own=False)
+    lengths = [sum(len(script.encode(turn)) for turn in turns) for _, turns in asked]
+    assert [length <= 32 for length in lengths] == [False, False, True, False]
+    taken = [talk and (talk.source, talk.turns) for limit in (64, 64, 128, 128, 128) for talk in [script.next(limit, 128)]]
+    assert taken == [(2, 0), None, (3, 1), (0, 0), (1, 0)]
+
+
 def test_text_survives_a_killed_writer(tmp_path: Path) -> None:
     made = store.Text(tmp_path, 100, "x")
     with made.writing():

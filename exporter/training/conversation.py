@@ -16,6 +16,7 @@ from .store import ANSWER, GREEDY
 _MARKS = ("gumihofirst", "gumihosecond", "gumihothird")
 _MOST_QUESTION = 192  # tokens; a question that goes on is no question
 _LEAST_QUESTION = 3
+_AHEAD = 64  # prompts looked through for one that fits
 
 # How user turns begin. An instruction model left to itself mostly writes one kind of request, so half of them get a first word.
 BEGINNINGS = (
@@ -219,10 +220,12 @@ class Script:
         self.number += 1
         rng = random.Random(self.seed * 1_000_003 + self.number)
         temperature = rng.choice((0.0, 0.0, 0.7, 1.0))
-        if self.prompts and self.pieces.chat:
-            source, turns = self.prompts.popleft()
-            given = deque(map(self.encode, turns))
-            return Conversation(self.pieces, limit, len(given) - 1, temperature, given, source)
+        if self.pieces.chat and self.prompts:
+            if fitting := self._fitting(limit, limit == widest):
+                source, given = fitting
+                return Conversation(self.pieces, limit, len(given) - 1, temperature, given, source)
+            if not self.own:
+                return None
         if not self.pieces.chat:
             return Conversation(self.pieces, limit, 0, rng.choice((0.7, 1.0, 1.0)))
         if limit == widest and self.documents and rng.random() < 0.5:
@@ -232,6 +235,16 @@ class Script:
         beginning = rng.choice(BEGINNINGS) if rng.random() < 0.5 else ""
         turns_left = 0 if limit < widest // 2 else 3
         return Conversation(self.pieces, limit, turns_left, temperature, deque([self.encode(beginning)]))
+
+    def _fitting(self, limit: int, longest: bool) -> tuple[int, deque[tuple[int, ...]]] | None:
+        """The next prompt whose turns leave half of the positions to the answers; the longest records take any."""
+        for _ in range(min(len(self.prompts), _AHEAD)):
+            source, turns = self.prompts.popleft()
+            given = deque(map(self.encode, turns))
+            if longest or sum(map(len, given)) <= limit // 2:
+                return source, given
+            self.prompts.append((source, turns))
+        return None
 
     def over(self, conversation: Conversation) -> None:
         """Keeps a long answer as a document for a later conversation."""
