@@ -30,6 +30,7 @@ from runtime.command import run as run_command
 from runtime.errors import UnavailableError
 from tools import report
 from tools.bench_setup import ROOT, Prompt, about, digest, environment, tokenized
+from tools.measure import distinct
 from tools.peers import ours
 from tools.peers.protocol import PeerError, Way, Worker
 
@@ -224,7 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
     parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
     parser.add_argument("--draft-model", type=Path, help="small Llama with the same vocabulary, for peers that draft with one")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (all)")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (default: all)"
+    )
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -262,8 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("count", "new_tokens", "threads", "rounds", "longest"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
-        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
+    distinct(parser, args.bundles)
     return run_command(lambda: report.render(args.out) if args.again else fresh(args))
 
 

@@ -23,6 +23,7 @@ from runtime import load
 from runtime.command import run as run_command
 from runtime.decoding.decoder import Decoder
 from runtime.errors import InputError, UnavailableError
+from tools.measure import distinct
 
 ROOT = Path(__file__).parent.parent
 
@@ -117,8 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(*args.rows, args.repeats, args.threads) < 1 or min(args.contexts) < 0:
         parser.error("--rows, --repeats and --threads must be 1 or more, --contexts 0 or more")
-    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
-        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
+    distinct(parser, args.bundles)
     return run_command(lambda: measured(args))
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def prompts(count: int) -> list[str]:
 
     texts = ["\n".join(text.splitlines()[:3]) + "\n" for text in documents(held_out=True)]
     return texts[:: max(1, len(texts) // count)][:count]
+
+
+def distinct(parser: argparse.ArgumentParser, bundles: Sequence[Path]) -> None:
+    """Ends the command if results that are listed by the bundles' names could not be told apart."""
+    if len({bundle.name for bundle in bundles}) < len(bundles):
+        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
 
 
 def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:

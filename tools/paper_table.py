@@ -10,8 +10,6 @@ line of OUT, and the same command goes on after them. Exits with 1 if a text dif
 import argparse
 import json
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from runtime import Model, load
 from runtime.bundle.reader import Bundle
 from runtime.command import run
 from runtime.errors import InputError
+from tools.measure import distinct
+from tools.peers.ours import timed
 
 WAYS = {
     "plain": "one token a pass",
@@ -27,7 +27,9 @@ WAYS = {
     "drafter": "the drafter alone, as planned",
     "lookup": "the drafter and prompt lookup, as planned",
 }
+KEY = ("bundle", "temperature", "set", "number", "turn")
 Line = Mapping[str, Any]
+Asked = Sequence[tuple[str, int, list[str]]]
 
 
 def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, list[str]]]:
@@ -58,42 +60,45 @@ def options(way: str, rows: int, temperature: float, seed: int) -> dict[str, Any
 
 def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A text and what it took after its first step. cycles: target passes; tokens: gained by them."""
-    generation, first = model.generate(prompt, count, **settings), 0.0
-    for _ in generation.cycles():
-        first = first or time.perf_counter()
-    stats = generation.stats
-    seconds = time.perf_counter() - first
-    return {"ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, "seconds": round(seconds, 5)}
+    text = timed(model, prompt, count, **settings)
+    seconds = round(text.seconds - text.first_seconds, 5)
+    return {"ids": text.tokens, "tokens": len(text.tokens) - text.first_tokens, "cycles": text.passes, "seconds": seconds}
 
 
-Asked = Sequence[tuple[str, int, list[str]]]
+def key(line: Line) -> tuple[Any, ...]:
+    return tuple(line[name] for name in KEY)
 
 
 def measure(
-    model: Model, name: str, asked: Asked, args: argparse.Namespace, known: set[tuple[Any, ...]]
-) -> Iterator[dict[str, Any]]:
+    model: Model, name: str, asked: Asked, args: argparse.Namespace, known: Mapping[tuple[Any, ...], Line]
+) -> Iterator[Line]:
     """A line for each turn that is not known yet and has room."""
     manifest = model.bundle.manifest
     longest = min(args.longest or manifest.capacity, manifest.capacity - args.new_tokens)
     for temperature in args.temperatures:
+        settings = {way: options(way, manifest.rows, temperature, args.seed) for way in args.ways}
         for group, number, turns in asked:
+            # The order alternates, because the first way finds the caches filled by another prompt.
+            order = args.ways[:: -1 if number % 2 else 1]
             messages: list[dict[str, str]] = []
             for turn, question in enumerate(turns):
                 messages.append({"role": "user", "content": question})
                 prompt = model.chat(messages)
                 if len(prompt) > longest:
                     break
-                settings = {way: options(way, manifest.rows, temperature, args.seed) for way in args.ways}
-                key = {"bundle": name, "temperature": temperature, "set": group, "number": number, "turn": turn}
-                if tuple(key.values()) not in known:
-                    # The order alternates, because the first way finds the caches filled by another prompt.
-                    order = args.ways[:: -1 if number % 2 else 1]
+                place = name, temperature, group, number, turn
+                if (line := known.get(place)) is None:
                     found = {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order}
-                    yield {**key, "prompt": prompt, "ways": found}
-                    answer = found["plain"]["ids"]
-                elif turn + 1 < len(turns):
-                    answer = decoded(model, prompt, args.new_tokens, settings["plain"])["ids"]
-                messages.append({"role": "assistant", "content": model.decode(answer)})
+                    line = {**dict(zip(KEY, place, strict=True)), "prompt": prompt, "ways": found}
+                    yield line
+                messages.append({"role": "assistant", "content": model.decode(line["ways"]["plain"]["ids"])})
+
+
+def measured(lines: Sequence[Line], way: str) -> tuple[float, float] | None:
+    """Speed-up over plain decoding, and tau; None without a pass after the first step."""
+    spent = [line["ways"][way] for line in lines]
+    tokens, cycles, seconds = (sum(own[name] for own in spent) for name in ("tokens", "cycles", "seconds"))
+    return (sum(line["ways"]["plain"]["seconds"] for line in lines) / seconds, tokens / cycles) if cycles else None
 
 
 def table(lines: Sequence[Line], temperature: float) -> list[str]:
@@ -107,27 +112,16 @@ def table(lines: Sequence[Line], temperature: float) -> list[str]:
     for bundle in dict.fromkeys(line["bundle"] for line in lines):
         own = [line for line in lines if line["bundle"] == bundle]
         for way in (way for way in WAYS if way != "plain" and all(way in line["ways"] for line in own)):
-            cells, sums = list[str](), list[tuple[float, float]]()
-            for group in sets:
-                total: dict[str, float] = defaultdict(float)
-                for line in (line for line in own if line["set"] == group):
-                    spent, plain = line["ways"][way], line["ways"]["plain"]
-                    for name in ("tokens", "cycles", "seconds"):
-                        total[name] += spent[name]
-                    total["plain"] += plain["seconds"]
-                if total["cycles"]:
-                    sums.append((total["plain"] / total["seconds"], total["tokens"] / total["cycles"]))
-                    cells.append("{:.2f}x {:.2f}".format(*sums[-1]))
-                else:
-                    cells.append("-")
-            mean = [sum(column) / len(sums) for column in zip(*sums, strict=True)] if sums else [float("nan")] * 2
+            found = [measured([line for line in own if line["set"] == group], way) for group in sets]
+            real = [pair for pair in found if pair]
+            mean = (sum(pair[0] for pair in real) / len(real), sum(pair[1] for pair in real) / len(real)) if real else None
+            cells = ["{:.2f}x {:.2f}".format(*pair) if pair else "-" for pair in (*found, mean)]
             equal = sum(line["ways"][way]["ids"] == line["ways"]["plain"]["ids"] for line in own)
-            cells += ["{:.2f}x {:.2f}".format(*mean), f"{equal} of {len(own)}"]
-            rows.append(f"| {bundle}, {way} | " + " | ".join(cells) + " |")
+            rows.append(f"| {bundle}, {way} | " + " | ".join((*cells, f"{equal} of {len(own)}")) + " |")
     return rows
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[Line]:
     """The lines of an earlier run; one that was cut off by an interruption is dropped from the file too."""
     text = file.read_text("utf-8") if file.is_file() else ""
     whole = text[: text.rfind("\n") + 1]
@@ -138,7 +132,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def compare(args: argparse.Namespace) -> int:
     lines = read(args.out)
-    known = {(line["bundle"], line["temperature"], line["set"], line["number"], line["turn"]) for line in lines}
+    known = {key(line): line for line in lines}
     asked = list(conversations(args.prompts, args.count))
     for path in args.bundles:
         Bundle(path)
@@ -178,8 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if "plain" not in args.ways:
         parser.error("--ways lacks plain, which the others are compared with: add it")
-    if len({bundle.name for bundle in args.bundles}) < len(args.bundles):
-        parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
+    distinct(parser, args.bundles)
     return run(lambda: compare(args))
 
 

@@ -55,8 +55,9 @@ def tau(texts: Sequence[Text]) -> float | None:
 def _pairs(texts: Sequence[Text], others: Sequence[Text]) -> Iterator[tuple[int, Text, Text]]:
     """Pairs of texts with the same prompt, and the prompt's number."""
     by_prompt = {(other["set"], other["prompt"]): other for other in others}
-    keys = ((text["set"], text["prompt"]) for text in texts)
-    return ((key[1], text, by_prompt[key]) for key, text in zip(keys, texts, strict=True) if key in by_prompt)
+    return (
+        (text["prompt"], text, other) for text in texts if (other := by_prompt.get((text["set"], text["prompt"]))) is not None
+    )
 
 
 def ratio(texts: Sequence[Text], others: Sequence[Text]) -> float | None:
