@@ -15,7 +15,7 @@ from graphs.drafter import Drafter
 from runtime.decoding.decoder import Decoder
 from runtime.model import load
 
-from .checkpoints.llama import transformers_class, transformers_config
+from .checkpoints.llama import transformers_model
 from .plan import Plan
 from .trace import signature
 from .weights.quantize import scale_of, zero_of
@@ -33,10 +33,8 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     count = min(_POSITIONS, plan.capacity)
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
-    config = plan.pair.target_config
-    llama = transformers_class(config)(transformers_config(config)).float().eval()
     weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
-    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
+    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])  # which may be quantized where the embedding is not
     sources = plan.sources()["weights/target.bin"]
     for name, scale in ((n, scale_of(n)) for n in weights):
         if name != scale and scale in sources:
@@ -46,7 +44,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
         elif name in plan.factors:
             weights[name] = sources[name].whole()
-    llama.load_state_dict({n if n == "lm_head.weight" else f"model.{n}": t for n, t in weights.items()}, assign=True)
+    llama = transformers_model(plan.pair.target_config, weights)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
 

@@ -244,17 +244,13 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", type=int, default=2, help="rounds that divide the prompts; each runs every way (default: 2)"
     )
     parser.add_argument(
-        "--envs",
-        type=Path,
-        default=ROOT / "build/bench-envs",
+        "--envs", type=Path, default=ROOT / "build/bench-envs",
         help="folder where peers are installed, once (default: build/bench-envs)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--models",
-        type=Path,
-        default=ROOT / "build/bench-models",
+        "--models", type=Path, default=ROOT / "build/bench-models",
         help="folder for converted models, created once (default: build/bench-models)",
-    )
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)")
     parser.add_argument(
         "--again",

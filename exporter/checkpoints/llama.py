@@ -111,6 +111,20 @@ def transformers_class(config: LlamaConfig) -> Any:
     return getattr(transformers, f"{config.architecture.name}ForCausalLM")
 
 
+def transformers_model(config: LlamaConfig, weights: Mapping[str, Tensor]) -> Any:
+    """transformers' own model over these numbers, frozen. weights: of a target, by name; without an lm_head it is tied."""
+    settings = transformers_config(config)
+    with torch.device("meta"):
+        model = transformers_class(config)(settings)
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # computed, not stored, so it must not stay on "meta"
+    tied = weights["embed_tokens.weight"]
+    state = {f"model.{name}": tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    model.load_state_dict({**state, "lm_head.weight": weights.get("lm_head.weight", tied)}, assign=True)
+    if "lm_head.weight" not in weights:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.eval().requires_grad_(False)
+
+
 def llama_shape(config: LlamaConfig) -> LlamaShape:
     """The sizes that the graphs need."""
     return LlamaShape(

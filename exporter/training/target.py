@@ -9,7 +9,7 @@ import torch
 
 from runtime.errors import InputError
 
-from ..checkpoints.llama import transformers_class, transformers_config
+from ..checkpoints.llama import transformers_model
 from ..checkpoints.lone_target import LoneTarget
 from ..checkpoints.target import target_checkpoint
 from ..plan import eos_token_ids
@@ -47,15 +47,7 @@ def load(source: str, device: str = "cpu") -> Target:
 
 def model_of(found: LoneTarget) -> Any:
     """transformers' own model over the numbers of a checkpoint, in fp32 on the CPU, frozen."""
-    config = transformers_config(found.target_config)
-    with torch.device("meta"):
-        model = transformers_class(found.target_config)(config)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # computed, not stored, so it must not stay on "meta"
-    names = found.target.names() & {name.removeprefix("model.") for name in model.state_dict()}
-    state = {name if name == "lm_head.weight" else f"model.{name}": found.target.read(name).float() for name in names}
-    model.load_state_dict(state, assign=True, strict=False)  # an lm_head may be missing: it is tied then
-    model.tie_weights()
-    return model.eval().requires_grad_(False)
+    return transformers_model(found.target_config, {name: found.target.read(name).float() for name in found.target.names()})
 
 
 def fingerprint(model: Any) -> str:
