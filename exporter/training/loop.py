@@ -93,8 +93,7 @@ class Training:
             raise InputError(
                 f"no text is longer than {SPAN + depths + 1} tokens, which is the least to train on: give longer texts"
             )
-        rank = parallel.rank()
-        rng = np.random.default_rng((settings.seed, self.step, rank) if rank else (settings.seed, self.step))
+        rng = np.random.default_rng((settings.seed, self.step, parallel.rank()))
         device = self.embed.device
         own = batch(self.text, self.features, choose(self.text, records, settings.positions, rng), str(device))
         at = anchors(own, settings.spans, depths, rng)
