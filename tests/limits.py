@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """Files take 1,000 bytes and no more."""
+def full_disk(room: int = 1000) -> Iterator[None]:
+    """Files take so many bytes and no more: the tests' own log, too, if that is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         yield
     finally:

@@ -628,7 +628,7 @@ def killed(argv: list[str], folder: Path, number: signal.Signals, file: str) -> 
 
 
 @pytest.mark.parametrize(("number", "file"), [
-    pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights"),
+    pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights", marks=pytest.mark.exhaustive),
     pytest.param(signal.SIGINT, "graphs/cpu/target.onnx", id="SIGINT at graphs", marks=pytest.mark.exhaustive),
     pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs"),
 ])  # fmt: skip

@@ -84,7 +84,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 # "all" has the other cases in it; these it has not.
 USUAL = (
-    "all", "tied", "heads twice as long", "heads four times as long", "one group in parts", "larger groups", "smaller groups", "MHA",
+    "all", "tied", "heads twice as long", "one group in parts", "larger groups",
 )  # fmt: skip
 
 

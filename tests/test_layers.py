@@ -89,7 +89,7 @@ def spelled(model: ir.Model) -> list[Any]:
     ]  # fmt: skip
 
 
-USUAL = ("cpu", "tensorrt, int4")
+USUAL = ("tensorrt, int4",)
 
 
 @pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])

@@ -396,7 +396,13 @@ def graphs(ops: type[Plain], dtype: torch.dtype) -> list[ir.Model]:
 # Every export of the tests checks its own graphs too, most of them in fp32.
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.float16])
 @pytest.mark.parametrize(
-    ("ops", "backend"), [(Basic, "migraphx"), (Basic, "tensorrt"), (Basic, "tensorrt-basic"), (Standard, "tensorrt")]
+    ("ops", "backend"),
+    [
+        (Basic, "migraphx"),
+        (Basic, "tensorrt"),
+        (Basic, "tensorrt-basic"),
+        pytest.param(Standard, "tensorrt", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_our_graphs(ops: type[Plain], backend: str, dtype: torch.dtype) -> None:
     for model in graphs(ops, dtype):

@@ -91,7 +91,9 @@ def test_no_plan_changes_a_text(
     model.decoder.planner = None
 
 
-@pytest.mark.parametrize("form", ["migraphx", "tensorrt", "cuda"])
+@pytest.mark.parametrize(
+    "form", ["migraphx", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("tensorrt", "cuda"))]
+)
 def test_no_plan_changes_a_text_on_accelerators(make_bundle: MakeBundle, form: str) -> None:
     with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=True) as model:
         for prompt in PROMPTS:

@@ -355,10 +355,12 @@ def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch, bits: in
 @pytest.mark.parametrize(("ops", "scheme", "operator"), [
     *(pytest.param(Standard, Scheme(block, torch.uint8, bits), "MatMulNBits", marks=pytest.mark.exhaustive if block == 64 else ())
       for block in (32, 64) for bits in (4, 8)),
-    *((ops, Scheme(64, torch.int8), "DequantizeLinear") for ops in (Standard, Decomposed)),
+    (Decomposed, Scheme(64, torch.int8), "DequantizeLinear"),
+    pytest.param(Standard, Scheme(64, torch.int8), "DequantizeLinear", marks=pytest.mark.exhaustive),
     *(pytest.param(Basic, Scheme(block, torch.int8, bits), "DequantizeLinear", marks=pytest.mark.exhaustive if block == 64 else ())
       for block in (32, 64) for bits in (4, 8)),
-    *((ops, ROWS_OF_FP8, "DequantizeLinear") for ops in (Standard, Decomposed)),
+    (Standard, ROWS_OF_FP8, "DequantizeLinear"),
+    pytest.param(Decomposed, ROWS_OF_FP8, "DequantizeLinear", marks=pytest.mark.exhaustive),
 ], ids=str)  # fmt: skip
 def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str) -> None:
     model = traced(tmp_path, ops, scheme)
@@ -380,7 +382,7 @@ def rounded(x: Tensor, block: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("ops", "scheme"), [
-    pytest.param(ops, scheme, marks=pytest.mark.exhaustive if ops is Exact and scheme.block == 64 else ())
+    pytest.param(ops, scheme, marks=pytest.mark.exhaustive if ops is Exact or scheme.block == 64 else ())
     for ops in (Contrib, Exact) for scheme in BLOCKS if scheme.codes == torch.uint8
 ], ids=str)  # fmt: skip
 def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain], scheme: Scheme) -> None:
@@ -458,8 +460,10 @@ def pack(plan: Plan, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Loca
     return exporter.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("backends", [("cpu",), ("cpu", "migraphx")], ids=" ".join)
+@pytest.mark.parametrize(("tied", "backends"), [
+    pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
+    for tied in (False, True) for backends in (("cpu",), ("cpu", "migraphx"))
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "which", [(), BOTH[:2], BOTH[2:], BOTH, MIXED, ("--weights", "int8", "--draft-weights", "int8")], ids=" ".join
 )

@@ -260,18 +260,20 @@ def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(x / 2).double()))
 
 
-@pytest.mark.parametrize("along", ["positions", "seeds"])
-@pytest.mark.parametrize(
-    ("temperature", "filters", "penalties"),
-    [
-        (1.0, {}, {}),
-        (0.6, {}, {"repetition_penalty": 1.3, "banned": [4]}),
-        (1.5, {"top_k": 6}, {}),
-        (1.0, {"top_p": 0.8}, {}),
-        (1.2, {"min_p": 0.08}, {"logit_bias": {3: 2.0, 17: 1.5}}),
-        (0.9, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"min_new_tokens": 10**6}),
-    ],
-)
+SETTINGS: list[tuple[float, dict[str, float], dict[str, Any]]] = [
+    (1.0, {}, {}),
+    (0.6, {}, {"repetition_penalty": 1.3, "banned": [4]}),
+    (1.5, {"top_k": 6}, {}),
+    (1.0, {"top_p": 0.8}, {}),
+    (1.2, {"min_p": 0.08}, {"logit_bias": {3: 2.0, 17: 1.5}}),
+    (0.9, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"min_new_tokens": 10**6}),
+]
+
+
+@pytest.mark.parametrize(("along", "temperature", "filters", "penalties"), [
+    pytest.param(along, *settings, marks=() if along == "positions" or settings is SETTINGS[-1] else pytest.mark.exhaustive)
+    for along in ("positions", "seeds") for settings in SETTINGS
+])  # fmt: skip
 def test_draws_follow_the_softmax(along: str, temperature: float, filters: dict, penalties: dict) -> None:
     """Thousands of draws, of one seed along a text or of many seeds at one place, against the softmax that transformers draws
     from; what it leaves out is never drawn."""

@@ -217,7 +217,7 @@ def test_a_refused_turn_changes_nothing(model: Model) -> None:
         assert session.ids == before
 
 
-@pytest.mark.parametrize("form", ["cpu", "migraphx", "tensorrt"])
+@pytest.mark.parametrize("form", ["cpu", "migraphx", pytest.param("tensorrt", marks=pytest.mark.exhaustive)])
 def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str, tmp_path: Path) -> None:
     """Into the same model, a freshly loaded one and another backend's, and back from there: the caches are what they were, so that
     only what is new is read, and the text goes on as it would have."""

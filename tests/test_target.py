@@ -186,7 +186,7 @@ def test_eager_is_transformers(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dialect"),
     [
-        ("head dim 24", Standard),
+        pytest.param("head dim 24", Standard, marks=pytest.mark.exhaustive),
         ("llama3", Standard),
         ("head dim 32, one kv head", Contrib),
         ("head dim 24", Exact),

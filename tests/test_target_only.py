@@ -135,10 +135,9 @@ def test_seeded_text_is_drawn_from_the_logits_of_transformers(model: Model) -> N
     ("form", "lazy"),
     [
         ("cpu", False),
-        ("cuda", False),
         ("tensorrt-decomposed", False),
         ("migraphx", True),
-        ("tensorrt", True),
+        *(pytest.param(form, form == "tensorrt", marks=pytest.mark.exhaustive) for form in ("cuda", "tensorrt")),
     ],
 )
 def test_every_form_looks_up_and_gives_the_same_tokens(bundle: Path, form: str, lazy: bool) -> None:

@@ -186,11 +186,11 @@ def tree_of(rows: int, size: int, **more: Any) -> TreeConfig:
 
 TREES = [
     (16, 300, {}),
-    (64, 40, {"beam": 14}),
     (33, 5, {}),  # fewer than a node would try
-    (8, 1, {}),
     (33, 50, {"reference": True, "beam": 14}),
-    (8, 50, {"top_k": 1, "head_top_k": 1, "beam": 1}),
+    pytest.param(64, 40, {"beam": 14}, marks=pytest.mark.exhaustive),
+    pytest.param(8, 1, {}, marks=pytest.mark.exhaustive),
+    pytest.param(8, 50, {"top_k": 1, "head_top_k": 1, "beam": 1}, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -365,11 +365,13 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
     assert len({plan.fingerprint() for plan in plans}) == 4
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "backends"), [
+    pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
+    for tied in (False, True) for backends in (("cpu",), ("cpu", "tensorrt"))
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "how", [(), ("--draft-weights", "int4"), ("--weights", "int4", "--draft-weights", "int4")], ids=" ".join
 )
-@pytest.mark.parametrize("backends", [("cpu",), ("cpu", "tensorrt")], ids=" ".join)
 def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     tmp_path: Path, how: tuple[str, ...], backends: tuple[str, ...], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,7 +306,9 @@ def rows_read(model: Model) -> Iterator[list[int]]:
     device.read = read  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("form", ["migraphx", "tensorrt", pytest.param("cuda", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "form", ["migraphx", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("tensorrt", "cuda"))]
+)
 def test_accelerators(make_bundle: MakeBundle, form: str) -> None:
     """The graphs made for them, over memory that is apart: the CPU's texts, of both ways, and of the logits only those behind the
     accepted path are fetched; none at all where the most likely token is asked for."""
