@@ -110,7 +110,7 @@ ODD = [
 
 @pytest.mark.parametrize(
     ("pair", "options"),
-    [pytest.param(*odd, marks=() if odd[0].seed in (0, 6) else pytest.mark.exhaustive) for odd in ODD],
+    [pytest.param(*odd, marks=() if odd[0].seed == 0 else pytest.mark.exhaustive) for odd in ODD],
 )
 def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair, options: tuple[str, ...]) -> None:
     """Every prompt length around the chunk's edges, and the whole room behind each."""
