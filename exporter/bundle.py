@@ -42,7 +42,13 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
     """Bytes of a graph's weights, and of those that a pass reads: all but embedding and rotary tables."""
     weights = {v for v in model.graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)}
     tables = {v for v in weights if str(v.name).startswith("rotary.")}
-    read = [v for node in model.graph if node.op_type != "Gather" for v in node.inputs if v in weights - tables]
+    read = [
+        v
+        for node in model.graph
+        if node.op_type not in ("Gather", "GatherBlockQuantized")
+        for v in node.inputs
+        if v in weights - tables
+    ]
     held, passed = (sum(v.const_value.nbytes for v in values if v.const_value) for values in (weights, read))
     return held, passed
 

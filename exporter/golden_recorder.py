@@ -186,7 +186,7 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     of drafted, since the drafter needs the prompt's hidden rows. Raises DamageError for outputs with NaN or infinity.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = target.embed_tokens.num_embeddings
+    vocabulary = target.embed_tokens.vocabulary
     # No longer than the tree: a pass of that many rows fits every backend.
     n = min(_PROMPT, target.capacity // 2, tree.rows)
     depths, ancestors, path = _tree(min(tree.rows, target.capacity - n), tree.depth, generator)

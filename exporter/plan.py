@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from graphs.dialects.quantization import FP8, UNQUANTIZED, Scheme, Schemes
+from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes
 from graphs.tree import TreeConfig
 from runtime.errors import InputError, UnavailableError
 
@@ -17,7 +17,7 @@ from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
 from .precision import AS_IS
 from .weights.packer import ALIGNMENT
-from .weights.quantize import carried, quantized
+from .weights.quantize import carried, quantized, scale_of
 from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
@@ -107,7 +107,21 @@ class Plan:
             found["target"] = Schemes(schemes.get(self.others), own)
         if self.zeros:
             found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]})
+        if embedding := self._embedding():
+            for name in self.models:
+                chosen = found.get(name, UNQUANTIZED)
+                found[name] = replace(chosen, own={**chosen.own, EMBEDDING: embedding})
         return found
+
+    def _embedding(self) -> Scheme | None:
+        """The scheme of the embedding, which is both models': 8 bits if the target is quantized, which changes nothing that could be
+        measured (docs/quality.md), or the codes that its checkpoint holds; None where it is linked, or a backend cannot read codes."""
+        if "target" not in self.quantized or self.link or self.backends != ("cpu",):
+            return None
+        if self.quantized["target"] != AS_IS:
+            return Scheme(CODED_BLOCK, torch.uint8, 8)
+        coded = self.pair.target_sources(positions=1)[EMBEDDING].coded
+        return Scheme(CODED_BLOCK, torch.uint8, coded.bits) if coded and not coded.zeros else None
 
     @property
     def zeros(self) -> bool:
@@ -143,9 +157,10 @@ class Plan:
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
-            as_is, importance = self.quantized.get(model) == AS_IS, self.importance if model == "target" else {}
+            importance = self.importance if model == "target" else {}
             for name, source in parameters.items():
-                scheme = chosen.of(name, source.shape[-1]) if is_matrix(name, source) else None
+                scheme = chosen.of(name, source.shape[-1]) if name == EMBEDDING or is_matrix(name, source) else None
+                as_is = self.quantized.get("target" if name == EMBEDDING else model) == AS_IS
                 if scheme is None:
                     file[name] = self._linked_if_possible(source)
                 elif as_is and source.coded:
@@ -226,16 +241,16 @@ class Plan:
         for file, sources in self.sources().items():
             trimmed = file == "weights/draft.bin" and self.pair.draft_vocabulary is not None
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
-            for name in ({"embed_tokens.weight"} | heads) & sources.keys():
+            for name in ({EMBEDDING, scale_of(EMBEDDING)} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
-                if name != "embed_tokens.weight" and "lm_head.scale" in sources:
+                if name in heads and "lm_head.scale" in sources:
                     codes = sources["lm_head.weight"]
                     content = f"{name} quantized {self.quantized[Path(file).stem]} {codes.fixed} {codes.shape}"
                     size *= len(self.codes) if name == "lm_head.weight" else 1
-                elif name == "lm_head.weight" and tied:
-                    content = "embed_tokens.weight"
-                elif name == "embed_tokens.weight" and file == "weights/draft.bin" and not self.pair.embedding_shared:
-                    content = file
+                elif name == "lm_head.weight" and tied and scale_of(EMBEDDING) not in sources:
+                    content = EMBEDDING
+                elif name not in heads and file == "weights/draft.bin" and not self.pair.embedding_shared:
+                    content = f"{file} {name}"
                 repeated += size * (content in seen)
                 seen.add(content)
         return repeated

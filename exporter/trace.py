@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -57,7 +58,7 @@ def signature(
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
-    hidden, layers = module.embed_tokens.embedding_dim, len(module.layers)
+    hidden, layers = module.embed_tokens.hidden, len(module.layers)
     past = caches(layers, attention.kv_heads, module.capacity, attention.head_dim, dtype)
     cached: list[Input] = [(n, t, {}) for n, t in zip(_names("past", layers), past, strict=True)]
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
@@ -117,8 +118,8 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 
 def _name_codes(model: ir.Model) -> None:
-    """Gives signed codes the shape [N, K] that DequantizeLinear expects, zero points that of the scales, and those of 4 bits the type
-    INT4."""
+    """Gives codes the shapes that their operators expect: signed ones [N, K] and zero points that of the scales, both of type INT4 if
+    they have 4 bits, for DequantizeLinear; those of an embedding [V, bytes of a row] for GatherBlockQuantized."""
 
     def retype(value: ir.Value, dtype: ir.DataType, shape: Sequence[Any]) -> None:
         old = value.const_value
@@ -128,7 +129,11 @@ def _name_codes(model: ir.Model) -> None:
         )
 
     for node in model.graph:
-        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        codes = node.inputs[0] if node.op_type in ("DequantizeLinear", "GatherBlockQuantized") else None
+        if codes is not None and node.op_type == "GatherBlockQuantized":
+            rows, *row = codes.const_value.shape
+            retype(codes, ir.DataType.UINT8, [rows, prod(row)])
+            continue
         if codes is None or codes.dtype != ir.DataType.INT8 or len(codes.const_value.shape) == 2:
             continue  # not in blocks, or named already
         block = node.attributes["block_size"].as_int()

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Cache, Past, Plain
-from .dialects.quantization import UNQUANTIZED, Schemes
-from .layer import Layer, Linear, LlamaShape, Rotary, matrix
+from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
+from .layer import Embedding, Layer, Linear, LlamaShape, Rotary, matrix
 from .tree import TreeConfig, grow
 
 
@@ -51,8 +51,7 @@ class Drafter(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
-        # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
+        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         self.fc = Linear(2 * shape.hidden, shape.hidden, fc_bias, ops, schemes["fc.weight"])
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}"), input_norm=i > 0) for i in range(shape.layers)]
@@ -67,7 +66,7 @@ class Drafter(nn.Module):
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """z(x, h) = fc(concat(embed[x], h)). tokens: int64 [n], hidden: [n, H] -> [n, H]."""
-        embedded = F.embedding(tokens, self.embed_tokens.weight)
+        embedded = self.embed_tokens(tokens)
         return self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
 
     def log_probs(self, y: Tensor) -> Tensor:

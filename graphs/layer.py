@@ -59,6 +59,19 @@ class Linear(nn.Module):
         return self.ops.linear(x, self.weight, self.scale, self.bias, self.zero)
 
 
+class Embedding(nn.Module):
+    """A table of rows. ``weight`` and ``scale`` are the parameters of ``matrix``."""
+
+    def __init__(self, vocabulary: int, hidden: int, ops: type[Plain], scheme: Scheme | None) -> None:
+        super().__init__()
+        self.vocabulary, self.hidden, self.ops = vocabulary, hidden, ops
+        self.weight, self.scale, _ = matrix((vocabulary, hidden), scheme)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 [n] -> [n, hidden]."""
+        return self.ops.embedding(tokens, self.weight, self.scale, self.hidden)
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, eps: float, ops: type[Plain]) -> None:
         super().__init__()

@@ -6,12 +6,11 @@ Prefill, verification and plain decoding use the same graph.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Plain
-from .dialects.quantization import UNQUANTIZED, Schemes
-from .layer import Layer, Linear, LlamaShape, Norm, Rotary
+from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
+from .layer import Embedding, Layer, Linear, LlamaShape, Norm, Rotary
 
 _LARGEST_SUM = 3e38  # just below the largest fp32
 
@@ -38,8 +37,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity, self.ops = capacity, ops
-        # Uninitialized: initializing one on the meta device imports torch._dynamo, which takes seconds.
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.hidden), freeze=False)
+        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
         self.layers: Sequence[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
@@ -58,7 +56,7 @@ class Target(nn.Module):
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, tokens.shape[0], past_length, caches[0])
-        x = F.embedding(tokens, self.embed_tokens.weight)
+        x = self.embed_tokens(tokens)
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position, key.dtype)

@@ -22,8 +22,8 @@ from graphs.dialects.quantization import dequantize
 from runtime import load
 from runtime.bundle.reader import Bundle
 from tests import gguf_files
-from tests.end_to_end.test_quantized import Rounding
 from tests.pairs import RandomPair
+from tests.rounding import Rounding
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
@@ -154,7 +154,10 @@ def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pyt
     said, parameters = capsys.readouterr().out, stored(bundle)
     rounded = {"lm_head.weight", "layers.1.mlp.down_proj.weight"} if kind == "mix" else set()
     kept = [name for name in parameters if name.endswith("weight") and name.replace("weight", "scale") in parameters]
-    assert len(kept) == 3 * 7 + 1
+    assert len(kept) == 3 * 7 + 2  # with lm_head and embedding
+    # An embedding's operator reads the codes of a row without a border between blocks.
+    width = 32 if kind != "Q4_0" else 16
+    parameters["embed_tokens.weight"] = parameters["embed_tokens.weight"].unflatten(1, (-1, width))
     for name in set(kept) - rounded:
         found = rows_of_parser(file, name, model) or rows_of_parser(file, "embed_tokens.weight", model)
         assert found is not None
@@ -164,8 +167,7 @@ def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pyt
         assert scale.tolist() == scales, name
         values = dequantize(parameters[name], scale, bits)
         assert torch.equal(values, model.get_parameter(name if name == "lm_head.weight" else f"model.{name}")), name
-    assert torch.equal(parameters["embed_tokens.weight"], model.get_parameter("model.embed_tokens.weight"))
-    assert f"Kept: the checkpoint's codes and scales of {len(kept) - len(rounded)} matrices" in said
+    assert f"Kept: the checkpoint's codes and scales of {len(kept) - len(rounded) - 1} matrices" in said
     assert ("Rounded to int8: layers.1.mlp.down_proj.weight and 1 more (Q4_1, Q5_0); the largest error is 0." in said) == bool(
         rounded
     )
@@ -218,9 +220,9 @@ def test_a_tied_lm_head_has_the_embedding_s_codes(tmp_path: Path) -> None:
     )
     assert raw is not None
     codes, scales = by_hand(*raw)
-    assert unpacked(sources["lm_head.weight"].whole(), 8) == codes
-    assert sources["lm_head.scale"].whole().tolist() == scales
-    assert torch.equal(sources["embed_tokens.weight"].whole(), model.get_parameter("model.embed_tokens.weight"))
+    for name in ("lm_head", "embed_tokens"):
+        assert unpacked(sources[f"{name}.weight"].whole(), 8) == codes
+        assert sources[f"{name}.scale"].whole().tolist() == scales
 
 
 def test_codes_for_both_kinds_of_backend_beside_a_drafter(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphs.dialects.quantization import EMBEDDING
 from runtime.errors import InputError
 
 
@@ -90,7 +91,7 @@ class Source:
 
 def is_matrix(name: str, source: Source) -> bool:
     """Whether a parameter is a factor of a matrix product, so that it can be quantized."""
-    return len(source.shape) > 1 and "weight" in name and name != "embed_tokens.weight"
+    return len(source.shape) > 1 and "weight" in name and name != EMBEDDING
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,26 @@ class Plain:
         return out if bias is None else out + bias
 
     @staticmethod
+    def embedding(tokens: Tensor, weight: Tensor, scale: Tensor | None, hidden: int) -> Tensor:
+        """Rows of a table. tokens: int64 [n]; weight: [V, hidden], or ``Scheme`` codes in blocks if there is a scale -> [n, hidden].
+
+        Codes are read by GatherBlockQuantized, which only ONNX Runtime has.
+        """
+        if scale is None:
+            return F.embedding(tokens, weight)
+        bits = bits_of(weight, hidden)
+        if not is_in_onnx_export():
+            return dequantize(weight[tokens], scale[tokens], bits)
+        return ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            (weight, tokens, scale),
+            {"gather_axis": 0, "quantize_axis": 1, "block_size": hidden // scale.shape[1], "bits": bits},
+            dtype=scale.dtype,
+            shape=[tokens.shape[0], hidden],
+            version=1,
+        )
+
+    @staticmethod
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """x @ weight * scale. x: [n, K]; weight: input-major codes [K, N]; scale: [N] -> [n, N]."""
         columns = max(1, _SLICE_ELEMENTS // weight.shape[0])

@@ -52,11 +52,14 @@ class Scheme:
         return *shape[:-1], -(-shape[-1] // self.block // 2)
 
 
+EMBEDDING = "embed_tokens.weight"
+
+
 @dataclass(frozen=True)
 class Schemes:
-    """How the matrices of a module are quantized, by parameter name. The embedding is no matrix in this sense.
+    """How the matrices of a module are quantized, by parameter name.
 
-    default: of the matrices that ``own`` does not name; None for those that are not quantized.
+    default: of the matrices that ``own`` does not name, except the embedding; None for those that are not quantized.
     """
 
     default: Scheme | None = None
@@ -69,7 +72,7 @@ class Schemes:
 
     def __getitem__(self, name: str) -> Scheme | None:
         """The scheme chosen for a matrix, whether or not it fits."""
-        return self.own.get(name, self.default)
+        return self.own.get(name, None if name == EMBEDDING else self.default)
 
     def within(self, module: str) -> "Schemes":
         """The schemes of a submodule, by its own parameter names."""
