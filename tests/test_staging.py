@@ -77,11 +77,8 @@ def at_once(pair: Path, folder: Path, overwrite: bool, apart: float) -> str:
     return "locked" if any("another export" in error for error, _ in ends) else "finished before"
 
 
-@pytest.mark.parametrize(("overwrite", "apart"), [
-    (True, 0.0),
-    pytest.param(False, 0.0, marks=pytest.mark.exhaustive),
-    pytest.param(True, 0.5, marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.exhaustive  # the next test is its core
+@pytest.mark.parametrize(("overwrite", "apart"), [(True, 0.0), (False, 0.0), (True, 0.5)])
 def test_two_exports_at_once_leave_one_whole_bundle(pair: Path, tmp_path: Path, overwrite: bool, apart: float) -> None:
     at_once(pair, tmp_path, overwrite, apart)
 
