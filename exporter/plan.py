@@ -107,18 +107,18 @@ class Plan:
             found["target"] = Schemes(schemes.get(self.others), own)
         if self.zeros:
             found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]})
-        if embedding := self._embedding():
-            for name in self.models:
+        for name in self.models:
+            if embedding := self._embedding(name):
                 chosen = found.get(name, UNQUANTIZED)
                 found[name] = replace(chosen, own={**chosen.own, EMBEDDING: embedding})
         return found
 
-    def _embedding(self) -> Scheme | None:
-        """The scheme of the embedding, which is both models': 8 bits if the target is quantized, which changes nothing that could be
-        measured (docs/quality.md), or the codes that its checkpoint holds; None where it is linked, or a backend cannot read codes."""
+    def _embedding(self, model: str) -> Scheme | None:
+        """The scheme of a model's embedding: 8 bits if the target is quantized, which loses a fiftieth of what int8 does
+        (docs/quality.md), or the codes that the checkpoint holds; None where it is linked, or a backend cannot read codes."""
         if "target" not in self.quantized or self.link or self.backends != ("cpu",):
             return None
-        if self.quantized["target"] != AS_IS:
+        if self.quantized["target"] != AS_IS or (model == "draft" and EMBEDDING in self.pair.drafter):
             return Scheme(CODED_BLOCK, torch.uint8, 8)
         coded = self.pair.target_sources(positions=1)[EMBEDDING].coded
         return Scheme(CODED_BLOCK, torch.uint8, coded.bits) if coded and not coded.zeros else None
@@ -166,7 +166,7 @@ class Plan:
                 elif as_is and source.coded:
                     file |= carried(source, name, scheme, self.dtype)
                 else:
-                    errors = self.errors if as_is else None
+                    errors = self.errors if self.quantized.get(model) == AS_IS else None
                     file |= quantized(source, name, scheme, self.dtype, importance.get(name), errors)
         return files
 

@@ -225,6 +225,28 @@ def test_a_tied_lm_head_has_the_embedding_s_codes(tmp_path: Path) -> None:
         assert sources[f"{name}.scale"].whole().tolist() == scales
 
 
+def test_a_drafter_reads_the_embedding_s_codes_unless_it_has_one_of_its_own(tmp_path: Path) -> None:
+    file, _ = written("Q4_0", tmp_path)
+    bits, at = dict[bool, int](), dict[bool, bool]()
+    for own in (False, True):
+        made = RandomPair(SIZES, heads=1, seed=3)
+        drafter = made.write(tmp_path / f"pair-{own}")[1]
+        state = torch.load(drafter / "pytorch_model.bin")
+        table = state.pop("embed_tokens.weight").float()
+        if not own:
+            torch.save(state, drafter / "pytorch_model.bin")
+        plan = parsed("--ckpt", str(drafter), "--target", str(file), "--capacity", "32")
+        places = _pack(plan, Packer(tmp_path / f"out-{own}", plan.dtype, lambda _: None))[torch.uint8]
+        one, two = (places[model]["embed_tokens.weight"] for model in ("target", "draft"))
+        at[own], bits[own] = one == two, 8 * two.length // (300 * 128)
+        assert 8 * one.length // (300 * 128) == 4
+        if own:
+            scale = places["draft"]["embed_tokens.scale"].mapped(tmp_path / "out-True")
+            values = dequantize(two.mapped(tmp_path / "out-True"), scale, 8)
+            assert float((values - table).abs().max()) < 0.005 * float(table.abs().max())
+    assert (at, bits) == ({False: True, True: False}, {False: 4, True: 8})
+
+
 def test_codes_for_both_kinds_of_backend_beside_a_drafter(tmp_path: Path) -> None:
     """MatMulNBits and DequantizeLinear read the same numbers. The drafter's own codes of the same lm_head are others."""
     file, _ = written("mix", tmp_path)
