@@ -331,6 +331,13 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
     assert decoded.startswith("<|begin_of_text|>user\nWhat is a list?<|end_of_text|><|begin_of_text|>assistant\n")
 
 
+def test_prompts_need_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "What is a list?"}')
+    assert cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--data", str(data), *SMALL]) == 1
+    assert "has no chat template to ask the prompts of --data with" in capsys.readouterr().err
+
+
 def test_long_prompts_wait_for_long_records(chat_target: Path) -> None:
     """A prompt that would fill a short record is not wasted on one; the longest records take whatever comes."""
     loaded = target.load(str(chat_target))

@@ -174,8 +174,14 @@ def _written(
         asked = [prompt for prompt in prompts(args.data) if prompt[0] not in known]
         if args.data and not asked:
             return True
+        pieces = template(tokenizer, ends)
+        if asked and not pieces.chat:
+            raise InputError(
+                f"target '{args.target}' has no chat template to ask the prompts of --data with: give text instead ('text' in "
+                ".jsonl, or .txt), or add its chat_template.jinja"
+            )
         seed = args.seed * ranks + rank
-        script = Script(template(tokenizer, ends), tokenizer, seed, len(text), asked[rank::ranks], own=not args.data)
+        script = Script(pieces, tokenizer, seed, len(text), asked[rank::ranks], own=not args.data)
         write(model, text, script, args.tokens, args.conversations, args.window, _say, seed, stopped)
     return not stopped()
 
