@@ -129,11 +129,10 @@ def _name_codes(model: ir.Model) -> None:
         )
 
     for node in model.graph:
-        codes = node.inputs[0] if node.op_type in ("DequantizeLinear", "GatherBlockQuantized") else None
-        if codes is not None and node.op_type == "GatherBlockQuantized":
-            rows, *row = codes.const_value.shape
-            retype(codes, ir.DataType.UINT8, [rows, prod(row)])
-            continue
+        if node.op_type == "GatherBlockQuantized":
+            vocabulary, *row = node.inputs[0].const_value.shape
+            retype(node.inputs[0], ir.DataType.UINT8, [vocabulary, prod(row)])
+        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
         if codes is None or codes.dtype != ir.DataType.INT8 or len(codes.const_value.shape) == 2:
             continue  # not in blocks, or named already
         block = node.attributes["block_size"].as_int()

@@ -22,7 +22,6 @@ from runtime.decoding import acceptance
 from runtime.decoding.prices import Costs
 from runtime.device_check import main as device_check
 from runtime.device_check import pieces as device_pieces
-from runtime.device_check import prompts as device_prompts
 from runtime.device_check import report as device_report
 from runtime.device_check import times as device_times
 from runtime.device_check import tokens as device_tokens
@@ -36,13 +35,11 @@ from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.pairs import SMALL
 
 NAMES = [piece.name for piece in PIECES]
-COUNT = 16  # of the prompts
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer and shorter texts; what is checked is the same."""
-    monkeypatch.setattr(device_prompts, "TEXTS", TEXTS[:COUNT])
     monkeypatch.setattr(device_tokens, "_TOKENS", 10)
     monkeypatch.setattr(device_tokens, "_CPU_TOKENS", 6)
     monkeypatch.setattr(device_pieces, "_SELFTEST", (1, 8, 250))
@@ -122,8 +119,8 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert pieces["compile"]["facts"]["compiled"]
     for name in ("greedy", "sampled"):
         facts = pieces[name]["facts"]
-        assert (facts["prompts"], facts["texts"], facts["alike"], facts["defects"]) == (COUNT, COUNT, COUNT, 0)
-        assert 7 * COUNT < facts["tokens"] <= 10 * COUNT
+        assert (facts["prompts"], facts["texts"], facts["alike"], facts["defects"]) == (40, 40, 40, 0)
+        assert 300 < facts["tokens"] <= 400
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok"] * 8 + ["skipped", "all"]
 
     text = (bundle.parent / "out" / MARKDOWN).read_text("utf-8")
@@ -131,7 +128,7 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     greedy, sampled, golden = (pieces[name]["facts"] for name in ("greedy", "sampled", "golden"))
     for column, way in (("plain, tokens/s", "plain"), ("speculative, tokens/s", "speculative")):
         assert row[column] == f"{greedy[way]['tokens_per_second']} / {sampled[way]['tokens_per_second']}"
-    assert row["texts as in plain decoding, greedy / sampled"] == f"{COUNT} of {COUNT} / {COUNT} of {COUNT}"
+    assert row["texts as in plain decoding, greedy / sampled"] == "40 of 40 / 40 of 40"
     target, draft = (float(part.split()[1]) for part in row["golden run, largest error"].split(", "))
     assert target == pytest.approx(golden["target"]["error"], rel=0.1)
     assert draft == pytest.approx(golden["draft"]["error"], rel=0.1)
@@ -161,7 +158,7 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
     status, pieces = ran(bundle, "--backend", "cuda")
     facts = pieces["cpu"]["facts"]
     assert status == 0
-    assert (facts["texts"], facts["alike"], facts["defects"]) == (2 * COUNT, 2 * COUNT, 0)
+    assert (facts["texts"], facts["alike"], facts["defects"]) == (80, 80, 0)
     assert all(list(at["target"]) == ["8"] for at in pieces["times"]["facts"]["contexts"])
 
     generated, calls = selftest.generated, Counter[str]()
@@ -186,11 +183,10 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
     status, pieces = ran(bundle, "--backend", "cuda", "--again")
     assert (status, pieces["cpu"]["facts"]["near_ties"], pieces["cpu"]["facts"]["defects"]) == (0, 1, 0)
     assert pieces["cpu"]["facts"]["widest_near_tie"] == pytest.approx(place["margin"], rel=0.01)
-    assert pieces["cpu"]["facts"]["alike"] == 2 * COUNT - 1
+    assert pieces["cpu"]["facts"]["alike"] == 79
 
 
-def test_prompts_of_a_tokenizer(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_prompts, "TEXTS", TEXTS)
+def test_prompts_of_a_tokenizer(demo_bundle: Path) -> None:
     with load(demo_bundle) as model:
         made = prompts(model)
         assert len(made) == len(TEXTS) == len(set(TEXTS)) == 40
@@ -279,10 +275,10 @@ def test_time_that_is_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, pieces = ran(bundle, "--minutes", "1e-9")
     assert status == 0
     assert pieces["greedy"]["facts"]["texts"] == 1
-    assert pieces["greedy"]["notes"][0] == f"checked only 1 of {COUNT} prompts before the time limit"
+    assert pieces["greedy"]["notes"][0] == "checked only 1 of 40 prompts before the time limit"
     assert len(pieces["times"]["facts"]["contexts"]) == 1
     assert "200 texts" in pieces["selftest"]["facts"]["results"][-1]["found"]
-    assert ran(bundle)[1]["greedy"]["facts"]["texts"] == COUNT
+    assert ran(bundle)[1]["greedy"]["facts"]["texts"] == 40
 
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------------

@@ -87,9 +87,9 @@ def test_which_exports_have_codes(tmp_path: Path) -> None:
     )
     pair.write(tmp_path)
 
-    def coded(*options: str, folder: Path = tmp_path) -> set[str]:
+    def coded(*options: str) -> set[str]:
         made = plan(
-            parsed(["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--capacity", "100", *options])
+            parsed(["--ckpt", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--capacity", "100", *options])
         )
         found = {file for file, sources in made.sources().items() if scale_of(EMBEDDING) in sources}
         for model in made.models:

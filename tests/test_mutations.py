@@ -19,9 +19,9 @@ from tests.mutations import KINDS, captured, mutants, survey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_survey(kind: str, tmp_path: Path) -> None:
-    outcomes, faults = survey(kind, range(24), 2026, tmp_path)
+    outcomes, faults = survey(kind, range(40), 2026, tmp_path)
     assert not faults, "\n".join(faults)
-    assert sum(outcomes.values()) == 25
+    assert sum(outcomes.values()) == 41
     assert len(outcomes) > 1
 
 
