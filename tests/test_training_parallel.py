@@ -38,7 +38,7 @@ def in_two(work: Callable[..., Any], *arguments: object) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, context) as pool:
+    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:  # others notice that a process has ended, not failed
         running = [pool.submit(_as_rank, rank, port, work, arguments) for rank in range(2)]
         return [own.result() for own in running]
 

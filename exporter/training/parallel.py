@@ -3,6 +3,7 @@
 Collectives must be called by all processes in the same order. Flags and objects travel over gloo, gradients over nccl where there is CUDA.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,9 @@ def joined(device: str) -> Iterator[str]:
             "another process of this training has ended: its message or torchrun's says why; the same command goes on from the last saved state"
         ) from None
     finally:
+        # Deleting a group waits for its threads and holds the GIL, which they may need to finish (PyTorch issue 56297): it is left to
+        # the end of the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
         dist.destroy_process_group()
 
 
