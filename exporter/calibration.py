@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import EMBEDDING
 from graphs.tree import TreeConfig
 from runtime.decoding.logprobs import log_softmax
 from runtime.errors import InputError, UnavailableError
@@ -147,9 +148,7 @@ def observe(
     module.load_state_dict(small, strict=False, assign=True)
     # A table of the text's own tokens stands in for the whole embedding.
     distinct, tokens = torch.tensor(ids).unique(return_inverse=True)
-    module.embed_tokens.weight = nn.Parameter(
-        sources["embed_tokens.weight"].rows(distinct).whole().float(), requires_grad=False
-    )
+    module.embed_tokens.weight = nn.Parameter(sources[EMBEDDING].rows(distinct).whole().float(), requires_grad=False)
     mask = torch.ones(n, n, dtype=torch.bool).tril()
     module(tokens, torch.arange(n), mask, torch.tensor([0]), empty(module, torch.float32))
     return Observed(moments, squares, logits)
@@ -189,4 +188,4 @@ def cost(plan: Plan, bundle: Path, backend: str, device: str, progress: Progress
 
 def _bytes(pair: Pair) -> int:
     """Bytes of the matrices, about: in the checkpoint's files they take two per number."""
-    return 2 * sum(prod(source.shape) for name, source in pair.target_sources(1).items() if name != "embed_tokens.weight")
+    return 2 * sum(prod(source.shape) for name, source in pair.target_sources(1).items() if name != EMBEDDING)

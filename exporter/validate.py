@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import bits_of, dequantize
+from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
 from runtime.decoding.decoder import Decoder
 from runtime.model import load
@@ -34,7 +34,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
     checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
     weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
-    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])  # which may be quantized where the embedding is not
+    weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
     sources = plan.sources()["weights/target.bin"]
     for name, scale in ((n, scale_of(n)) for n in weights):
         if name != scale and scale in sources:

@@ -22,12 +22,12 @@ import runtime
 from exporter.training import cli, loop, losses, start, state, store, target, text
 from exporter.training.batches import SPAN, Features, anchors, batch, usable, wanted
 from exporter.training.conversation import Script, template
-from exporter.training.evaluate import Evaluation, Score, Vocabulary, Walk
+from exporter.training.evaluate import Evaluation, Vocabulary, Walk
 from exporter.training.model import Anchors, Drafter
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 from tests.conftest import DEMO
 from tests.limits import full_disk
-from tests.training import SMALL, SOURCE, write_chat_target, write_source
+from tests.training import SMALL, SOURCE, not_evaluated, write_chat_target, write_source
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_killed_training_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Through the command: the same one again."""
-    monkeypatch.setattr(Evaluation, "__call__", lambda *_: Score([0.0], [0.0], {}))
+    monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
     common = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "4"]
     assert cli.main([*common, "--out", str(tmp_path / "whole")]) == 0
     own = [*common, "--save-every", "0.0001", "--out", str(tmp_path / "killed")]
@@ -259,7 +259,7 @@ def test_what_comes_out_exports_and_is_lossless(
         assert drafted.ids == plain.ids
         assert drafted.stats.tau > 1.1
     # A drafter that exists is a beginning.
-    monkeypatch.setattr(Evaluation, "__call__", lambda *_: Score([0.0], [0.0], {}))
+    monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
     again = [*arguments[:-1], str(tmp_path / "again"), "--init", str(out), "--draft-vocab", "1500"]
     assert cli.main(again) == 0
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_hidden_layers"] == 2

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from exporter.training import cli, conversation, loop, losses, parallel, start, state, store, target
 from exporter.training.batches import Features, anchors, batch, choose, usable, wanted
-from exporter.training.evaluate import Evaluation, Score, Vocabulary
+from exporter.training.evaluate import Evaluation, Vocabulary
 from exporter.training.model import Drafter
 from runtime.errors import InputError
 from tests.conftest import DEMO
 from tests.limits import full_disk
-from tests.training import SMALL, SOURCE, write_chat_target, write_source
+from tests.training import SMALL, SOURCE, not_evaluated, write_chat_target, write_source
 
 TINY = ["--serial-layers", "1", "--heads", "1"]
 SETTINGS = loop.Settings(3, 192, 2, 2e-3, 2, 0.8, 0.1, 0.5, 0, torch.float32)
@@ -129,7 +129,7 @@ def stopped(rank: int, at: str, *arguments: str) -> tuple[int, str, int]:
         return advance(training)
 
     loop.Training.advance, state.save = advance_and_end, counted  # type: ignore[method-assign]
-    Evaluation.__call__ = lambda *_: Score([0.0], [0.0], {})  # type: ignore[method-assign]
+    Evaluation.__call__ = not_evaluated  # type: ignore[method-assign]
     return *command(rank, *arguments), saves
 
 
@@ -152,7 +152,7 @@ def test_stopping_one_process_stops_both_and_one_process_goes_on(
     assert "another process of this training has ended" in said.splitlines()[-1]
     assert saves == 0
 
-    monkeypatch.setattr(Evaluation, "__call__", lambda *_: Score([0.0], [0.0], {}))
+    monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
     assert cli.main([*arguments, "--steps", "3"]) == 0
     assert "goes on from step 2 of 3" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.dialects.quantization import EMBEDDING
 from graphs.layer import LlamaShape
 from runtime.errors import InputError
 
@@ -117,7 +118,7 @@ def transformers_model(config: LlamaConfig, weights: Mapping[str, Tensor]) -> An
     with torch.device("meta"):
         model = transformers_class(config)(settings)
     model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # computed, not stored, so it must not stay on "meta"
-    tied = weights["embed_tokens.weight"]
+    tied = weights[EMBEDDING]
     state = {f"model.{name}": tensor for name, tensor in weights.items() if name != "lm_head.weight"}
     model.load_state_dict({**state, "lm_head.weight": weights.get("lm_head.weight", tied)}, assign=True)
     if "lm_head.weight" not in weights:

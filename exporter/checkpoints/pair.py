@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphs.dialects.plain import Plain
-from graphs.dialects.quantization import UNQUANTIZED, Schemes
+from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
 from graphs.target import Target
@@ -158,8 +158,8 @@ class Pair:
             module = Drafter(self.draft_shape, 1, 1, None, self.fc_bias)
         h = self.draft_shape.hidden
         expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
-        if "embed_tokens.weight" not in self.drafter:
-            del expected["embed_tokens.weight"]
+        if EMBEDDING not in self.drafter:
+            del expected[EMBEDDING]
         for head in range(self.heads):
             for block in range(self.blocks + 1):
                 expected[f"mlp.{head}.{block}.linear.weight"] = (h, h if block else 2 * h)
@@ -169,10 +169,9 @@ class Pair:
     @cached_property
     def embedding_shared(self) -> bool:
         """Whether the drafter's embedding is identical to the target's."""
-        name = "embed_tokens.weight"
-        if name not in self.drafter:
+        if EMBEDDING not in self.drafter:
             return True
-        slices = (self._tensor(checkpoint, name).slices() for checkpoint in (self.target, self.drafter))
+        slices = (self._tensor(checkpoint, EMBEDDING).slices() for checkpoint in (self.target, self.drafter))
         return all(torch.equal(a.float(), b.float()) for a, b in zip(*slices, strict=True))
 
     @cached_property
@@ -223,7 +222,7 @@ class Pair:
         """The target's parameters, in the order in which they are packed. positions: rows of the rotary tables."""
         sources = {name: self._tensor(self.target, name) for name in self._expected_target}
         if self.target_config.tie_word_embeddings:
-            sources["lm_head.weight"] = sources["embed_tokens.weight"]
+            sources["lm_head.weight"] = sources[EMBEDDING]
         return sources | rotary_sources(self.target_config, positions)
 
     def coded(self) -> dict[str, Coded]:
@@ -239,7 +238,7 @@ class Pair:
         names = [name for name in self._expected_drafter if not name.startswith("mlp.")]
         sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
-        sources.setdefault("embed_tokens.weight", target["embed_tokens.weight"])
+        sources.setdefault(EMBEDDING, target[EMBEDDING])
         sources |= self._draft_head(target["lm_head.weight"])
         h = self.draft_shape.hidden
         input_major = schemes.of("heads.weight.0", h) is None

@@ -215,17 +215,15 @@ class Script:
 
         limit: positions of the record; widest: of the longest records, the only ones with room to summarize a document.
         """
-        if not self.prompts and not self.own:
+        fitting = self._fitting(limit, limit == widest)
+        if fitting is None and not self.own:
             return None
         self.number += 1
         rng = random.Random(self.seed * 1_000_003 + self.number)
         temperature = rng.choice((0.0, 0.0, 0.7, 1.0))
-        if self.pieces.chat and self.prompts:
-            if fitting := self._fitting(limit, limit == widest):
-                source, given = fitting
-                return Conversation(self.pieces, limit, len(given) - 1, temperature, given, source)
-            if not self.own:
-                return None
+        if fitting:
+            source, given = fitting
+            return Conversation(self.pieces, limit, len(given) - 1, temperature, given, source)
         if not self.pieces.chat:
             return Conversation(self.pieces, limit, 0, rng.choice((0.7, 1.0, 1.0)))
         if limit == widest and self.documents and rng.random() < 0.5:
