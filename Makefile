@@ -36,7 +36,7 @@ test: check
 	$(PYTEST)
 
 test-all: check
-	$(PYTEST) -m ""
+	$(PYTEST) -m "" --hypothesis-profile=exhaustive
 
 # The package as users install it, from another folder: its commands run, and type checkers see its types.
 wheel: $(VENV)/ready

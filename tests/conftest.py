@@ -19,8 +19,10 @@ from tests.pairs import RandomPair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests run; see below
-settings.register_profile("gumiho", deadline=None)  # machines are shared, so no test is timed
-settings.load_profile("gumiho")
+# Machines are shared, so no test is timed. `make test-all` draws as many examples as hypothesis does by default.
+settings.register_profile("exhaustive", deadline=None)
+settings.register_profile("representative", deadline=None, max_examples=40)
+settings.load_profile("representative")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -28,6 +30,11 @@ DEMO = Path(__file__).parent.parent / "demo"
 def numbers(options: Sequence[str]) -> list[str]:
     """An export's options; nothing is quantized unless they ask for it, so that drafts equal those of the formulas."""
     return [*options, *([] if {"--draft-weights", "vllm"} & set(options) else ["--draft-weights", "none"])]
+
+
+def examples(count: int) -> settings:
+    """So many examples in `make test-all`, and the same share of them otherwise as where nothing is set."""
+    return settings(max_examples=count * settings().max_examples // 100)
 
 
 MakeBundle = Callable[..., Path]

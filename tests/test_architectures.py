@@ -165,7 +165,7 @@ def window_of(model: Any) -> int | None:
     return config.sliding_window if {None, "sliding_attention"} & set(kinds) else None
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from([kind for kind in ARCHITECTURES if kind != "llama"]), raw_configs())
 def test_a_configuration_is_transformers_own(kind: str, raw: dict[str, Any]) -> None:
     """Its fields, defaults included, and the parameters that a model of it has."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import transformers.utils.chat_template_utils
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,6 +24,7 @@ from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from runtime.errors import GumihoError
 from runtime.text.chat_template import ChatTemplate
+from tests.conftest import examples
 from tests.pairs import RandomPair
 
 Message = dict[str, Any]
@@ -408,14 +409,13 @@ JUMBLED = st.lists(MESSAGE, min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
-@settings(max_examples=40)
 @given(messages=SPOKEN | JUMBLED, system=st.booleans(), prompt=st.booleans())
 def test_any_conversation(kind: Any, name: str, template: str, messages: list[Message], system: bool, prompt: bool) -> None:
     compare(kind(name, template), SYSTEM * system + messages, prompt)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150)
+@examples(150)
 @given(text=CONTENTS | st.text())
 @example("")
 @example(" leading and trailing ")

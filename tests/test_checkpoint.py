@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +30,7 @@ from exporter.checkpoints.llama import LlamaConfig as OurConfig
 from exporter.checkpoints.llama import inverse_frequencies, llama_config, llama_shape, rotary_tables, transformers_config
 from runtime.errors import GumihoError
 from tests import peak
+from tests.conftest import examples
 from tests.pairs import RandomPair, drafter_config
 
 State = dict[str, Tensor]
@@ -333,7 +334,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     return raw | draw(st.fixed_dictionaries({}, optional=optional))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(raw_configs())
 def test_a_configuration_is_transformers_own(raw: dict[str, Any]) -> None:
     """Its fields, defaults included, and the rotary frequencies and tables, bit for bit."""

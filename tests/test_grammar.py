@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from runtime.decoding.grammar import Grammar, GrammarMatcher, GrammarMatchers
 from runtime.errors import GumihoError, InputError, MisuseError, UnavailableError
+from tests.conftest import examples
 from tests.test_token_bytes import DEMO, metaspace
 
 Node = tuple[str, Any]
@@ -160,7 +161,7 @@ def matches(pattern: str, text: bytes) -> bool:
         return False
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(PATTERNS, st.integers(0, 2**32))
 def test_regex_against_brute_force(drawn: tuple[str, Node], seed: int) -> None:
     (pattern, node), random, spelled = drawn, Random(seed), b""

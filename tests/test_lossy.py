@@ -7,11 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from runtime.decoding.acceptance import accept_path
 from runtime.decoding.lossy import full_tree, typical
+from tests.conftest import examples
 
 Tree = tuple[list[int], list[int]]  # tokens, parents
 
@@ -67,7 +68,7 @@ def padded_paths(parents: Sequence[int]) -> list[list[int]]:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_full_tree_is_the_longest_of_the_padded_paths(data: st.DataObject) -> None:
     """Each padded path is accepted as far as its tokens are the target's choices behind the rows before them. All that get
     farthest have the same rows so far, because siblings differ; those are what is accepted."""
@@ -145,7 +146,7 @@ def medusa(
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @given(st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> None:
     """The longest path of which each token passes Medusa's threshold, of several the likeliest, with logits of any peakedness,
     ties and -inf; cut where the text ends."""

@@ -19,7 +19,7 @@ from runtime.decoding.prices import FILE, Costs, Prices, sizes
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
 from runtime.errors import DamageError
-from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle, examples
 from tests.end_to_end.test_forms import opened
 
 PROMPTS = ("def main(argv=None):\n", "class Reader:\n    def __init__(self", "import os\n")
@@ -363,7 +363,7 @@ DEAREST = Costs({n: 1e6 + 2.4e6 * ((n - 1) / 7) ** 0.5 for n in sizes(8)}, 5e5, 
 TOO_DEAR = Costs({n: 20 * cost for n, cost in DEAREST.target.items()}, 20 * DEAREST.draft, 20 * DEAREST.host)
 
 
-@settings(max_examples=150)
+@examples(150)
 @example((DEAREST, TOO_DEAR), -0.3)
 @given(falsified(), st.sampled_from([-0.05, -0.3, -0.7, -1.5]))
 def test_no_stored_costs_let_a_drafter_that_is_never_right_cost_much(costs: tuple[Costs, Costs], score: float) -> None:
@@ -386,7 +386,7 @@ def right(score: float, seed: int) -> Callable[[], int]:
     return lambda: int(random.geometric(1 - np.exp(score))) - 1
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]), st.integers(0, 9))
 def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float, seed: int) -> None:
     """Of the time that drafting saves with the device's own costs, at most a tenth is lost. Where little is saved, chance decides."""

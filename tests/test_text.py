@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from runtime.text.stream import TextStream
-from tests.conftest import DEMO
+from tests.conftest import DEMO, examples
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 BYTE_LEVEL = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
@@ -188,7 +188,7 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> No
 
 
 @KINDS
-@settings(max_examples=400)
+@examples(400)
 @given(data=st.data())
 def test_stop_strings(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Text and length as all of the text says: stop strings within a token and over several, that overlap, lie in one another, begin

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, WordLevel
 
 from exporter.checkpoints.llama import LlamaConfig
 from exporter.checkpoints.tokenizer import load_tokenizer, surely_loads
+from tests.conftest import examples
 
 DEMO = Path(__file__).parent.parent / "demo"
 CONFIG = LlamaConfig(
@@ -100,7 +101,7 @@ RARE = dict.fromkeys(
 TOKENIZERS = [WordLevel(WORDS, "a"), BPE(WORDS, [])]
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     st.fixed_dictionaries({"tokenizer_class": CLASS}, optional=FIELDS),
     st.one_of(st.just({}), st.fixed_dictionaries({}, optional=RARE)),

@@ -6,11 +6,12 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from graphs.tree import TreeConfig, default_beam, grow
+from tests.conftest import examples
 from tests.naive import Node, best, brute_force_tree, reference_tree
 
 PENDING = 10**6
@@ -124,7 +125,7 @@ def trees(draw: st.DrawFn, reference: bool = False, serial: tuple[int, int] = (1
 
 
 toys = st.builds(Toy, st.integers(2, 60), st.integers(0, 2**30), st.booleans())
-many = settings(max_examples=250)
+many = examples(250)
 
 
 def same(toy: Toy, tree: TreeConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -34,7 +34,7 @@ from graphs.dialects.quantization import Scheme
 from graphs.tree import TreeConfig
 from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle
-from tests.conftest import DEMO, MakeBundle, numbers
+from tests.conftest import DEMO, MakeBundle, examples, numbers
 from tests.naive import NaiveDrafter
 from tests.pairs import RandomPair, drafter_config, write_drafter
 from tests.test_drafter import CAPACITY, cycles, eager, naive_of
@@ -62,7 +62,7 @@ def one_by_one(size: int, counts: dict[int, int], order: Sequence[int], always: 
     return chosen
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_the_most_frequent_are_chosen(data: st.DataObject) -> None:
     everything = data.draw(st.permutations(range(data.draw(st.integers(2, 24)))))
