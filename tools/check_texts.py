@@ -1,6 +1,6 @@
 """Compares the texts of ``tools/paper_table.py`` with transformers: every token must be its first choice, or nearly.
 
-    python -m tools.check_texts build/paper.jsonl --target FOLDER
+    python -m tools.check_texts build/paper.jsonl --target TARGET
 
 Reads the greedy texts of plain decoding and lets transformers' own model, in fp32, read each with its prompt in one pass. Prints how
 many tokens are not its first choice, and how far they are from it at most, relative to the largest logit there: two correct programs
@@ -27,7 +27,8 @@ def check(args: argparse.Namespace) -> int:
         raise InputError(
             f"'{args.texts}' holds no greedy texts of bundle {args.bundle}: run tools.paper_table at temperature 0"
         )
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    gguf = {"gguf_file": args.target.name} if args.target.suffix == ".gguf" else {}
+    model = AutoModelForCausalLM.from_pretrained(args.target.parent if gguf else args.target, dtype=torch.float32, **gguf)
     tokens, widest, differing = 0, 0.0, 0
     for line in lines:
         ids, text = line["prompt"], line["ways"]["plain"]["ids"]
@@ -46,7 +47,9 @@ def check(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, help="OUT of tools.paper_table")
-    parser.add_argument("--target", required=True, help="the target in the Hugging Face layout")
+    parser.add_argument(
+        "--target", type=Path, required=True, help="the target: a folder in the Hugging Face layout, or a GGUF file"
+    )
     parser.add_argument("--bundle", help="name of the bundle, which must not be quantized (default: the first)")
     parser.add_argument(
         "--margin", type=float, default=1e-4, help="largest distance allowed (default: 1e-4 of the largest logit)"
