@@ -92,6 +92,12 @@ DRAFTER_NAMES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These files are small, and are read as large ones are; those of other tests are read whole."""
+    monkeypatch.setattr("exporter.checkpoints.checkpoint._SMALL", 0)
+
+
 @pytest.fixture(scope="module")
 def target_state() -> State:
     return {name: t.detach().clone() for name, t in SMALL.make_target().state_dict().items()}

@@ -21,6 +21,7 @@ from ..weights.source import Coded, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
 from .json_config import document, reason, shown
 
+_SMALL = 1 << 24  # bytes up to which a pickled file is read whole, since opening it for every tensor takes longer
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
 _TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by their names in safetensors files
 _DTYPES = {*_TORCH_DTYPES, *map(str, _TORCH_DTYPES.values())}
@@ -52,7 +53,7 @@ class Checkpoint:
         rename = _target_name if kind == "target" else _drafter_name
         self._headers: dict[Path, Mapping[str, tuple[tuple[int, ...], str]]] = {}
         self._offsets_of: dict[Path, Mapping[str, int]] = {}
-        self._unmapped: dict[Path, dict[str, Tensor]] = {}  # tensors of files that cannot be mapped
+        self._whole: dict[Path, dict[str, Tensor]] = {}  # tensors of pickled files that are small or cannot be mapped
         self._locations: dict[str, tuple[Path, str]] = {}
         for file in self._weight_files():
             for stored in self._open(file):
@@ -126,10 +127,11 @@ class Checkpoint:
             raise DamageError(f"{file} is truncated or damaged{where} ({reason(error)}): download it again") from None
 
     def _load_pickle(self, file: Path) -> dict[str, Tensor]:
-        if file in self._unmapped:
-            return self._unmapped[file]
+        if file in self._whole:
+            return self._whole[file]
+        mapped = file.stat().st_size > _SMALL
         try:
-            state, mapped = torch.load(file, map_location="cpu", weights_only=True, mmap=True), True
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
@@ -142,7 +144,7 @@ class Checkpoint:
             if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
                 raise RuntimeError(f"'{name}' is not a dense CPU tensor")
         if not mapped:
-            self._unmapped[file] = tensors
+            self._whole[file] = tensors
         return tensors
 
     def identity(self) -> list[tuple[str, int, int]]:
