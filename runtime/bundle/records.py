@@ -99,9 +99,11 @@ def checked(kind: type[T], raw: Any, at: str = "") -> T:
 
 
 def _checked(kind: Any, raw: Any, at: str) -> Any:
+    if type(raw) is kind:
+        return raw
     if is_dataclass(kind):
         return _record(kind, raw, at)
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = _taken_apart(kind)
     if origin is Annotated:
         return _bounded(_checked(arguments[0], raw, at), arguments[1], at)
     if origin in (Union, UnionType):
@@ -121,10 +123,13 @@ def _checked(kind: Any, raw: Any, at: str) -> Any:
         key, value = arguments
         return {_checked(key, name, at): _checked(value, content, _inside(at, name)) for name, content in raw.items()}
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        raw = _as_float(raw, at)
-    if type(raw) is not kind:
-        raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind])
-    return raw
+        return _as_float(raw, at)
+    raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind])
+
+
+@cache
+def _taken_apart(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
 
 
 def _as_float(raw: int, at: str) -> float:
