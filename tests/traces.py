@@ -15,7 +15,6 @@ from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _PyTreeCodeGen
 from torch.fx.graph_module import GraphModule
-from torch.fx.proxy import TracerBase
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from exporter import trace
@@ -94,7 +93,7 @@ def shared(folder: Path) -> Iterator[None]:
         # The same list of operators again, twice for every trace.
         patch.setattr(export_utils, _LISTED, functools.lru_cache(maxsize=None)(getattr(export_utils, _LISTED)))
         # A tenth of every trace: where in our code each node was made, which ``_simplify`` drops.
-        patch.setattr(TracerBase, "record_stack_traces", False)
+        patch.setattr(torch.fx.config, "do_not_emit_stack_traces", True)
         # Another tenth: the source code of graphs that are only interpreted.
         patch.setattr(GraphModule, "recompile", _when_called)
         yield
