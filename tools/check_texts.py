@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from exporter.training.target import load
 from runtime.command import run
 from runtime.errors import InputError
 
@@ -27,8 +27,7 @@ def check(args: argparse.Namespace) -> int:
         raise InputError(
             f"'{args.texts}' holds no greedy texts of bundle {args.bundle}: run tools.paper_table at temperature 0"
         )
-    gguf = {"gguf_file": args.target.name} if args.target.suffix == ".gguf" else {}
-    model = AutoModelForCausalLM.from_pretrained(args.target.parent if gguf else args.target, dtype=torch.float32, **gguf)
+    model = load(args.target).model
     tokens, widest, differing = 0, 0.0, 0
     for line in lines:
         ids, text = line["prompt"], line["ways"]["plain"]["ids"]
@@ -47,9 +46,7 @@ def check(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, help="OUT of tools.paper_table")
-    parser.add_argument(
-        "--target", type=Path, required=True, help="the target: a folder in the Hugging Face layout, or a GGUF file"
-    )
+    parser.add_argument("--target", required=True, help="folder, GGUF file or hub id of the target")
     parser.add_argument("--bundle", help="name of the bundle, which must not be quantized (default: the first)")
     parser.add_argument(
         "--margin", type=float, default=1e-4, help="largest distance allowed (default: 1e-4 of the largest logit)"
