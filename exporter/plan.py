@@ -120,7 +120,7 @@ class Plan:
             return None
         if self.quantized["target"] != AS_IS or (model == "draft" and EMBEDDING in self.pair.drafter):
             return Scheme(CODED_BLOCK, torch.uint8, 8)
-        coded = self.pair.target_sources(positions=1)[EMBEDDING].coded
+        coded = self.pair.target.coded(EMBEDDING)
         return Scheme(CODED_BLOCK, torch.uint8, coded.bits) if coded and not coded.zeros else None
 
     @property
@@ -238,14 +238,18 @@ class Plan:
     def shared(self) -> int:
         """Bytes of embeddings and lm_heads that equal others, which are stored once."""
         tied, seen, repeated = self.pair.target_config.tie_word_embeddings, set[str](), 0
-        for file, sources in self.sources().items():
+        files = self.sources()
+        table = files["weights/target.bin"][EMBEDDING]
+        for file, sources in files.items():
             trimmed = file == "weights/draft.bin" and self.pair.draft_vocabulary is not None
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
             for name in ({EMBEDDING, scale_of(EMBEDDING)} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
                 if name in heads and "lm_head.scale" in sources:
-                    codes = sources["lm_head.weight"]
-                    content = f"{name} quantized {self.quantized[Path(file).stem]} {codes.fixed} {codes.shape}"
+                    codes, smoothed = sources["lm_head.weight"], "lm_head.weight" in self.factors
+                    same = tied and not smoothed and (codes.fixed, codes.shape) == (table.fixed, table.shape)
+                    quantized = f"{name} quantized {self.quantized[Path(file).stem]} {codes.fixed} {codes.shape}"
+                    content = name.replace("lm_head", "embed_tokens") if same else quantized
                     size *= len(self.codes) if name == "lm_head.weight" else 1
                 elif name == "lm_head.weight" and tied and scale_of(EMBEDDING) not in sources:
                     content = EMBEDDING

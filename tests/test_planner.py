@@ -386,7 +386,6 @@ def right(score: float, seed: int) -> Callable[[], int]:
     return lambda: int(random.geometric(1 - np.exp(score))) - 1
 
 
-@examples(100)
 @given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]), st.integers(0, 9))
 def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float, seed: int) -> None:
     """Of the time that drafting saves with the device's own costs, at most a tenth is lost. Where little is saved, chance decides."""
