@@ -44,7 +44,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
             weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
         elif name in plan.factors:
             weights[name] = sources[name].whole()
-    llama = transformers_model(plan.pair.target_config, weights)
+    llama = transformers_model(plan.pair.target_config, weights, weights.__getitem__)
     hidden = llama.model(ids[None]).last_hidden_state[0]
     logits = llama.lm_head(hidden)
 

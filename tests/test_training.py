@@ -31,10 +31,9 @@ from tests.training import SMALL, SOURCE, not_evaluated, write_chat_target, writ
 
 
 @pytest.fixture(scope="module")
-def model():
+def loaded() -> target.Target:
     torch.manual_seed(0)
-    loaded = target.load(str(DEMO / "target"))
-    return loaded.model, loaded.tokenizer
+    return target.load(str(DEMO / "target"))
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,14 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(model, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
-    return write_source(tmp_path_factory.mktemp("text"), *model)
+def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
+    return write_source(tmp_path_factory.mktemp("text"), loaded)
 
 
-def trainee(model, written: store.Text, steps: int = 6, rate: float = 2e-3, heads: int = 3) -> tuple[loop.Training, Evaluation]:
-    llama, _ = model
+def trainee(
+    loaded: target.Target, written: store.Text, steps: int = 6, rate: float = 2e-3, heads: int = 3
+) -> tuple[loop.Training, Evaluation]:
+    llama = loaded.model
     embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
     features = Features(None, written, llama.model)
     torch.manual_seed(1)
@@ -122,8 +123,8 @@ def test_slices_change_nothing() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_second_step_sees_the_text_up_to_its_anchor_and_itself(model) -> None:
-    llama, _ = model
+def test_the_second_step_sees_the_text_up_to_its_anchor_and_itself(loaded: target.Target) -> None:
+    llama = loaded.model
     torch.manual_seed(2)
     drafter = Drafter(start.config(llama, 2), 2)
     embedded, hidden = torch.randn(2, 20, 192), torch.randn(2, 20, 192)
@@ -138,8 +139,8 @@ def test_the_second_step_sees_the_text_up_to_its_anchor_and_itself(model) -> Non
             torch.testing.assert_close(found[n, s], drafter.extend(tokens, states)[0][0, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_anchors_lie_before_answers_and_within_the_text(model, written: store.Text) -> None:
-    llama, _ = model
+def test_anchors_lie_before_answers_and_within_the_text(loaded: target.Target, written: store.Text) -> None:
+    llama = loaded.model
     own = batch(written, Features(None, written, llama.model), [1, 2], "cpu")
     at = anchors(own, 6, 5, np.random.default_rng(0))
     hidden, valid = wanted(own, at, 5)
@@ -151,8 +152,8 @@ def test_anchors_lie_before_answers_and_within_the_text(model, written: store.Te
     torch.testing.assert_close(hidden[0, 2], own.hidden[row, place + 3])
 
 
-def test_hidden_states_on_disk_are_the_targets_own(model, written: store.Text, tmp_path: Path) -> None:
-    llama, _ = model
+def test_hidden_states_on_disk_are_the_targets_own(loaded: target.Target, written: store.Text, tmp_path: Path) -> None:
+    llama = loaded.model
     kept = Features(tmp_path, written, llama.model)
     records = [4, 1, len(written) - 1]
     first = kept.of(records)
@@ -167,8 +168,8 @@ def test_hidden_states_on_disk_are_the_targets_own(model, written: store.Text, t
         assert torch.equal(a, b)
 
 
-def test_a_few_steps_reduce_the_loss_on_held_out_text(model, written: store.Text) -> None:
-    training, evaluation = trainee(model, written, steps=20)
+def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, written: store.Text) -> None:
+    training, evaluation = trainee(loaded, written, steps=20)
     before = evaluation(training.drafter, training.vocabulary)
     while training.step < 20:
         training.advance()
@@ -177,13 +178,13 @@ def test_a_few_steps_reduce_the_loss_on_held_out_text(model, written: store.Text
     assert 1 <= after.tau[4] <= 4
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(model, written: store.Text, tmp_path: Path) -> None:
-    whole, evaluation = trainee(model, written)
+def test_a_resumed_run_is_the_uninterrupted_one(loaded: target.Target, written: store.Text, tmp_path: Path) -> None:
+    whole, evaluation = trainee(loaded, written)
     pace, quiet = loop.Pace(1e9, 1e9), lambda _: None
     assert loop.run(whole, evaluation, tmp_path / "a.pt", {}, pace, quiet, lambda: False, lambda: None)
-    first, _ = trainee(model, written)
+    first, _ = trainee(loaded, written)
     assert not loop.run(first, evaluation, tmp_path / "b.pt", {}, pace, quiet, lambda: first.step >= 3, lambda: None)
-    second, _ = trainee(model, written)
+    second, _ = trainee(loaded, written)
     stored = state.read(tmp_path / "b.pt", {})
     assert stored is not None
     assert stored["step"] == 3
@@ -265,14 +266,14 @@ def test_what_comes_out_exports_and_is_lossless(
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_hidden_layers"] == 2
 
 
-def test_trees_are_those_of_the_runtime(tmp_path: Path, model, written: store.Text) -> None:
+def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
     """Tau on a text that the target wrote greedily is what decoding it gains."""
-    training, _ = trainee(model, written, heads=5)  # as many as the demo pair has, whose traces are there
+    training, _ = trainee(loaded, written, heads=5)  # as many as the demo pair has, whose traces are there
     state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), None)
     bundle = tmp_path / "bundle"
     sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
     assert exporter.cli.main([*sources, "--out", str(bundle), "--draft-weights", "none"]) == 0
-    llama, _ = model
+    llama = loaded.model
     with runtime.load(bundle) as loaded:
         prompt = loaded.encode("import os\n\n\ndef ")
         session = loaded.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
@@ -324,7 +325,7 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
         assert cli.main([*arguments, "--conversations", "3"]) == 0
     loaded = target.load(str(chat_target))
     llama, tokenizer = loaded.model, loaded.tokenizer
-    made = store.Text(tmp_path / "out-training" / "text", llama.config.vocab_size, target.fingerprint(llama))
+    made = store.Text(tmp_path / "out-training" / "text", llama.config.vocab_size, loaded.name)
     assert sorted(source for source in made.sources if source < 1000) == [0, 1]
     asked = next(r for r in range(len(made)) if made.sources[r] == 0)
     decoded = tokenizer.decode((made.record(asked) & store.TOKEN).tolist())
@@ -388,8 +389,8 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest
     assert [f.name for f in tmp_path.iterdir()] == ["state.pt"]
 
 
-def test_a_full_disk_leaves_the_drafter_before(model, tmp_path: Path) -> None:
-    drafter = Drafter(start.config(model[0], 1), 0)
+def test_a_full_disk_leaves_the_drafter_before(loaded: target.Target, tmp_path: Path) -> None:
+    drafter = Drafter(start.config(loaded.model, 1), 0)
     (tmp_path / "model.safetensors").write_text("the one before")
     with full_disk(), pytest.raises(UnavailableError, match="free some space"):
         state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), None)
@@ -416,13 +417,15 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         (("layers.0.weight", "layers.x.weight", "mlp.weight", "mlp.0.bias"), "lacks the tensor"),
     ],
 )
-def test_a_beginning_with_odd_tensors_is_refused(model, names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_beginning_with_odd_tensors_is_refused(
+    loaded: target.Target, names: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
 
     def begin(source: str) -> None:
         layers, heads = start.shape_of(source)
-        start.from_checkpoint(Drafter(start.config(model[0], layers), heads), source)
+        start.from_checkpoint(Drafter(start.config(loaded.model, layers), heads), source)
 
     with pytest.raises(GumihoError, match=said):
         begin(str(tmp_path))
@@ -459,8 +462,26 @@ def test_data_without_text_is_refused(line: str, chat_target: Path, tmp_path: Pa
     assert "--data" in capsys.readouterr().err
 
 
-def test_too_little_text_is_refused(model, tmp_path: Path) -> None:
+def test_too_little_text_is_refused(loaded: target.Target, tmp_path: Path) -> None:
     made = store.Text(tmp_path, 2048, "x")
     with made.writing():
         made.append([(np.arange(20, dtype=np.uint32), -1)])
     assert not len(usable(made, 7, training=True))
+
+
+def test_rotary_frequencies_are_not_rounded(loaded: target.Target) -> None:
+    """At position 1,000 a frequency of bf16 is another angle by up to 3.9 radians."""
+    half = target.load(str(DEMO / "target"), dtype=torch.bfloat16).model
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(half.model.rotary_emb.inv_freq, loaded.model.model.rotary_emb.inv_freq)
+
+
+def test_a_small_gpu_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 1 GiB.")
+
+    monkeypatch.setattr(target, "load", full)
+    assert cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the memory of cpu is too small: give fewer --conversations")
+    assert error.count("\n") == 1

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from exporter.training import cli, conversation, loop, losses, parallel, start, state, store, target
+from exporter.training import batches, cli, conversation, loop, losses, parallel, start, state, store, target
 from exporter.training.batches import Features, anchors, batch, choose, usable, wanted
 from exporter.training.evaluate import Evaluation, Vocabulary
 from exporter.training.model import Drafter
@@ -62,8 +64,9 @@ def command(rank: int, *arguments: str) -> tuple[int, str]:
 def steps(rank: int, folder: Path) -> None:
     """Weights and their average after some steps from weights that only the first process has."""
     with parallel.joined("cpu"):
-        llama = target.load(str(DEMO / "target")).model
-        text = store.Text(folder / "text", llama.config.vocab_size, target.fingerprint(llama))
+        loaded = target.load(str(DEMO / "target"))
+        llama = loaded.model
+        text = store.Text(folder / "text", llama.config.vocab_size, loaded.name)
         torch.manual_seed(rank)
         drafter = Drafter(start.config(llama, 1), 1)
         embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
@@ -79,7 +82,7 @@ def steps(rank: int, folder: Path) -> None:
 def test_two_processes_step_as_one_that_averages_their_gradients(tmp_path: Path) -> None:
     loaded = target.load(str(DEMO / "target"))
     llama = loaded.model
-    text = write_source(tmp_path / "text", llama, loaded.tokenizer)
+    text = write_source(tmp_path / "text", loaded)
     in_two(steps, tmp_path)
     found = [[torch.load(tmp_path / f"{rank}-{number}.pt") for number in range(2)] for rank in range(2)]
     for a, b in zip(*found, strict=True):
@@ -173,23 +176,87 @@ def test_both_processes_write_text(tmp_path: Path) -> None:
         assert [status for status, _ in results] == [0, 0], results
     loaded = target.load(str(chat_target))
     llama, tokenizer = loaded.model, loaded.tokenizer
-    made = store.Text(tmp_path / "answers-training" / "text", llama.config.vocab_size, target.fingerprint(llama))
+    made = store.Text(tmp_path / "answers-training" / "text", llama.config.vocab_size, loaded.name)
     assert sorted(made.sources) == [0, 1, 2]
     for record, source in enumerate(made.sources):
         stored = made.record(record)
         asked = f"<|begin_of_text|>user\n{questions[source]}<|end_of_text|><|begin_of_text|>assistant\n"
         assert tokenizer.decode((stored & store.TOKEN).tolist()).startswith(asked)
         assert (stored & store.ANSWER).any()
-    own = store.Text(tmp_path / "own-training" / "text", llama.config.vocab_size, target.fingerprint(llama))
+    own = store.Text(tmp_path / "own-training" / "text", llama.config.vocab_size, loaded.name)
     assert own.tokens >= 200
     assert len({own.record(record).tobytes() for record in range(len(own))}) == len(own) > 4
+
+
+def sharded(rank: int, folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
+    """Exit status, output, and how many of each layer's weights this process holds once the target is split."""
+    batches._TOGETHER = 1
+    Evaluation.__call__ = not_evaluated  # type: ignore[method-assign]
+    held: list[int] = []
+    split = parallel.shard
+
+    def counted(layer: nn.Module, device: str) -> None:
+        split(layer, device)
+        held.append(sum(own.to_local().numel() for own in layer.parameters()))  # type: ignore[attr-defined]
+
+    parallel.shard = counted
+    return *command(rank, *arguments, "--shard-target", "--out", str(folder / "sharded")), held
+
+
+def test_a_target_split_over_processes_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers, hidden states, the first drafter and the trained one; each process holds half of the layers."""
+    chat_target = write_chat_target(tmp_path / "target")
+    data = tmp_path / "data.jsonl"  # two questions for the first process, one for the second
+    given = [
+        {"prompt": "What is a list?"},
+        {"prompt": "How long is it?"},
+        {"prompt": "And why?"},
+        {"text": SOURCE.read_text()[:2000]},
+    ]
+    data.write_text("\n".join(map(json.dumps, given)))
+    arguments = ["--target", str(chat_target), "--data", str(data), *SMALL, *TINY, "--conversations", "1", "--steps", "2"]
+    results = in_two(sharded, tmp_path, *arguments)
+    assert [status for status, *_ in results] == [0, 0], results
+    loaded = target.load(str(chat_target))
+    llama = loaded.model
+    weights = sum(own.numel() for own in llama.model.layers[0].parameters())
+    assert all(held == [weights // 2] * llama.config.num_hidden_layers for *_, held in results)
+
+    text = store.Text(tmp_path / "sharded-training" / "text", llama.config.vocab_size, loaded.name)
+    assert [source for source in sorted(text.sources) if source < 3] == [0, 1, 2]
+    assert len(text) % 2, "one process must have no text left while the other computes the last one's hidden states"
+    greedy = 0
+    for record in range(len(text)):
+        stored = text.record(record)
+        ids = torch.from_numpy((stored & store.TOKEN).astype(np.int64))
+        logits = llama(ids[None]).logits[0]
+        for place in np.flatnonzero(stored & store.GREEDY):
+            greedy += 1
+            assert logits[place - 1, ids[place]] >= logits[place - 1].max() - 1e-3
+    assert greedy > 5
+    kept, own = Features(tmp_path / "sharded-training" / "hidden", text, llama.model), Features(None, text, llama.model)
+    assert not kept._missing(range(len(text)))
+    for record in range(len(text)):
+        torch.testing.assert_close(kept.of([record]), own.of([record]), rtol=0.02, atol=0.02)
+
+    shutil.copytree(tmp_path / "sharded-training" / "text", tmp_path / "whole-training" / "text")
+    results = in_two(unevaluated, *arguments, "--out", str(tmp_path / "whole"))
+    assert [status for status, _ in results] == [0, 0], results
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded"))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-2, atol=1e-3)
+
+
+def unevaluated(rank: int, *arguments: str) -> tuple[int, str]:
+    Evaluation.__call__ = not_evaluated  # type: ignore[method-assign]
+    return command(rank, *arguments)
 
 
 def test_processes_share_hidden_states(tmp_path: Path) -> None:
     """What one writes while another computes stays, and nothing counts before it is on disk."""
     loaded = target.load(str(DEMO / "target"))
     llama = loaded.model
-    text = write_source(tmp_path / "text", llama, loaded.tokenizer)
+    text = write_source(tmp_path / "text", loaded)
     one, other = (Features(tmp_path / "hidden", text, llama.model) for _ in range(2))
     compute = one._compute
 
@@ -215,6 +282,20 @@ def test_anchors_that_do_not_divide_are_refused(
     arguments = ["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--anchors", "96"]
     assert cli.main(arguments) == 1
     assert capsys.readouterr().err == "error: --anchors is 96, and 2 processes share them: give a multiple of 64\n"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "start them with torchrun --nproc-per-node N"),
+        (["--no-hidden-cache"], "needs the hidden states on disk: leave out --no-hidden-cache"),
+    ],
+)
+def test_what_a_split_target_needs(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--shard-target", *more]
+    assert cli.main(arguments) == 1
+    assert said in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 

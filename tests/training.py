@@ -28,10 +28,10 @@ def write_chat_target(folder: Path) -> Path:
     return folder
 
 
-def write_source(folder: Path, llama: Any, tokenizer: Any) -> store.Text:
+def write_source(folder: Path, loaded: target.Target) -> store.Text:
     """Text of a file, in records of 96 tokens."""
-    made = store.Text(folder, llama.config.vocab_size, target.fingerprint(llama))
-    ids = np.array(tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
+    made = store.Text(folder, loaded.model.config.vocab_size, loaded.name)
+    ids = np.array(loaded.tokenizer.encode(SOURCE.read_text()), np.uint32) | store.ANSWER
     with made.writing():
         made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
     return made

@@ -2,7 +2,7 @@
 which takes seconds to import."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -112,18 +112,31 @@ def transformers_class(config: LlamaConfig) -> Any:
     return getattr(transformers, f"{config.architecture.name}ForCausalLM")
 
 
-def transformers_model(config: LlamaConfig, weights: Mapping[str, Tensor]) -> Any:
-    """transformers' own model over these numbers, frozen. weights: of a target, by name; without an lm_head it is tied."""
+def transformers_model(
+    config: LlamaConfig,
+    names: Iterable[str],
+    read: Callable[[str], Tensor],
+    layer_made: Callable[[Any], object] = lambda _: None,
+) -> Any:
+    """transformers' own model, frozen. names: of a target's weights, all that the configuration asks for; without lm_head it is tied.
+
+    layer_made: called with each layer when it has its weights, before those of the next one are read.
+    """
     settings = transformers_config(config)
     with torch.device("meta"):
         model = transformers_class(config)(settings)
     model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # computed, not stored, so it must not stay on "meta"
-    tied = weights[EMBEDDING]
-    state = {f"model.{name}": tensor for name, tensor in weights.items() if name != "lm_head.weight"}
-    model.load_state_dict({**state, "lm_head.weight": weights.get("lm_head.weight", tied)}, assign=True)
-    if "lm_head.weight" not in weights:
+    model.eval().requires_grad_(False)
+    for number, layer in enumerate(model.model.layers):
+        layer.load_state_dict({name: read(f"layers.{number}.{name}") for name in layer.state_dict()}, assign=True)
+        layer_made(layer)
+    model.model.norm.load_state_dict({"weight": read("norm.weight")}, assign=True)
+    model.model.embed_tokens.load_state_dict({"weight": read(EMBEDDING)}, assign=True)
+    if "lm_head.weight" in names:
+        model.lm_head.load_state_dict({"weight": read("lm_head.weight")}, assign=True)
+    else:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def llama_shape(config: LlamaConfig) -> LlamaShape:

@@ -1,6 +1,7 @@
 """Batches of text with the target's hidden states, and the anchors in them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import parallel
 from .model import Anchors
 from .store import ANSWER, TOKEN, Text
 
 SPAN = 32  # consecutive anchors, which share the target's distributions
+_TOGETHER = 16  # records of one pass when hidden states are computed beforehand
 _HELD_OUT = 50  # one record in so many is never trained on
 
 
@@ -30,7 +33,8 @@ class Batch:
 class Features:
     """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record.
 
-    Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last.
+    Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last. A target that
+    is split over them is called by all at once, so its hidden states are computed beforehand (``fill``).
     """
 
     def __init__(self, folder: Path | None, text: Text, decoder: Any) -> None:
@@ -38,6 +42,7 @@ class Features:
         self.text, self.decoder = text, decoder
         self.width: int = decoder.config.hidden_size
         self.states = self.done = None
+        self.complete = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.states, self.done = folder / "hidden.bin", folder / "done.bin"
@@ -48,26 +53,63 @@ class Features:
         """bf16 [n, H] of each record."""
         if self.states is None or self.done is None:
             return self._compute(records)
-        # Without a buffer, which might write back what lies between two records' bytes.
-        with open(self.states, "r+b") as states, open(self.done, "r+b", buffering=0) as done:
-            known = set(np.flatnonzero(np.frombuffer(done.read(), np.uint8)).tolist())
-            missing = [record for record in records if record not in known]
-            row = self.width * 2
-            fresh = dict(zip(missing, self._compute(missing), strict=True)) if missing else {}
-            for record, hidden in fresh.items():
-                states.seek(self.text.start(record) * row)
-                states.write(hidden.view(torch.int16).cpu().numpy().tobytes())
-            states.flush()
-            for record in fresh:
-                done.seek(record)
-                done.write(b"\1")
-            found = []
+        missing = self._missing(records)
+        if missing:
+            self._store(missing, self._compute(missing))
+        found, row = [], self.width * 2
+        with open(self.states, "rb") as states:
             for record in records:
                 start, end = self.text.start(record), int(self.text.ends[record])
                 states.seek(start * row)
                 read = np.frombuffer(states.read((end - start) * row), np.int16).reshape(-1, self.width)
                 found.append(torch.from_numpy(read.copy()).view(torch.bfloat16))
-            return found
+        return found
+
+    def fill(self, stopped: Callable[[], bool], report: Callable[[str], None]) -> bool:
+        """Computes what is missing, in all processes with the same number of passes. Returns whether it is all there.
+
+        What is appended to the text later is not seen. Raises UnavailableError if text is being written.
+        """
+        with nullcontext() if parallel.rank() else self.text.writing():
+            parallel.wait()
+            self.text.refresh()  # all processes see the same
+            parallel.wait()
+        missing = parallel.same(self._missing(np.argsort(self.text.lengths, kind="stable").tolist()))
+        rank, ranks = parallel.rank(), parallel.ranks()
+        for begin in range(0, len(missing), _TOGETHER * ranks):
+            if stopped():
+                return False
+            report(f"hidden states  {begin:,} of {len(missing):,} texts")
+            own = missing[begin + rank : begin + _TOGETHER * ranks : ranks]
+            hidden = self._compute(own or missing[:1])  # who has none left calls the target with the others
+            if own:
+                self._store(own, hidden)
+        parallel.wait()
+        self.complete = True
+        return True
+
+    def refresh(self) -> None:
+        """Takes notice of text that another process has appended, if its hidden states can still be computed."""
+        if not self.complete:
+            self.text.refresh()
+
+    def _missing(self, records: Sequence[int]) -> list[int]:
+        assert self.done is not None
+        known = set(np.flatnonzero(np.fromfile(self.done, np.uint8)).tolist())
+        return [record for record in records if record not in known]
+
+    def _store(self, records: Sequence[int], hidden: Sequence[Tensor]) -> None:
+        assert self.states is not None
+        assert self.done is not None
+        # Without a buffer, which might write back what lies between two records' bytes.
+        with open(self.states, "r+b") as states, open(self.done, "r+b", buffering=0) as done:
+            for record, own in zip(records, hidden, strict=True):
+                states.seek(self.text.start(record) * self.width * 2)
+                states.write(own.view(torch.int16).cpu().numpy().tobytes())
+            states.flush()
+            for record in records:
+                done.seek(record)
+                done.write(b"\1")
 
     @torch.no_grad()
     def _compute(self, records: Sequence[int]) -> list[Tensor]:

@@ -171,7 +171,7 @@ def run(
             losses_, hits, count, last_line = torch.zeros(()), torch.zeros(()), 0, now
         if now - last_save > pace.save:
             store()
-            training.text.refresh()
+            training.features.refresh()
             last_save = time.monotonic()
         if now - last_score > pace.evaluate and training.step < steps:
             measure()

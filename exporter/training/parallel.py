@@ -12,7 +12,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import InputError, UnavailableError
@@ -121,6 +124,17 @@ def in_turn() -> Iterator[None]:
     yield
     for _ in range(ranks() - rank()):
         wait()
+
+
+def shard(layer: nn.Module, device: str) -> None:
+    """Splits a frozen layer's weights over the processes (FSDP). From then on it is called by all of them at once."""
+    mesh = init_device_mesh(device.partition(":")[0], (ranks(),))
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """All of a weight whose layer may be split, for all processes at once."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def wrapped(module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.pair import tensor_indices
 from .batches import Features, usable
 from .model import BLOCKS, Drafter
+from .parallel import whole
 from .store import TOKEN, Text
 
 
@@ -52,7 +53,7 @@ def from_target(
     The serial layers are the target's last ones. Those read a residual stream that its final norm has not scaled, and the drafter's
     features are scaled, so the rows and columns that meet the stream take over that scale; their outputs are then made small, so that
     they correct the linear prediction instead of burying it. Norms of queries and keys, which a Llama lacks, become the scale of each
-    head that they have on a text.
+    head that they have on a text. All processes call it if the target is split over them.
     """
     records = usable(text, 2 + len(drafter.mlp), training=True)
     columns = 2 * drafter.config.hidden_size + 1
@@ -131,7 +132,7 @@ def _layers(drafter: Drafter, target: Any, record: NDArray[np.uint32]) -> None:
     for layer, own in zip(drafter.serial, last, strict=False):
         wanted = layer.state_dict()
         state = {name: torch.zeros_like(t) for name, t in wanted.items() if name.endswith("bias")}  # Qwen2 has some of Llama's
-        state |= {name: t.float().clone() for name, t in own.state_dict().items()}
+        state |= {name: whole(t).float().clone() for name, t in own.state_dict().items()}
         _fold_norms(state, own.self_attn, heads)
         into = state.pop("input_layernorm.weight") / safe
         if layer.input_layernorm is None:
@@ -156,7 +157,7 @@ def _fold_norms(state: dict[str, Tensor], attention: Any, heads: dict[nn.Module,
         if norm is None:
             continue
         size = heads[norm][0].square().mean(-1).sqrt().median(0).values
-        scale = (norm.weight.float() / size[:, None]).flatten()
+        scale = (whole(norm.weight).float() / size[:, None]).flatten()
         state[f"self_attn.{name}_proj.weight"] *= scale[:, None]
         if f"self_attn.{name}_proj.bias" in state:
             state[f"self_attn.{name}_proj.bias"] *= scale

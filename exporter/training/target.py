@@ -2,11 +2,14 @@
 
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from graphs.dialects.quantization import EMBEDDING
 from runtime.errors import InputError
 
 from ..checkpoints.llama import transformers_model
@@ -17,18 +20,26 @@ from ..plan import eos_token_ids
 
 @dataclass(frozen=True)
 class Target:
-    """model: transformers' own, frozen, in fp32. ends: the tokens that end a text. positions: of the longest text whose every position
-    all layers attend to, as those of a bundle do."""
+    """model: transformers' own, frozen. name: short, by its shape and some of its weights, so that text and state of another target are
+    refused. ends: the tokens that end a text. positions: of the longest text whose every position all layers attend to, as those of a
+    bundle do."""
 
     model: Any
+    name: str
     tokenizer: Any
     ends: tuple[int, ...]
     positions: int
 
 
-def load(source: str, device: str = "cpu") -> Target:
+def load(
+    source: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layer_made: Callable[[Any], object] = lambda _: None,
+) -> Target:
     """Any target that can be exported, in whatever format; quantized weights become the numbers they stand for.
 
+    layer_made: called with each layer of the model, before the weights of the next one are read.
     Raises GumihoError for what is no supported target.
     """
     from transformers.utils import logging
@@ -42,24 +53,31 @@ def load(source: str, device: str = "cpu") -> Target:
     ends = tuple(dict.fromkeys((*eos_token_ids(found), *(() if own is None else (own,)))))
     if not ends:
         raise InputError(f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id")
-    return Target(model_of(found).to(device), tokenizer, ends, found.target_config.positions)
+    model = model_of(found, device, dtype, layer_made)
+    return Target(model, _name(found), tokenizer, ends, found.target_config.positions)
 
 
-def model_of(found: LoneTarget) -> Any:
-    """transformers' own model over the numbers of a checkpoint, in fp32 on the CPU, frozen."""
-    return transformers_model(found.target_config, {name: found.target.read(name).float() for name in found.target.names()})
+def model_of(
+    found: LoneTarget,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layer_made: Callable[[Any], object] = lambda _: None,
+) -> Any:
+    """transformers' own model over the numbers of a checkpoint, frozen."""
+
+    def read(name: str) -> Tensor:
+        return found.target.read(name).float().to(device, dtype)
+
+    model = transformers_model(found.target_config, found.target.names(), read, layer_made)
+    model.model.rotary_emb.to(device)  # in fp32 always: positions times rounded frequencies are other angles
+    return model
 
 
-def fingerprint(model: Any) -> str:
-    """A short name of a target by its shape and some of its weights, so that text and state of another one are refused."""
-    config, crc = model.config, 0
-    for tensor in (
-        model.model.norm.weight,
-        model.model.embed_tokens.weight[:64],
-        model.model.layers[-1].mlp.down_proj.weight[:8],
-    ):
-        crc = zlib.crc32(tensor.detach().float().cpu().contiguous().numpy().tobytes(), crc)
-    return f"{config.num_hidden_layers}x{config.hidden_size}x{config.vocab_size}-{crc:08x}"
+def _name(found: LoneTarget) -> str:
+    shape, crc = found.target_shape, 0
+    for name, rows in (("norm.weight", None), (EMBEDDING, 64), (f"layers.{shape.layers - 1}.mlp.down_proj.weight", 8)):
+        crc = zlib.crc32(found.target.read(name)[:rows].float().contiguous().numpy().tobytes(), crc)
+    return f"{shape.layers}x{shape.hidden}x{shape.vocabulary}-{crc:08x}"
 
 
 def faster(device: str = "cpu") -> torch.dtype:

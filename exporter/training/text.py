@@ -58,7 +58,7 @@ class Slots:
             out.append(torch.bmm(share, values.view(batch, capacity, -1)).view(slots, 1, -1, self.head_dim))
         return torch.cat(out)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP keeps buffers from one call to the next, which may be outside inference mode
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The logits after one more token of every conversation. tokens, positions: int64 [slots] -> [slots, V]."""
         for (slots, _), first, mask in zip(self.sizes, self.first, self.masks, strict=True):
@@ -131,9 +131,7 @@ def write(
                 append()
                 finished, pending, flushed = [], 0, time.monotonic()
                 report(progress(text.tokens, wanted, (text.tokens - before) / (flushed - begun)))
-            if not any(talks):
-                continue  # others still have some
-            # An idle slot reads the same token over and over.
+            # An idle slot reads the same token over and over, so that processes which share a target call it together.
             tokens = torch.tensor([talk.ids[talk.read] if talk else 0 for talk in talks], device=device)
             positions = torch.tensor([talk.read if talk else 0 for talk in talks], device=device)
             logits = slots.step(tokens, positions)
