@@ -386,15 +386,19 @@ def right(score: float, seed: int) -> Callable[[], int]:
     return lambda: int(random.geometric(1 - np.exp(score))) - 1
 
 
-@given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]), st.integers(0, 9))
-def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float, seed: int) -> None:
-    """Of the time that drafting saves with the device's own costs, at most a tenth is lost. Where little is saved, chance decides."""
+@given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]))
+def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float) -> None:
+    """Of the time that drafting saves with the device's own costs, at most a twentieth is lost: in the mean, since a single text's luck
+    makes up to a ninth. Where little is saved, chance decides."""
     true, stored = costs
-    best, _ = simulate(Planner(true, 7), true, right(score, seed), 400, score=score)
     plain = true.target[1] + true.host
+
+    def pace(known: Costs) -> float:
+        return float(np.mean([simulate(Planner(known, 7), true, right(score, seed), 400, score=score)[0] for seed in range(8)]))
+
+    best = pace(true)
     assume(best < 0.6 * plain)
-    pace, _ = simulate(Planner(stored, 7), true, right(score, seed), 400, score=score)
-    assert pace - best <= 0.1 * (plain - best)
+    assert pace(stored) - best <= 0.05 * (plain - best)
 
 
 def test_a_plain_pass_dearer_than_more_rows_does_not_keep_a_random_drafter_drafting() -> None:
