@@ -14,7 +14,7 @@ import torch
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import GRAPHS, MANIFEST, TARGET_ONLY, Form, Graph, Manifest, TensorSpec, TreeShape
+from runtime.bundle.manifest import GRAPHS, MANIFEST, OPEN_CACHES, TARGET_ONLY, Form, Graph, Manifest, TensorSpec, TreeShape
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -177,7 +177,10 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted) if pair.has_drafter else None,
         sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
-        requires=() if pair.has_drafter else (TARGET_ONLY,),
+        requires=(
+            *(() if pair.has_drafter else (TARGET_ONLY,)),
+            *((OPEN_CACHES,) if any(form.graphs["target"].open_caches for form in forms.values()) else ()),
+        ),
     )
     (folder / MANIFEST).write_text(manifest.to_json(), "utf-8")
     for file in folder.rglob("*"):

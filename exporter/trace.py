@@ -22,12 +22,13 @@ from graphs.drafter import Drafter
 from graphs.target import Target
 from runtime.errors import InputError
 
+from . import branches
 from .repeated_layers import repeat, shortened
 from .weights.source import Location
 
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
-_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul")
+_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int64: ir.DataType.INT64, torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
@@ -59,8 +60,10 @@ def signature(
     sizes = sizes or {}
     attention = module.layers[0].self_attn
     hidden, layers = module.embed_tokens.hidden, len(module.layers)
-    past = caches(layers, attention.kv_heads, module.capacity, attention.head_dim, dtype)
-    cached: list[Input] = [(n, t, {}) for n, t in zip(_names("past", layers), past, strict=True)]
+    block = module.ops.block
+    positions, symbolic = (3 * block, {2: "positions"}) if block else (module.capacity, {})
+    past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
+    cached: list[Input] = [(n, t, symbolic) for n, t in zip(_names("past", layers), past, strict=True)]
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
 
     def axes(*names: str) -> tuple[list[int], dict[int, str]]:
@@ -245,6 +248,7 @@ def trace(
     _split_parts(model, locations, bundle)
     _name_codes(model)
     _simplify(model)
+    branches.make(model)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():
             del model.graph.initializers[name]

@@ -85,7 +85,7 @@ class Drafter(nn.Module):
         """
         row = torch.arange(tokens.shape[0], device=tokens.device)
         position = past_length + row
-        attention_mask = self.ops.attention_mask(None, tokens.shape[0], past_length, caches[0])
+        attention_mask = self.ops.attention_mask(None, position, past_length, caches[0])
         x = self.fuse(tokens, self.ops.gather(hidden, path))
         present: list[Tensor] = []
         pasts: list[Past] = []

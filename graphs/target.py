@@ -55,7 +55,7 @@ class Target(nn.Module):
         ``attend`` returns.
         """
         position = past_length + depth
-        attention_mask = self.ops.attention_mask(mask, tokens.shape[0], past_length, caches[0])
+        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
         x = self.embed_tokens(tokens)
         present: list[Tensor] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

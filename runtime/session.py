@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -115,10 +114,9 @@ class Session:
 
 def _size(decoder: Decoder) -> int:
     """The most bytes that the arrays of a saved session can have."""
-    graphs = decoder.passes.graphs
-    caches = [tensor for name in ("target", "draft") if name in graphs for tensor in graphs[name].caches]
-    ids = (decoder.manifest.capacity + 1) * np.dtype(np.int64).itemsize
-    return ids + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in caches)
+    graphs, capacity = decoder.passes.graphs, decoder.manifest.capacity
+    ids = (capacity + 1) * np.dtype(np.int64).itemsize
+    return ids + sum(graphs[name].cache_bytes(capacity) for name in ("target", "draft") if name in graphs)
 
 
 def _read(path: Path, most: int) -> dict[str, np.ndarray]:

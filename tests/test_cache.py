@@ -1,11 +1,13 @@
 """The slab against plain lists of rows, grown in place and by appending, on the host and on an accelerator."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.bundle.manifest import Graph, TensorSpec
+from runtime.bundle.manifest import BLOCK, Graph, TensorSpec
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Device, Host
 from tests.accelerator import Lazy
@@ -65,6 +67,39 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
         held = device.read(cache.bindings(graphs[0])[name])
         for position, row in enumerate(kept):
             np.testing.assert_array_equal(held[0, :, position], row[i])
+
+
+@given(st.data())
+def test_caches_of_any_length_keep_what_fits(data: st.DataObject) -> None:
+    """Whatever is asked for, in whatever order: positions stay where they were, and what is read beside them stays little."""
+    layers, heads, dim = (data.draw(st.integers(1, 3)) for _ in range(3))
+    capacity = data.draw(st.integers(1, 40 * BLOCK))
+    spec = graph("x", layers, heads, capacity, dim)
+    spec = replace(spec, inputs=tuple(
+        replace(t, shape=(1, heads, "positions", dim)) if t.name.startswith("past") else t for t in spec.inputs
+    ))  # fmt: skip
+    cache, kept = KVCache(Host(), spec, capacity=capacity), np.zeros((layers * 2 * heads, 0, dim), np.float32)
+    assert cache.capacity == -(-capacity // BLOCK) * BLOCK
+    assert spec.cache_bytes(capacity) == cache.capacity * layers * 2 * heads * dim * 4
+    for stamp in range(1, data.draw(st.integers(2, 12))):
+        wanted = data.draw(st.integers(1, capacity))
+        kept = kept[:, :wanted]
+        cache.length[0] = kept.shape[1]
+        moves, before = cache.moves, cache.data
+        cache.fit(wanted)
+        positions = cache.data.shape[1]
+        assert positions % BLOCK == 0
+        assert wanted <= positions <= min(cache.capacity, 2 * (wanted + 2 * BLOCK))
+        assert (cache.moves == moves) == (cache.data is before)
+        np.testing.assert_array_equal(cache.rows(kept.shape[1]), kept)
+        new = np.full((kept.shape[0], wanted - kept.shape[1], dim), stamp, np.float32) + np.arange(len(kept))[:, None, None]
+        kept = np.concatenate((kept, new), axis=1)
+        cache.data[:, :wanted] = kept
+        for i, tensor in enumerate(spec.caches):
+            view = cache.bindings(spec)[tensor.name]
+            assert view.flags.c_contiguous
+            np.testing.assert_array_equal(view[0, :, :wanted], kept[i * heads : (i + 1) * heads])
+            assert view.ctypes.data == cache.bindings(spec)[tensor.name.replace("past", "present")].ctypes.data
 
 
 def test_ports_are_views_of_one_slab() -> None:

@@ -19,8 +19,8 @@ from exporter.checkpoints.pair import Pair
 from exporter.trace import caches, trace
 from exporter.weights.packer import Packer
 from graphs.dialects.contrib import Contrib
-from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
+from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.drafter import Drafter
 from graphs.tree import TreeConfig
@@ -213,7 +213,7 @@ EXPORTED = [
     (2, 5, 16, tree_of(2), Contrib),
     pytest.param(3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard, marks=pytest.mark.exhaustive),
     pytest.param(1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard, marks=pytest.mark.exhaustive),
-    (2, 2, 24, tree_of(16, heads=2, beam=4), Exact),
+    (2, 2, 24, tree_of(16, heads=2, beam=4), Rounded),
 ]
 
 

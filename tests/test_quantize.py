@@ -28,6 +28,7 @@ from graphs.dialects.decomposed import Decomposed
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import FP8, Scheme, Schemes, bits_of, dequantize
+from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.drafter import Heads
 from graphs.layer import Linear
@@ -582,9 +583,9 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
     int8 = ("--weights", "int8", "--draft-weights", "int8")
     for pair, flags, dialects in (
         ("wide", (), (Contrib, Contrib)), ("odd", (), (Standard, Standard)),
-        ("wide", BOTH, (Exact, Contrib)), ("wide", int8, (Exact, Contrib)), ("odd", int8, (Exact, Exact)),
-        ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Exact)),
-        ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Exact)),
+        ("wide", BOTH, (Exact, Contrib)), ("wide", int8, (Exact, Contrib)), ("odd", int8, (Exact, Rounded)),
+        ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Rounded)),
+        ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Rounded)),
     ):  # fmt: skip
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)

@@ -98,7 +98,8 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQU
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     engine, shape = Engine(session), pair.target_shape
-    slabs = [t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, CAPACITY, shape.head_dim, torch.float32)]
+    positions = -(-CAPACITY // dialect.block) * dialect.block if dialect.block else CAPACITY
+    slabs = [t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, positions, shape.head_dim, torch.float32)]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
     tensors = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
 

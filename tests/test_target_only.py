@@ -14,7 +14,7 @@ import torch
 from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
 from runtime.backends.onnxruntime import Cpu, Engine
-from runtime.bundle.manifest import FEATURES, Manifest
+from runtime.bundle.manifest import TARGET_ONLY, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
@@ -282,7 +282,7 @@ def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypa
 
 def test_what_the_manifest_says(bundle: Path, demo_bundle: Path) -> None:
     manifest = Bundle(bundle).manifest
-    assert (manifest.rows, manifest.depth, manifest.tree, manifest.requires) == (8, 7, None, FEATURES)
+    assert (manifest.rows, manifest.depth, manifest.tree, manifest.requires) == (8, 7, None, (TARGET_ONLY,))
     assert not manifest.has_drafter
     assert manifest.sources == {"target": str(TARGET)}
     for form in manifest.forms.values():

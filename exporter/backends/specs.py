@@ -10,6 +10,7 @@ from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
+from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.tree import TreeConfig
 
@@ -104,7 +105,7 @@ def trace_spec(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quanti
         unquantized = Standard if odd else dialect
         # ``Standard`` does not round activations, which is slower.
         target_dialect = unquantized if "target" not in quantized else Exact if exact else Standard
-        drafting = Exact if odd and "draft" in quantized else unquantized
+        drafting = Rounded if odd and "draft" in quantized else unquantized
         sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
         return TraceSpec(target_dialect, drafting, capacity, min(_CHUNK, capacity), False, sizes)
     rows, accepted = tree.rows, tree.depth + 1

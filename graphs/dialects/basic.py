@@ -1,5 +1,7 @@
 """Primitives of opset 18, for MIGraphX and old releases of TensorRT."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,13 @@ class Basic(Plain):
     appends = True
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
         """Which rows each row attends to, bool [n, n]. It also attends to all cache positions below ``past_length``."""
+        rows = position.shape[0]
         return torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril() if mask is None else mask
 
     @classmethod
-    def attend(
-        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert attention_mask is not None
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         out, (k, v) = cls._attend_uncached(rows, cache, past_length, [], attention_mask)
         return out, k, v
 

@@ -1,6 +1,7 @@
 """ONNX Runtime's own operators, for its CPU provider."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ class Contrib(Standard):
     accuracy_level = 4
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
         """When traced: the mask as a bias, with zeros for the past before the rows' part; None for causal rows."""
         if not is_in_onnx_export():
-            return Plain.attention_mask(mask, rows, past_length, cache)
+            return Plain.attention_mask(mask, position, past_length, cache)
         return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
 
     @staticmethod
@@ -60,9 +61,7 @@ class Contrib(Standard):
         return cls._by_head(x, weights, scales, biases)
 
     @classmethod
-    def attend(
-        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
             return super().attend(rows, cache, past_length, attention_mask)
         return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, attention_mask, rotary=True)

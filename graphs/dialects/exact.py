@@ -1,66 +1,126 @@
 """Bit-identical rows whatever the other rows are, for quantized targets on ONNX Runtime's CPU provider."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
 from .contrib import Contrib
 from .plain import Plain
-from .standard import Standard
+from .rounded import Rounded
+
+BLOCK = 128  # positions summed in fp32: ONNX Runtime's products sum so many terms in one order, however many rows they have
+# The last positions before a row never belong to a block, so that the ancestors that a row has among a tree's rows do not either.
+_RECENT = 64
 
 
-class Exact(Standard):
+@dataclass(frozen=True)
+class Seen:
+    """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. fp64 biases are 0 or the lowest number.
+
+    any_settled: bool [1], whether some row has a settled block. settled_bias: fp64 [n, blocks]. begin: int64 [1], the first position
+    that is in no block settled for all rows. recent_bias: fp64 [n, m], of the m positions from there to the last row.
+    """
+
+    any_settled: Tensor
+    settled_bias: Tensor
+    begin: Tensor
+    recent_bias: Tensor
+
+
+def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: int) -> Tensor:
+    """An operator whose output's true shape depends on data; ``exporter.trace`` drops the declared one."""
+    version = 1 if "::" in kind else 13
+    return ops.symbolic(kind, inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
+
+
+class Exact(Rounded):
     """For quantized targets on ONNX Runtime's CPU provider: a row is bit-identical whatever the other rows of the pass are, and
     wherever its ancestors are among them.
 
     Quantized products round their input rows to int8. Another order of summation can flip such a rounding, and a few layers
     later the difference can change the token. The products of blocks sum every row in the same order if blocks have up to 32
     codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order does not matter.
-    Attention sums in an order that depends on the positions of the rows, so it is computed in double precision: rounding the
-    sum hides the order.
+
+    Attention settles blocks of 128 positions: a block that ends 64 positions before a row or earlier is one softmax and one sum in
+    fp32, in an order that nothing else in the pass changes. To the row it is then one more position, with the block's sum of
+    exponentials for a score (its logarithm) and the block's result for a value. These and the recent positions, whose order
+    depends on the other rows, are summed in double precision: rounding the sum hides the order.
     """
 
-    accuracy_level = 4
+    block = BLOCK
 
     @staticmethod
-    def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """When traced: each row is quantized to 127 steps of its largest magnitude, as unsigned bytes: ONNX Runtime's fast
-        kernels multiply unsigned by signed bytes."""
+    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
+        """When traced: ``Seen``."""
         if not is_in_onnx_export():
-            return Plain._whole(x, weight, scale)
-        largest = x.abs().amax(-1, keepdim=True)
-        # The cast truncates, so adding 0.5 rounds. A row of zeros is NaN here, and zeros again once it is scaled.
-        steps = (x * (127 / largest) + 128.5).to(torch.uint8)
-        inputs = (steps, weight, torch.tensor(1 / 127), scale, torch.tensor(128, dtype=torch.uint8))
-        shape = [x.shape[0], weight.shape[1]]
-        product = ops.symbolic("com.microsoft::MatMulIntegerToFloat", inputs, {}, dtype=x.dtype, shape=shape, version=1)
-        return product * largest
-
-    @staticmethod
-    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
-        """When traced: the mask as a bias in double precision, with zeros for the past before the rows' part."""
-        if not is_in_onnx_export():
-            return Plain.attention_mask(mask, rows, past_length, cache)
+            return Plain.attention_mask(mask, position, past_length, cache)
+        rows = position.shape[0]
+        lowest = torch.finfo(torch.float64).min
+        settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # blocks, of each row
+        begin = settled.amin(0, keepdim=True) * BLOCK
+        count = cache.shape[2] // BLOCK
+        blocks = _range(torch.zeros(1, dtype=torch.int64), torch.full((1,), count), count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
-        return Contrib._bias(row_mask, past_length, torch.float64)[0, 0]
+        bias = Contrib._bias(row_mask, past_length - begin, torch.float64)[0, 0]
+        recent = _range(begin, past_length + rows, rows)
+        in_block = _symbolic("Less", (recent[None], (settled * BLOCK)[:, None]), torch.bool, [rows, rows])
+        return Seen(
+            settled.amax(0, keepdim=True) > 0,
+            torch.where(_symbolic("Less", (blocks[None], settled[:, None]), torch.bool, [rows, count]), 0.0, lowest).double(),
+            begin,
+            torch.where(in_block, lowest, bias),
+        )
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
         """The declared shapes lack the past, whose length is data."""
-        assert attention_mask is not None
         _, heads, n, d = q.shape
-        kv_heads = keys.shape[1]
-        zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
-        k, v = (
-            ops.symbolic("Slice", (cache, zero, used, axis), {}, dtype=cache.dtype, shape=[1, kv_heads, n, d], version=13)
-            for cache in (keys, values)
+        kv_heads, axis = keys.shape[1], torch.full((1,), 2)
+        recent_keys, recent_values = (
+            _symbolic("Slice", (cache, seen.begin, used, axis), cache.dtype, [1, kv_heads, n, d]) for cache in (keys, values)
         )
-        grouped = (q * d**-0.5).reshape(1, kv_heads, -1, d)
-        if heads == kv_heads:
-            grouped = torch.cat((grouped, grouped), dim=2)  # the kernel for a single row sums in another order
+        grouped, repeats = (q * d**-0.5).reshape(1, kv_heads, -1, d), heads // kv_heads
+        if repeats == 1:
+            grouped, repeats = torch.cat((grouped, grouped), dim=2), 2  # the kernel for a single row sums in another order
         shape = [1, kv_heads, grouped.shape[2], n]
-        scores = ops.symbolic("com.microsoft::FusedMatMul", (grouped, k), {"transB": 1}, dtype=q.dtype, shape=shape, version=1)
-        if heads == kv_heads:
-            scores = scores[:, :, :n]
-        weights = (scores.double() + torch.cat([attention_mask] * (heads // kv_heads))).softmax(-1)
-        return (weights @ v.double()).to(q.dtype).reshape(1, heads, -1, d)
+        scores = _symbolic("com.microsoft::FusedMatMul", (grouped, recent_keys), q.dtype, shape, transB=1).double()
+        recent_scores = scores + torch.cat([seen.recent_bias] * repeats)
+        recent = recent_values.double()
+        out = _either(
+            seen.any_settled,
+            Exact._with_blocks(grouped, keys, values, recent_scores, recent, torch.cat([seen.settled_bias] * repeats)),
+            recent_scores.softmax(-1) @ recent,
+        ).to(q.dtype)
+        return (out[:, :, :n] if heads == kv_heads else out).reshape(1, heads, -1, d)
+
+    @staticmethod
+    def _with_blocks(
+        q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: Tensor, settled_bias: Tensor
+    ) -> Tensor:
+        """q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores: fp64 [1, kv heads, n', m]; recent: fp64 values
+        [1, kv heads, m, d]; settled_bias: fp64 [n', blocks] -> fp64 [1, kv heads, n', d]."""
+        _, kv_heads, rows, d = q.shape
+        blocks = keys.shape[2] // BLOCK
+        shape = torch.tensor([kv_heads, -1, BLOCK, d])
+        k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
+        inputs = q.reshape(kv_heads, 1, rows, d), k
+        scores = _symbolic("com.microsoft::FusedMatMul", inputs, q.dtype, [kv_heads, blocks, rows, BLOCK], transB=1)
+        shares = scores.softmax(-1)
+        # The largest share is 1 divided by the sum of exponentials.
+        total = (scores.amax(-1).double() - shares.amax(-1).double().log()).transpose(1, 2)[None]
+        weights = torch.cat((total + settled_bias, recent_scores), dim=-1).softmax(-1)
+        of_blocks = weights[0, :, :, :blocks].transpose(1, 2)[..., None] * (shares @ v).double()
+        return of_blocks.sum(1)[None] + weights[..., blocks:] @ recent
+
+
+def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
+    one = torch.ones((), dtype=torch.int64)
+    return _symbolic("Range", (begin.reshape(()), end.reshape(()), one), torch.int64, [length])
+
+
+def _either(condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
+    """One of two values, of which only that one is computed (``exporter.branches``). condition: bool [1]."""
+    return _symbolic("gumiho::Either", (condition, then, otherwise), then.dtype, list(then.shape))

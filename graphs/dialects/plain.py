@@ -7,6 +7,7 @@ do not depend on it. Traced, it emits the operators that its backends support. R
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,7 @@ class Plain:
     """The reference that every dialect computes when run eagerly."""
 
     opset = 24
+    block: int | None = None  # caches have any multiple of so many positions, instead of the capacity
     appends = False  # whether a pass returns only the keys and values of its rows
     # Of MatMulNBits: 4 rounds activations to int8, 0 leaves the choice to the backend. For 8-bit codes, ONNX Runtime's CPU
     # provider has kernels for 4 only; with any other value it unpacks the matrix in every pass.
@@ -151,12 +153,13 @@ class Plain:
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, rows: int, past_length: Tensor, cache: Tensor) -> Tensor | None:
+    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
         """The attention mask once the rows are written at ``past_length``, in the form that ``attend`` takes.
 
-        mask: bool [n, n] (row attends to row), None for causal rows; past_length: int64 [1]; cache: any cache of the pass.
-        Here bool [n, S]: every position below ``past_length``, and those rows that the mask allows.
+        mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1]; cache: any cache
+        of the pass. Here bool [n, S]: every position below ``past_length``, and those rows that the mask allows.
         """
+        rows = position.shape[0]
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
         if mask is None:
             return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]
@@ -164,9 +167,7 @@ class Plain:
         return (row < 0) | (of_rows & mask.index_select(1, torch.where(of_rows, row, 0)))
 
     @classmethod
-    def attend(
-        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values at ``past_length`` and attends to the cache.
 
         Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect ``appends``.

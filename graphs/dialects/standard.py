@@ -1,5 +1,7 @@
 """Opset 24 of the default ONNX domain, with fused attention and caches in place, for TensorRT and ONNX Runtime CUDA."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
@@ -34,9 +36,7 @@ class Standard(Plain):
         return out.to(x.dtype)
 
     @classmethod
-    def attend(
-        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
             return super().attend(rows, cache, past_length, attention_mask)
         q, k = cls.rotary(_split(rows.q, rows.heads), rows), cls.rotary(_split(rows.k, rows.kv_heads), rows)
@@ -49,7 +49,7 @@ class Standard(Plain):
         return _join(cls._attention(q, keys, values, attention_mask, past_length + q.shape[2])), keys, values
 
     @staticmethod
-    def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:
+    def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Any, used: Tensor) -> Tensor:
         """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
         # Scaled here, because TensorRT would scale both queries and keys by the square root, which reads the whole cache.
         inputs = (q * q.shape[-1] ** -0.5, keys, values, None if attention_mask is None else attention_mask[None, None])

@@ -1,7 +1,7 @@
 """The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
 contradicts itself is refused before anything is allocated."""
 
-from .manifest import Form, Graph, Manifest
+from .manifest import OPEN_CACHES, Form, Graph, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
@@ -15,7 +15,7 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> 
     if manifest.has_drafter and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
-        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest), graph.appends)
+        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, name), graph.appends)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -32,21 +32,24 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
     return f"{name} {dtype} {list(shape)}"
 
 
-def _caches(graph: Graph, manifest: Manifest) -> tuple[int, tuple[int, int, int]]:
+def _caches(graph: Graph, manifest: Manifest, name: str = "") -> tuple[int, tuple[int, int | str, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
     small.
     """
     shapes = [tensor.shape for tensor in graph.caches]
-    if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or not all(isinstance(n, int) for n in shapes[0]):
-        raise Damage(f"{graph.file} lacks a key and a value cache of four static dimensions for every layer")
-    _, kv_heads, positions, head_dim = (int(n) for n in shapes[0])
-    if positions < manifest.capacity:
+    if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
+        raise Damage(f"{graph.file} lacks a key and a value cache of four dimensions for every layer")
+    _, kv_heads, positions, head_dim = shapes[0]
+    if isinstance(positions, str):
+        if positions != "positions" or name != "target" or OPEN_CACHES not in manifest.requires:
+            raise Damage(f"{graph.file} has caches of '{positions}' positions, expected {manifest.capacity} or more")
+    elif positions < manifest.capacity:
         raise Damage(f"{graph.file} has caches of {positions} positions, expected {manifest.capacity} or more")
-    return len(shapes) // 2, (kv_heads, positions, head_dim)
+    return len(shapes) // 2, (int(kv_heads), positions, int(head_dim))
 
 
 def _expected(
-    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int, int]], appends: bool
+    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int | str, int]], appends: bool
 ) -> tuple[Signature, Signature]:
     """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends: see ``Graph.appends``."""
     layers, (kv_heads, positions, head_dim) = caches

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
+import numpy as np
+
 from ..devices import Array, Device
 from ..errors import InputError
 from .hashes import Count, File
@@ -13,8 +15,10 @@ FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY = "target-only"  # the feature of a bundle without a drafter
+OPEN_CACHES = "open-caches"  # the feature of a bundle whose target takes caches of any multiple of BLOCK positions
+BLOCK = 128
 # Features that this version knows. Bundles name under ``requires`` the features that a reader must know.
-FEATURES: tuple[str, ...] = (TARGET_ONLY,)
+FEATURES: tuple[str, ...] = (TARGET_ONLY, OPEN_CACHES)
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
@@ -27,7 +31,7 @@ class TensorSpec:
 
     name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a tensor")]
     dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
-    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted"))], ...]
+    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted", "positions"))], ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,26 @@ class Graph:
     def caches(self) -> tuple[TensorSpec, ...]:
         """The cache inputs: key, then value of each layer in turn, each [1, kv heads, S, d]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
+
+    @property
+    def open_caches(self) -> bool:
+        """Whether the caches may have any multiple of BLOCK positions, which then is the symbolic axis ``positions``."""
+        return self.caches[0].shape[2] == "positions"
+
+    def cache_positions(self, capacity: int) -> int:
+        """The most positions that the caches have in a bundle of this capacity."""
+        return -(-capacity // BLOCK) * BLOCK if self.open_caches else int(self.caches[0].shape[2])
+
+    def cache_bytes(self, capacity: int) -> int:
+        """Bytes of the caches with that many positions."""
+        _, kv_heads, _, head_dim = self.caches[0].shape
+        return (
+            len(self.caches)
+            * int(kv_heads)
+            * self.cache_positions(capacity)
+            * int(head_dim)
+            * np.dtype(self.caches[0].dtype).itemsize
+        )
 
     @property
     def appends(self) -> bool:

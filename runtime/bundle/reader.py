@@ -2,7 +2,6 @@
 
 import hashlib
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +83,9 @@ class Bundle:
     def caches(self, backend: str) -> int:
         """Bytes of the KV caches, and of the target's hidden rows that a drafter reads later."""
         graphs, manifest = self.manifest.form(backend).graphs, self.manifest
-        tensors = [tensor for name in ("target", "draft") if name in graphs for tensor in graphs[name].caches]
         kept = manifest.capacity if manifest.has_drafter else 0
         hidden_rows = kept * manifest.hidden * np.dtype(manifest.dtype).itemsize
-        return hidden_rows + sum(prod(int(n) for n in tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors)
+        return hidden_rows + sum(graphs[name].cache_bytes(manifest.capacity) for name in ("target", "draft") if name in graphs)
 
 
 def folder(path: str | Path) -> Path:

@@ -147,9 +147,12 @@ class Decoder:
         assert self.selector
         choice = int(self.passes.choice[row])
         if choice < 0:
+            read = len(self._ids())
+            self.clear()
+            self.passes.target_cache.wipe()
             raise DamageError(
-                f"the target's logits hold NaN or infinity after {len(self.text[0]) + len(self.text[1])} tokens: the weights or engines are damaged, "
-                "or values overflow; run `gumiho doctor` on the bundle"
+                f"the target's logits hold NaN or infinity after {read} tokens: the weights or engines are damaged, or values overflow; "
+                "run `gumiho doctor` on the bundle"
             )
         return self.selector.add(self.selector.choose(choice, lambda: self.passes.row(row)))
 

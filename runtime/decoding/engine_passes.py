@@ -30,9 +30,9 @@ class EnginePasses:
         self.manifest, self.form, self.graphs = manifest, form, form.graphs
         self.engines, self.device = engines, device
         device.enter()
-        self.target_cache = KVCache(device, self.graphs["target"])
+        self.target_cache = KVCache(device, self.graphs["target"], capacity=manifest.capacity)
         drafting = [self.graphs[name] for name in ("draft", "extend") if name in self.graphs]
-        self.draft_cache = KVCache(device, *drafting, dtype=manifest.dtype)
+        self.draft_cache = KVCache(device, *drafting, capacity=manifest.capacity, dtype=manifest.dtype)
         widest = max(manifest.rows, form.chunk)
         self.choice = np.zeros(widest, np.int64)
         self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
@@ -87,8 +87,13 @@ class EnginePasses:
     def _bind_target(self, tokens: Array, depth: Array, mask: Array) -> Call:
         n = len(mask)
         outputs = {"choice": self.choice[:n], "logits": self.logits[:n], "hidden": self.hidden[:n]}
-        inputs = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask}
-        return self.engines["target"].bind({**inputs, **outputs, **self.target_cache.bindings(self.graphs["target"])})
+        buffers = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask, **outputs}
+        graph, cache = self.graphs["target"], self.target_cache
+
+        def bind() -> Call:
+            return self.engines["target"].bind({**buffers, **cache.bindings(graph)})
+
+        return _growing(cache, n, bind) if graph.open_caches else bind()
 
     def _bind_verification(self, rows: int) -> Call:
         tree_mask = self.tree["tree_mask"]
@@ -152,3 +157,17 @@ class EnginePasses:
         finally:
             self.__dict__.clear()
             close(engines, device)
+
+
+def _growing(cache: KVCache, rows: int, bind: Callable[[], Call]) -> Call:
+    """A call that makes room in the cache for its rows, and is bound anew when the cache has other buffers."""
+    bound, moves = bind(), cache.moves
+
+    def call() -> None:
+        nonlocal bound, moves
+        cache.fit(int(cache.length[0]) + rows)
+        if moves != cache.moves:
+            bound, moves = bind(), cache.moves
+        bound()
+
+    return call

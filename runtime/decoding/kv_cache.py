@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..bundle.manifest import Graph
+from ..bundle.manifest import BLOCK, Graph
 from ..devices import Array, Device
 from ..errors import DamageError
 
@@ -15,34 +15,67 @@ class KVCache:
     A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own. ``commit``
     keeps some of them. A cache that no graph uses is empty and stays so.
 
-    data: the array, as [layers * 2 * kv heads, S, d]. length: int64 [1] on the host, the positions filled so far; the graphs'
+    data: the array, as [layers * 2 * kv heads, S, d]. moves: how often it has been laid out anew, which makes bound calls
+    stale. length: int64 [1] on the host, the positions filled so far; the graphs'
     ``past_length`` is bound to it.
     """
 
-    def __init__(self, device: Device, *graphs: Graph, dtype: str = "float32") -> None:
-        """graphs: those that share the cache, if any. dtype: of an empty cache; others have that of their graphs."""
+    def __init__(self, device: Device, *graphs: Graph, capacity: int = 0, dtype: str = "float32") -> None:
+        """graphs: those that share the cache, if any. capacity: of the bundle, which counts if the graphs take caches of any length.
+        dtype: of an empty cache; others have that of their graphs."""
         tensors = graphs[0].caches if graphs else ()
-        _, self._kv_heads, self.capacity, self.head_dim = (int(n) for n in tensors[0].shape) if tensors else (1, 0, 0, 0)
-        self._device, self._groups = device, len(tensors) * self._kv_heads
+        self._kv_heads, self.head_dim = (int(tensors[0].shape[i]) for i in (1, 3)) if tensors else (0, 0)
+        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0
+        self._device, self._graphs, self._groups = device, graphs, len(tensors) * self._kv_heads
         self._dtype = tensors[0].dtype if tensors else dtype
         self.length = np.zeros(1, np.int64)
-        self.data, views = self._allocate(len(tensors), self.capacity)
-        past = {tensor.name: view for tensor, view in zip(tensors, views, strict=True)}
-        self._bindings: dict[str, dict[str, Array]] = {}
-        self._new_rows: dict[str, Array] = {}  # where each graph leaves its rows, [layers * 2 * kv heads, n, d]
+        self.moves = 0
+        self._slab = device.zeros((self._groups, self.capacity, self.head_dim), self._dtype)
+        self._new_rows: dict[str, Array] = {}  # where each appending graph leaves its rows, [layers * 2 * kv heads, n, d]
         for graph in graphs:
             if graph.appends:
-                self._new_rows[graph.file], views = self._allocate(len(tensors), int(graph.fresh[0].shape[2]))
+                shape = self._groups, int(graph.fresh[0].shape[2]), self.head_dim
+                self._new_rows[graph.file] = device.zeros(shape, self._dtype)
+        self._open = bool(graphs) and graphs[0].open_caches
+        self._lay_out(BLOCK if self._open else self.capacity)
+
+    def _lay_out(self, positions: int) -> None:
+        """Makes ``data`` the first bytes of the slab, with so many positions, and binds the graphs to it."""
+        whole = self._slab
+        if positions < self.capacity:
+            whole = whole.reshape(-1)[: self._groups * positions * self.head_dim]
+        self.data = whole.reshape(self._groups, positions, self.head_dim)
+        self._bindings: dict[str, dict[str, Array]] = {}
+        for graph in self._graphs:
+            past = dict(zip((tensor.name for tensor in graph.caches), self._views(self.data), strict=True))
+            if graph.appends:
+                views = self._views(self._new_rows[graph.file])
                 written = {tensor.name: view for tensor, view in zip(graph.fresh, views, strict=True)}
             else:
-                self._new_rows[graph.file] = self.data
                 written = {name.replace("past", "present"): view for name, view in past.items()}
             self._bindings[graph.file] = past | written | {"past_length": self.length}
 
-    def _allocate(self, caches: int, positions: int) -> tuple[Array, list[Array]]:
-        data = self._device.zeros((self._groups, positions, self.head_dim), self._dtype)
-        whole = data.reshape(caches, 1, self._kv_heads, positions, self.head_dim)
-        return data, [whole[i] for i in range(caches)]
+    def _views(self, data: Array) -> list[Array]:
+        count = self._groups // self._kv_heads
+        caches = data.reshape(count, 1, self._kv_heads, data.shape[1], self.head_dim)
+        return [caches[i] for i in range(count)]
+
+    def fit(self, positions: int) -> None:
+        """Makes room for so many positions, and an eighth more, if the graphs take caches of any length, which only those of the host
+        do. A pass reads all that is there, so a cache that is much too large becomes smaller. Filled positions that fit stay."""
+        old, have = self.data, self.data.shape[1]
+        if positions > have:
+            positions = max(positions, have + have // 8)
+        elif not self._open or 2 * (positions + BLOCK) > have:
+            return
+        self._lay_out(min(self.capacity, -(-positions // BLOCK) * BLOCK))
+        wider = self.data.shape[1] > have
+        kept = min(int(self.length[0]), have, self.data.shape[1])
+        for group in (
+            reversed(range(self._groups)) if wider else range(self._groups)
+        ):  # no group overwrites one that is still to move
+            self.data[group, :kept] = old[group, :kept].copy()
+        self.moves += 1
 
     def bindings(self, graph: Graph) -> Mapping[str, Array]:
         """The buffers of a graph's cache inputs and outputs."""
@@ -53,21 +86,23 @@ class KVCache:
 
         ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
         """
-        start, new_rows = int(self.length[0]), self._new_rows[graph.file]
+        start, new_rows = int(self.length[0]), self._new_rows.get(graph.file, self.data)
         first = 0 if graph.appends else start
         for at, row, count in runs(path, graph.appends):
             if graph.appends or row != at:
                 self._device.move(self.data, start + at, new_rows, first + row, count)
         self.length[0] = start + len(path)
 
+    def wipe(self) -> None:
+        """Overwrites everything that a text has left, and empties the cache. Passes read whole blocks of positions, and NaN that lies
+        behind the filled ones would spread."""
+        self._device.write(self._slab, np.zeros(self._slab.shape, self._dtype))
+        self.length[0] = 0
+
     def fill_garbage(self) -> None:
         """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below ``length``
         only."""
-        views = [
-            view
-            for name, view in next(iter(self._bindings.values())).items()
-            if name.startswith("past_") and view is not self.length
-        ]
+        views = self._views(self.data)
         garbage = np.random.default_rng(0).uniform(-30, 30, views[0].shape).astype(self._dtype)
         for view in views:
             self._device.write(view, garbage)
@@ -79,6 +114,7 @@ class KVCache:
     def fill(self, rows: np.ndarray) -> None:
         """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype or shape
         does not fit the cache."""
+        self.fit(min(self.capacity, rows.shape[1]) if rows.ndim == 3 else 0)
         content = np.zeros(self.data.shape, self._dtype)
         if rows.dtype != content.dtype or rows.shape[::2] != content.shape[::2] or rows.shape[1] > content.shape[1]:
             raise DamageError(

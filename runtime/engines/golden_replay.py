@@ -33,7 +33,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     run, manifest = read(bundle), bundle.manifest
     device.enter()
     drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
-    target, draft = KVCache(device, form.graphs["target"]), KVCache(device, *drafting)
+    target = KVCache(device, form.graphs["target"], capacity=manifest.capacity)
+    target.fit(sum(len(mask) for name, mask in run.items() if name.endswith(".mask")))
+    draft = KVCache(device, *drafting)
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
     errors = dict.fromkeys(limits(form, manifest.depth), 0.0)

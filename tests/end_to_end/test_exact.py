@@ -9,6 +9,7 @@ import pytest
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
 from runtime import Generation, Model, load
+from runtime.errors import DamageError
 from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
@@ -17,7 +18,8 @@ from tests.pairs import RandomPair
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
 FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, seed=4)
 ROWS = (2, 8, 17, 60)
-PAST = (0, 37, 130)
+PAST = (0, 37, 120, 187, 320)  # from 192 on rows have settled blocks
+LONG = "--capacity", "390"
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
 
 
@@ -49,9 +51,9 @@ def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> N
 
 def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
     """Random trees, and the same text in chunks: what many rows at once give, and what one at a time."""
-    draw, decoder = np.random.default_rng(0), model.decoder
-    text = draw.integers(2, model.bundle.manifest.vocabulary, 190).tolist()
-    for past in PAST:
+    draw, decoder, capacity = np.random.default_rng(0), model.decoder, model.capacity
+    text = draw.integers(2, model.bundle.manifest.vocabulary, min(330, capacity)).tolist()
+    for past in (past for past in PAST if past + max(ROWS) <= capacity):
         decoder.clear()
         for start in range(0, past, decoder.form.chunk):
             decoder.feed(text[start : min(past, start + decoder.form.chunk)])
@@ -61,10 +63,12 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
             yield tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
     decoder.clear()
     alone = one_by_one(model, text, [max(0, row - 1) for row in range(len(text))])
-    for chunks in ((128, 62), (1, 2, 7, 31, 64, 85)):
+    for chunks in ((128, 128, 74), (1, 2, 7, 31, 64, 85, 128, 12)):
         decoder.clear()
         start = 0
-        for n in chunks:
+        for most in chunks:
+            if not (n := min(most, len(text) - start)):
+                break
             decoder.feed(text[start : start + n])
             own = slice(start, start + n)
             yield (decoder.passes.logits[:n].copy(), decoder.passes.hidden[:n].copy()), (alone[0][own], alone[1][own])
@@ -85,11 +89,11 @@ def unlike(model: Model) -> int:
 
 
 QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
-    pytest.param(DEMO, CPU4, id="demo int4", marks=pytest.mark.exhaustive),
-    pytest.param(DEMO, ("--weights", "int8", "--capacity", "200"), id="demo int8, target alone", marks=pytest.mark.exhaustive),
-    pytest.param(ODD, INT8, id="odd int8", marks=pytest.mark.exhaustive),
-    pytest.param(FULL, ("--weights", "int4", "--capacity", "200"), id="full heads int4, no drafter"),
-    pytest.param(DEMO, WHOLE, id="demo w8a8"),
+    pytest.param(DEMO, (*CPU4, *LONG), id="demo int4", marks=pytest.mark.exhaustive),
+    pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
+    pytest.param(ODD, (*INT8, "--capacity", "256"), id="odd int8", marks=pytest.mark.exhaustive),
+    pytest.param(FULL, ("--weights", "int4", "--capacity", "256"), id="full heads int4, no drafter"),
+    pytest.param(DEMO, (*WHOLE, *LONG), id="demo w8a8"),
 ])  # fmt: skip
 
 
@@ -128,5 +132,17 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
     """Else there would be no need for ``Exact``, or no power in what is tested here."""
     for name in ("attention_mask", "_attention"):
         monkeypatch.setattr(Exact, name, getattr(Standard, name))
-    with load(make_bundle(FULL, "--weights", "int4", "--capacity", "199", drafter=False), "cpu", threads=1) as model:
+    with load(make_bundle(FULL, "--weights", "int4", "--capacity", "255", drafter=False), "cpu", threads=1) as model:
         assert unlike(model) > 0
+
+
+def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBundle) -> None:
+    """A pass reads whole blocks: what an earlier text left behind the used positions is among them, and NaN would spread."""
+    prompt = np.random.default_rng(2).integers(2, 500, 300).tolist()
+    with load(make_bundle(DEMO, *WHOLE, *LONG), "cpu", threads=1) as model:
+        wanted = ended(model.generate(prompt, 20)).ids
+        model.decoder.passes.target_cache.data[:] = np.nan
+        model.decoder.clear()
+        with pytest.raises(DamageError, match="NaN or infinity after 300 tokens"):
+            ended(model.generate(prompt, 20))
+        assert ended(model.generate(prompt, 20)).ids == wanted
