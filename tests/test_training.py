@@ -274,6 +274,8 @@ def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, w
     sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
     assert exporter.cli.main([*sources, "--out", str(bundle), "--draft-weights", "none"]) == 0
     llama = loaded.model
+    weights, config = (tmp_path / "drafter" / name for name in ("model.safetensors", "config.json"))
+    assert weights.stat().st_mode == config.stat().st_mode  # whoever may read one may read the other
     with runtime.load(bundle) as loaded:
         prompt = loaded.encode("import os\n\n\ndef ")
         session = loaded.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
@@ -288,6 +290,26 @@ def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, w
         tokens, cycles = Walk(training.drafter, own, embed, Vocabulary(lm_head, None)).run(8, len(prompt), len(ids))
     assert tokens == len(ids) - len(prompt) - 1
     assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
+
+
+@torch.no_grad()
+def test_slots_give_the_logits_of_whole_texts(loaded: target.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations whose first tokens were read in one pass, beside one that was not, and one in a slot that was used before."""
+    llama, draw = loaded.model, torch.Generator().manual_seed(3)
+    texts = torch.randint(0, llama.config.vocab_size, (5, 20), generator=draw).tolist()
+    wanted = [llama(torch.tensor([ids])).logits[0] for ids in texts]
+    monkeypatch.setattr(llama.config, "_attn_implementation", "gumiho_slots")
+    slots = text.Slots(llama, text.groups(4, 64))
+    slots.read(2, texts[4])
+    slots.restart(2)
+    begun = [9, 0, 4, 1]
+    for slot, count in enumerate(begun):
+        slots.read(slot, texts[slot][:count]) if count else None
+    for step in range(10):
+        at = [count + step for count in begun]
+        logits = slots.step(torch.tensor([ids[i] for ids, i in zip(texts, at, strict=False)]), torch.tensor(at))
+        for slot, i in enumerate(at):
+            torch.testing.assert_close(logits[slot], wanted[slot][i], rtol=1e-3, atol=1e-3)
 
 
 def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

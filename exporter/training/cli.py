@@ -96,7 +96,7 @@ def _written(
             )
         seed = args.seed * ranks + rank
         script = Script(pieces, tokenizer, seed, len(text), asked[rank::ranks], own=not args.data)
-        write(model, text, script, args.tokens, args.conversations, args.window, _say, seed, stopped)
+        write(model, text, script, args.tokens, args.conversations, args.window, _say, seed, stopped, args.shard_target)
     return not stopped()
 
 

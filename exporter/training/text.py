@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
@@ -37,9 +39,28 @@ class Slots:
         self.masks = [torch.full((slots, 1, 1, capacity), -torch.inf, device=weight.device) for slots, capacity in sizes]
         self.first = [sum(slots for slots, _ in sizes[:group]) for group in range(len(sizes))]
 
-    def restart(self, slot: int) -> None:
+    def _place(self, slot: int) -> tuple[int, int]:
+        """A slot's group, and its row in that."""
         group = max(g for g, first in enumerate(self.first) if slot >= first)
-        self.masks[group][slot - self.first[group]] = -torch.inf
+        return group, slot - self.first[group]
+
+    def restart(self, slot: int) -> None:
+        group, row = self._place(slot)
+        self.masks[group][row] = -torch.inf
+
+    @torch.no_grad()
+    def read(self, slot: int, ids: Sequence[int]) -> None:
+        """The first tokens of a conversation, in one pass."""
+        decoder, (group, row) = self.model.model, self._place(slot)
+        tokens, positions = (
+            torch.tensor([ids], device=self.masks[0].device),
+            torch.arange(len(ids), device=self.masks[0].device),
+        )
+        x = decoder.embed_tokens(tokens)
+        rotary = decoder.rotary_emb(x, positions[None])
+        for layer, caches in zip(decoder.layers, self.caches, strict=True):
+            x = layer(x, position_embeddings=rotary, slots=_Slot(*(cache[row] for cache in caches[group])), positions=positions)
+        self.masks[group][row, ..., : len(ids)] = 0
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
         """query: [slots, heads, 1, d]; key, value: [slots, kv heads, 1, d]; positions: int64 [slots] -> [slots, 1, heads, d]."""
@@ -72,8 +93,22 @@ class Slots:
         return self.model.lm_head(decoder.norm(x)[:, 0])
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """keys, values: the caches of one slot, [kv heads, capacity, d]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        """query: [1, heads, n, d]; key, value: [1, kv heads, n, d], of the first n positions -> [1, n, heads, d]."""
+        self.keys[:, : len(positions)], self.values[:, : len(positions)] = key[0], value[0]
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=module.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, slots: Slots, positions: Tensor, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, slots: Slots | _Slot, positions: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     return slots.attend(module, query, key, value, positions), None
 
@@ -98,11 +133,12 @@ def groups(batch: int, window: int) -> list[tuple[int, int]]:
 
 def write(
     model: Any, text: Text, script: Script, wanted: int, batch: int, window: int,
-    report: Callable[[str], None], seed: int = 0, stopped: Callable[[], bool] = lambda: False,
+    report: Callable[[str], None], seed: int = 0, stopped: Callable[[], bool] = lambda: False, shared: bool = False,
 ) -> None:  # fmt: skip
     """Appends records to ``text`` until it has ``wanted`` tokens.
 
-    model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of one.
+    model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of one. shared:
+    whether processes share the target, and so call it together, a token of every conversation at a time.
     Resumed, it begins new conversations: those under way are lost, finished ones are not. Of several processes each writes so many, with
     a script and seed of its own, and the first one appends them all.
     """
@@ -112,7 +148,16 @@ def write(
         slots = Slots(model, groups(batch, window))
         limits = [capacity for count, capacity in slots.sizes for _ in range(count)]
         generator = torch.Generator().manual_seed(seed + text.tokens)
-        talks = [script.next(limit, window) for limit in limits]
+
+        def next_talk(slot: int) -> Conversation | None:
+            talk = script.next(limits[slot], window)
+            slots.restart(slot)
+            if talk and not shared and len(talk.ids) > 1:
+                talk.read = min(len(talk.ids), talk.limit) - 1
+                slots.read(slot, talk.ids[: talk.read])
+            return talk
+
+        talks = [next_talk(slot) for slot in range(len(limits))]
         finished: list[tuple[NDArray[Any], int]] = []
         device, begun, flushed, before = model.lm_head.weight.device, time.monotonic(), time.monotonic(), text.tokens
         pending = 0
@@ -141,8 +186,7 @@ def write(
                 if talk and _advance(talk, chosen[slot], script):
                     finished.append((talk.record(), talk.source))
                     pending += len(finished[-1][0])
-                    slots.restart(slot)
-                    talks[slot] = script.next(limits[slot], window)
+                    talks[slot] = next_talk(slot)
         append()
     finally:
         model.config._attn_implementation = implementation
