@@ -3,6 +3,8 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
 from runtime.decoding.decoder import Decoder
 from runtime.decoding.planner import Planner
-from runtime.decoding.prices import FILE, Costs, Prices, sizes
+from runtime.decoding.prices import FILE, Costs, Longer, Prices, sizes
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
 from runtime.errors import DamageError
@@ -51,6 +53,9 @@ class Any:
 
     def choose_rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
         return self._rows(self.cycles)
+
+    def behind(self, positions: int) -> None:
+        pass
 
     def drafted(self, *_: object) -> None:
         self.cycles += 1
@@ -518,11 +523,13 @@ def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Pat
     folder = find_engines(read, made)
     assert Costs.load(folder) is None
     engines, device = made.open(read, folder)
-    decoder = Decoder(read.manifest, read.manifest.form("cpu"), engines, device)
+    decoder, capacity = Decoder(read.manifest, read.manifest.form("cpu"), engines, device), read.manifest.capacity
     found = measure(decoder)
     decoder.close()
     assert tuple(found.target) == (1, 8, 2, 3, 4, 5, 6)
     assert all(cost > 0 for cost in (*found.target.values(), found.draft, found.host))
+    assert [longer.context for longer in found.longer] == [n for n in (512, 2048) if n < capacity - 8] + [capacity - 8]
+    assert all(list(longer.target) == [1, 8] and min(*longer.target.values(), longer.draft) > 0 for longer in found.longer)
     found.save(folder)
     assert Costs.load(folder) == found
     with load(bundle, "cpu", threads=1) as model:
@@ -553,7 +560,11 @@ def stored(target: object = ((1, 1e6), (8, 2e6)), draft: object = 1e5, host: obj
     stored(target=[[1, 1e6, 2], [8, 2e6]]), stored(target=[["1", 1e6], [8, 2e6]]), stored(target=[[1.0, 1e6], [8, 2e6]]),
     stored(target=[[True, 1e6], [8, 2e6]]), stored(target=[[2, 1e6], [8, 2e6]]), stored(target=[[1, 1e6], [2, 2e6]]),
     stored(target=[[0, 1e6], [1, 1e6], [8, 1e6]]), stored(target=[[1, 1e6], [8, 1e6], [9, 1e6]]),
-    stored(target=[[1, 1e6], [1, 2e6], [8, 2e6]]), stored(target=[[1, 1e6], [10**40, 1e6], [8, 1e6]]),
+    *(stored(longer=wrong) for wrong in (
+        3, {}, [3], [[512, [[1, 1e6], [8, 1e6]]]], [[128, [[1, 1e6], [8, 1e6]], 1.0]], [[True, [[1, 1e6], [8, 1e6]], 1.0]],
+        [[1 << 25, [[1, 1e6], [8, 1e6]], 1.0]], [[512, [[1, 1e6]], 1.0]], [[512, [[1, 1e6], [3, 1e6], [8, 1e6]], 1.0]],
+        [[512, [[1, 1e6], [8, 1e6]], -1]], [[512.0, [[1, 1e6], [8, 1e6]], 1]], [[512, [[1, 1e6], [8, 1e6]], 1]] * 2,
+    )), stored(target=[[1, 1e6], [1, 2e6], [8, 2e6]]), stored(target=[[1, 1e6], [10**40, 1e6], [8, 1e6]]),
     *(stored(target=[[1, wrong], [8, 2e6]]) for wrong in (0, -1, 1e-300, float("nan"), float("inf"), 1e300, 10**400, "1", None, [], True)),
     *(stored(draft=wrong) for wrong in (-1, float("nan"), float("inf"), 1e300, "1", None, [], False)),
     *(stored(host=wrong) for wrong in (-1, float("nan"), {}, "6e4")), stored().replace("100000.0", "1" * 5000), "\0", "\ud800",
@@ -581,11 +592,56 @@ def test_costs_never_fall_with_rows_and_are_told(tmp_path: Path) -> None:
     assert len(costs(draft=1e5, row=1e4).lines()) == 2
 
 
+LONG = Costs({1: 1e6, 2: 1.1e6, 4: 1.2e6, 8: 1.4e6}, 5e5, 6e4, (
+    Longer(512, {1: 2e6, 8: 3.1e6}, 6e5), Longer(4096, {1: 3e6, 4: 1e7, 8: 3e7}, 7e5),
+))  # fmt: skip
+
+
+def test_costs_behind_more_positions() -> None:
+    """Lines between what was measured, by positions and by rows; never less than behind fewer."""
+    assert LONG.at(0) == LONG.at(128) == LONG
+    assert (LONG.at(512).target, LONG.at(512).draft) == ({1: 2e6, 2: 2.2e6, 4: 2.5e6, 8: 3.1e6}, 6e5)
+    there = LONG.at(4096).target
+    assert there == pytest.approx({1: 3e6, 2: 1.1e6 + 2e6 + (8.8e6 - 2e6) / 3, 4: 1e7, 8: 3e7})
+    assert LONG.at(10**6) == LONG.at(4096)
+    half = LONG.at((512 + 4096) // 2)
+    assert half.target == pytest.approx({n: (LONG.at(512).target[n] + there[n]) / 2 for n in there})
+    assert (half.draft, half.host, half.longer) == (pytest.approx(6.5e5), 6e4, ())
+    shorter = replace(LONG, longer=(*LONG.longer, Longer(8000, {1: 1e6, 8: 1e6}, 1.0)))
+    assert shorter.at(8000) == shorter.at(4096) == LONG.at(4096)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=5))
+def test_a_planner_reckons_with_the_length_of_the_text(lengths: list[int]) -> None:
+    """Whatever it was before, and what was measured behind another length is scaled."""
+    planner, scores, depths = Planner(LONG, 7), -0.4 * np.arange(8.0), np.arange(8)
+    slow = 1.5
+    for i, length in enumerate(lengths):
+        planner.behind(length)
+        fresh = Planner(LONG.at(planner.behind.__self__._positions), 7)  # type: ignore[attr-defined]
+        assert abs(length - planner.behind.__self__._positions) < 64  # type: ignore[attr-defined]
+        if not i:
+            assert planner.plain_pass_ns == pytest.approx(fresh.plain_pass_ns)
+            assert planner.choose_rows(scores, depths) == fresh.choose_rows(scores, depths)
+            planner.decoded(int(slow * planner.plain_pass_ns))
+        else:
+            assert planner.plain_pass_ns == pytest.approx(slow * fresh.plain_pass_ns, rel=1e-3)
+
+
+def test_rows_that_are_dear_behind_a_long_text_are_not_verified() -> None:
+    scores, depths = -0.1 * np.arange(8.0), np.arange(8)  # every row is expected to be accepted
+    for length, rows in ((128, 8), (4096, 4)):
+        planner, here = Planner(LONG, 7), LONG.at(length)
+        planner.behind(length)
+        assert planner.choose_rows(scores, depths) == rows
+        assert rows == max(here.target, key=lambda n: n / (here.target[n] + here.draft + here.host))
+
+
 def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does while they are measured."""
     taken = {"cpu": [9e6, 8e6, 5e6, 6e6, 4e6, 7e6, 8.5e6, 1e6], "migraphx": [9e6, 8e6]}
     for form in taken:
-        times = iter(taken[form])
+        times = chain(taken[form], repeat(1e9))  # behind more positions
         monkeypatch.setattr("runtime.engines.pass_times._fastest", lambda call, times=times: next(times))
         with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:
             assert dict(sorted(measure(model.decoder).target.items())) == (

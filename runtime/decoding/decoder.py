@@ -98,6 +98,8 @@ class Decoder:
             if self.selector is not selector:
                 raise MisuseError("the caches of this generation were used for something else: start it again")
             self.device.enter()
+            if planner:
+                planner.behind(int(self.passes.target_cache.length[0]))
             proposer = self._choose(draft_tree, continuation, planner, emitted)
             proposal = proposer.propose(self.room)
             proposal.verify()

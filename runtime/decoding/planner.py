@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf
 
-from .prices import Costs, Price, Prices
+from .prices import Costs, Price, Prices, TextLength
 from .prompt_lookup import LONGEST_MATCH, Lookup
 
 _DECAY = 0.97  # weight of a cycle in every count, relative to the cycle after it
@@ -58,6 +58,7 @@ class Planner:
         """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0. drafts: whether
         there is a drafter."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
+        self.behind = TextLength(costs, self._target, self._draft).now  # how many positions the next pass is behind
         self._padded, self._drafts = padded, drafts
         self._calibration = _Calibration(depth)
         self._balance = _DraftBalance()

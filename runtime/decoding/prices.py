@@ -4,10 +4,12 @@ import json
 from bisect import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
+
+import numpy as np
 
 from ..errors import DamageError
 
@@ -18,6 +20,9 @@ _EXPIRE_ONCE, _EXPIRE = 4, 128  # passes after which a price that was measured o
 _LONGEST = 1e15  # nanoseconds that a stored price may be, eleven days
 _LARGEST = 1 << 20  # bytes of a costs.json
 _MOST_ROWS = 1 << 16  # of a tree if its size is unknown
+_MOST_POSITIONS = 1 << 24
+_STRIDE = 64  # positions between two looks at how long the text has become
+CONTEXT = 128  # positions in the caches before the passes of ``Costs.target``
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -26,16 +31,42 @@ def sizes(rows: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Longer:
+    """What passes cost behind ``context`` positions. Nanoseconds; target: by rows, some of those of ``Costs``."""
+
+    context: int
+    target: Mapping[int, float]
+    draft: float
+
+
+@dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. target: of a pass, by its number of rows; draft: of drafting a tree; host: of a cycle, outside the
-    engines."""
+    """Nanoseconds. target: of a pass behind CONTEXT positions, by its number of rows; draft: of drafting a tree; host: of a cycle,
+    outside the engines. longer: the same behind more positions, ascending."""
 
     target: Mapping[int, float]
     draft: float
     host: float
+    longer: tuple[Longer, ...] = ()
+
+    def at(self, context: int) -> "Costs":
+        """What passes cost behind so many positions: between the measured ones on a line, and never less than behind CONTEXT."""
+        if not self.longer or context <= CONTEXT:
+            return self
+        contexts, rows = [CONTEXT, *(longer.context for longer in self.longer)], list(self.target)
+        more = [np.zeros(len(rows) + 1)]
+        for longer in self.longer:
+            known = sorted(longer.target)
+            by_rows = np.interp(rows, known, [longer.target[n] - self.target[n] for n in known])
+            more.append(np.maximum(more[-1], [*by_rows, longer.draft - self.draft]))
+        *target, draft = (float(np.interp(context, contexts, column)) for column in np.transpose(more))
+        return Costs({n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host)
 
     def save(self, folder: Path) -> None:
-        content = {"target": list(self.target.items()), "draft": self.draft, "host": self.host}
+        content = {
+            "target": list(self.target.items()), "draft": self.draft, "host": self.host,
+            "longer": [[longer.context, list(longer.target.items()), longer.draft] for longer in self.longer],
+        }  # fmt: skip
         (folder / FILE).write_text(json.dumps(content), "utf-8")
 
     @staticmethod
@@ -54,7 +85,8 @@ class Costs:
             if not isinstance(raw, dict) or not {"target", "draft", "host"} <= raw.keys():
                 raise ValueError("target, draft or host is missing")
             target = _table(raw["target"], rows)
-            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0))
+            longer = _longer(raw.get("longer", []), target, rows)
+            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer)
         except (OSError, ValueError, RecursionError) as error:
             raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
 
@@ -62,7 +94,7 @@ class Costs:
     def load(folder: Path, rows: int = 0) -> "Costs | None":
         """``read``, with prices that never fall with rows (``rising``)."""
         costs = Costs.read(folder, rows)
-        return costs and Costs(rising(costs.target), costs.draft, costs.host)
+        return costs and replace(costs, target=rising(costs.target))
 
     def lines(self, drafts: bool = True) -> list[str]:
         """The table and warnings about odd entries, for people. drafts: whether there is a drafter."""
@@ -71,6 +103,11 @@ class Costs:
             f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}",
             f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}" if drafts else f"host {self.host / 1e6:.3g}",
         ]
+        for longer in self.longer:
+            prices = ", ".join(f"{n}: {ns / 1e6:.3g}" for n, ns in sorted(longer.target.items()))
+            lines.append(
+                f"behind {longer.context} positions {prices}" + (f", draft {longer.draft / 1e6:.3g}" if drafts else "")
+            )
         for (fewer, price), (more, lower) in pairwise(target):
             if lower < price:
                 lines.append(
@@ -115,6 +152,24 @@ def _table(raw: object, rows: int) -> dict[int, float]:
     return prices
 
 
+def _longer(raw: object, target: Mapping[int, float], rows: int) -> tuple[Longer, ...]:
+    """Stored prices behind more positions. Raises ValueError."""
+    if not isinstance(raw, list):
+        raise ValueError("longer is not a list")
+    found, last = list[Longer](), CONTEXT
+    for entry in raw:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ValueError("longer is not a list of contexts")
+        context, table, draft = entry
+        if isinstance(context, bool) or not isinstance(context, int) or not last < context <= _MOST_POSITIONS:
+            raise ValueError("longer has an impossible context")
+        prices, last = _table(table, rows), context
+        if not prices.keys() <= target.keys():
+            raise ValueError("longer has a number of rows that target lacks")
+        found.append(Longer(context, prices, _price("draft", draft, 0)))
+    return tuple(found)
+
+
 class Price:
     """The price of one kind of pass: the shortest of the last few measurements, since other load only lengthens a pass.
 
@@ -130,6 +185,11 @@ class Price:
         while clock - self._last[0][0] > _EXPIRE:
             self._last.popleft()
         self.value, self.count = min(elapsed for _, elapsed in self._last), self.count + 1
+
+    def scale(self, factor: float) -> None:
+        """What was measured takes so many times as long now."""
+        self.value *= factor
+        self._last = deque(((clock, elapsed * factor) for clock, elapsed in self._last), maxlen=_WINDOW)
 
     @property
     def valid_until(self) -> int:
@@ -151,6 +211,15 @@ class Prices:
         self._passes = {rows: Price(price) for rows, price in sorted(rising(guesses).items())}
         self._clock, self._valid_until = 0, 0  # passes so far, and the clock up to which every measured price is valid
         self.now = {rows: price.value for rows, price in self._passes.items()}
+
+    def scale(self, factors: Mapping[int, float]) -> None:
+        """Passes take so many times as long now, by rows."""
+        for rows, price in self._passes.items():
+            price.scale(factors[rows])
+        if self._clock:
+            self._update()
+        else:
+            self.now = rising({rows: price.value for rows, price in self._passes.items()})
 
     def measured(self, rows: int, elapsed: float) -> bool:
         """Takes in the nanoseconds of a pass. Returns whether its price was a guess before."""
@@ -176,6 +245,23 @@ class Prices:
     def plain_measured(self) -> bool:
         """Whether a plain pass was measured."""
         return self._passes[1].count > 0
+
+
+class TextLength:
+    """Scales prices as the text grows, or another one begins: by as much as the stored ones differ behind so many positions."""
+
+    def __init__(self, costs: Costs, target: Prices, draft: Price) -> None:
+        """costs: from which the prices come."""
+        self._costs, self._target, self._draft = costs, target, draft
+        self._here, self._positions = costs, CONTEXT
+
+    def now(self, positions: int) -> None:
+        if not self._costs.longer or abs(positions - self._positions) < _STRIDE:
+            return
+        before, self._here, self._positions = self._here, self._costs.at(positions), positions
+        self._target.scale({rows: price / before.target[rows] for rows, price in self._here.target.items()})
+        if before.draft:
+            self._draft.scale(self._here.draft / before.draft)
 
 
 def _between(rows: int, guess: float, measured: Mapping[int, float], sizes: Sequence[int]) -> float:

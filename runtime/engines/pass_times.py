@@ -1,12 +1,14 @@
 """Measures the times of passes on this device, when engines are compiled."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from time import perf_counter_ns
 
 from ..decoding.decoder import Decoder
-from ..decoding.prices import Costs, rising, sizes
+from ..decoding.prices import CONTEXT, Costs, Longer, rising, sizes
 
-_CONTEXT = 128  # positions in the cache before a measured pass
+_LONGER = 512, 2048  # positions behind which a few sizes are measured again, and behind as many as there are
+_FEW = 8  # rows
 _HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
 # Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
 _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
@@ -20,16 +22,33 @@ def measure(decoder: Decoder) -> Costs:
     verification together, their time counts as the target's and the draft's is 0.
     """
     decoder.clear()
-    decoder.passes.target_cache.length[0] = min(_CONTEXT, decoder.manifest.capacity - decoder.manifest.rows)
+    most = decoder.manifest.capacity - decoder.manifest.rows
+    _fill(decoder, min(CONTEXT, most))
     costs = _cycles(decoder) if decoder.manifest.has_drafter else _causal_passes(decoder)
+    # Static passes read whole caches, however little of them is filled.
+    contexts = [] if decoder.form.static else [n for n in (*_LONGER, most) if CONTEXT < n <= most]
+    longer = tuple(_longer(decoder, context, costs) for context in sorted({*contexts}))
     decoder.clear()
-    return costs
+    return replace(costs, longer=longer)
+
+
+def _fill(decoder: Decoder, context: int) -> None:
+    """Whatever the caches hold, so many positions of it count as filled."""
+    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
+
+
+def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
+    """The prices of a few sizes behind more positions."""
+    _fill(decoder, context)
+    passes, rows = decoder.passes, decoder.manifest.rows
+    drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
+    target = {n: _fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
+    return Longer(context, rising(target), _fastest(passes.draft_and_verify(1)[0]) if drafts else 0.0)
 
 
 def _cycles(decoder: Decoder) -> Costs:
     """The costs of drafting and verifying."""
     rows, passes = decoder.manifest.rows, decoder.passes
-    passes.draft_cache.length[:] = passes.target_cache.length
     passes.accepted_count[0] = 1
     draft, verify = passes.draft_and_verify(1)
 
