@@ -18,6 +18,10 @@ def make(model: ir.Model) -> None:
         branches: list[ir.Attr] = []
         for name, value in zip(("then_branch", "else_branch"), values, strict=True):
             own = sorted(_only_for(value, node, graph), key=order.__getitem__)
+            if value.producer() not in own:  # a branch cannot return what is computed outside of it
+                own = [ir.node("Identity", [value])]
+                graph.insert_before(node, own)
+                own[0].outputs[0].type, value = value.type, own[0].outputs[0]
             graph.remove(own)
             node.replace_input_with(1 + len(branches), None)
             branches.append(ir.AttrGraph(name, ir.Graph([], [value], nodes=own, name=f"{node.name}.{name}")))

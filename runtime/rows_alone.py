@@ -1,5 +1,6 @@
 """Whether the rows of a pass have the same logits as in passes of their own, bit for bit."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from .decoding.cycle import Tree
 from .decoding.decoder import Decoder
 from .model import Model
 
+_LONG = 330  # tokens; two blocks of positions are settled for their last rows (graphs.dialects.exact)
 _SHORT = 12  # tokens of the texts whose trees are computed again row by row
 
 
@@ -17,7 +19,12 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
 
     Returns the number of rows, and the number of those whose logits are not bitwise equal.
     """
-    trees = _drafted(model, prompt) if model.bundle.manifest.has_drafter else [_chain(model, prompt)]
+    prompts = [prompt]
+    if model.decoder.passes.graphs["target"].open_caches:  # whose passes compute something else behind a long text
+        prompts.append(
+            list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
+        )
+    trees = [tree for own in prompts for tree in _trees(model, own)]
     unequal = 0
     with model.exclusive() as decoder:
         for text, tree, logits in trees:
@@ -32,6 +39,10 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
                     decoder.feed([tree.tokens[row]])
                 unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
     return sum(len(logits) for _, _, logits in trees), unequal
+
+
+def _trees(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:
+    return _drafted(model, prompt) if model.bundle.manifest.has_drafter else [_chain(model, prompt)]
 
 
 def _drafted(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:

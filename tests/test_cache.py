@@ -102,6 +102,15 @@ def test_caches_of_any_length_keep_what_fits(data: st.DataObject) -> None:
             assert view.ctypes.data == cache.bindings(spec)[tensor.name.replace("past", "present")].ctypes.data
 
 
+@pytest.mark.parametrize("make", [Host, Lazy])
+def test_caches_of_one_length_stay(make: type[Host | Lazy]) -> None:
+    cache = KVCache(make(), graph("x", 1, 2, 8, 4))
+    data = cache.data
+    for positions in (1, 8, 204):
+        cache.fit(positions)
+        assert (cache.data, cache.moves) == (data, 0) if make is Lazy else (cache.data is data and not cache.moves)
+
+
 def test_ports_are_views_of_one_slab() -> None:
     one = graph("x", 2, 3, 8, 4)
     cache = KVCache(Host(), one)

@@ -22,10 +22,12 @@ def replace(file: Path, write: Callable[[Path], object]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.new")
     try:
+        beside.unlink(missing_ok=True)
         beside.touch()
         mode = beside.stat().st_mode
         write(beside)
-        beside.chmod(mode)  # safetensors makes files that only their owner can read
+        if beside.stat().st_mode != mode:
+            beside.chmod(mode)  # safetensors makes files that only their owner can read
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, file)

@@ -18,7 +18,7 @@ _RECENT = 64
 
 @dataclass(frozen=True)
 class Seen:
-    """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. fp64 biases are 0 or the lowest number.
+    """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. Biases are 0, or so low that nothing is left.
 
     any_settled: bool [1], whether some row has a settled block. settled_bias: fp64 [n, blocks]. begin: int64 [1], the first position
     that is in no block settled for all rows. recent_bias: fp64 [n, m], of the m positions from there to the last row.

@@ -8,14 +8,15 @@ Shape = tuple[int | str, ...]
 Signature = list[tuple[str, str, Shape]]
 
 
-def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str) -> None:
+def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_host: bool) -> None:
     """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for
-    messages.
+    messages. on_host: whether caches are on the host, where they may have any length.
     """
     if manifest.has_drafter and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
-        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, name), graph.appends)
+        may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
+        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -32,16 +33,16 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
     return f"{name} {dtype} {list(shape)}"
 
 
-def _caches(graph: Graph, manifest: Manifest, name: str = "") -> tuple[int, tuple[int, int | str, int]]:
+def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tuple[int, tuple[int, int | str, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
-    small.
+    small. open_caches: whether their positions may be symbolic.
     """
     shapes = [tensor.shape for tensor in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
         raise Damage(f"{graph.file} lacks a key and a value cache of four dimensions for every layer")
     _, kv_heads, positions, head_dim = shapes[0]
     if isinstance(positions, str):
-        if positions != "positions" or name != "target" or OPEN_CACHES not in manifest.requires:
+        if positions != "positions" or not open_caches:
             raise Damage(f"{graph.file} has caches of '{positions}' positions, expected {manifest.capacity} or more")
     elif positions < manifest.capacity:
         raise Damage(f"{graph.file} has caches of {positions} positions, expected {manifest.capacity} or more")

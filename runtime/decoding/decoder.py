@@ -137,7 +137,10 @@ class Decoder:
     def _commit(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Keeps the accepted rows in the caches and passes them to the next draft."""
         assert self.selector
-        self.passes.target_cache.commit(self.passes.graphs["target"], path)
+        cache = self.passes.target_cache
+        cache.commit(self.passes.graphs["target"], path)
+        if self.passes.choice[: proposal.count].min() < 0:  # NaN in a row that was not accepted
+            cache.wipe(int(cache.length[0]))
         self.history.accept(path, self.selector.ids[-len(path) :])
         proposal.committed(path)
 
@@ -151,7 +154,7 @@ class Decoder:
         if choice < 0:
             read = len(self._ids())
             self.clear()
-            self.passes.target_cache.wipe()
+            self.passes.target_cache.wipe(0)
             raise DamageError(
                 f"the target's logits hold NaN or infinity after {read} tokens: the weights or engines are damaged, or values overflow; "
                 "run `gumiho doctor` on the bundle"

@@ -15,8 +15,8 @@ class KVCache:
     A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own. ``commit``
     keeps some of them. A cache that no graph uses is empty and stays so.
 
-    data: the array, as [layers * 2 * kv heads, S, d]. moves: how often it has been laid out anew, which makes bound calls
-    stale. length: int64 [1] on the host, the positions filled so far; the graphs'
+    data: the array, as [layers * 2 * kv heads, S, d]. moves: how often it has been laid out anew; calls that were bound before
+    must be bound again. length: int64 [1] on the host, the positions filled so far; the graphs'
     ``past_length`` is bound to it.
     """
 
@@ -61,12 +61,17 @@ class KVCache:
         return [caches[i] for i in range(count)]
 
     def fit(self, positions: int) -> None:
-        """Makes room for so many positions, and an eighth more, if the graphs take caches of any length, which only those of the host
-        do. A pass reads all that is there, so a cache that is much too large becomes smaller. Filled positions that fit stay."""
+        """Has the caches hold so many positions, rounded up to whole blocks, if the graphs take caches of any length (on the host only).
+
+        They grow by an eighth or more at a time. Since a pass reads all of them, they become smaller once less than half is wanted.
+        Filled positions stay as far as they fit.
+        """
         old, have = self.data, self.data.shape[1]
+        if not self._open:
+            return
         if positions > have:
             positions = max(positions, have + have // 8)
-        elif not self._open or 2 * (positions + BLOCK) > have:
+        elif 2 * (positions + BLOCK) > have:
             return
         self._lay_out(min(self.capacity, -(-positions // BLOCK) * BLOCK))
         wider = self.data.shape[1] > have
@@ -93,11 +98,11 @@ class KVCache:
                 self._device.move(self.data, start + at, new_rows, first + row, count)
         self.length[0] = start + len(path)
 
-    def wipe(self) -> None:
-        """Overwrites everything that a text has left, and empties the cache. Passes read whole blocks of positions, and NaN that lies
-        behind the filled ones would spread."""
-        self._device.write(self._slab, np.zeros(self._slab.shape, self._dtype))
-        self.length[0] = 0
+    def wipe(self, begin: int) -> None:
+        """Zeroes the positions from ``begin`` on, which may hold NaN, if passes read them: those over caches of any length read whole
+        blocks, and what does not count weighs 0, which NaN stays NaN with."""
+        if self._open:
+            self.data[:, begin:] = 0
 
     def fill_garbage(self) -> None:
         """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below ``length``
@@ -114,12 +119,13 @@ class KVCache:
     def fill(self, rows: np.ndarray) -> None:
         """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype or shape
         does not fit the cache."""
-        self.fit(min(self.capacity, rows.shape[1]) if rows.ndim == 3 else 0)
-        content = np.zeros(self.data.shape, self._dtype)
-        if rows.dtype != content.dtype or rows.shape[::2] != content.shape[::2] or rows.shape[1] > content.shape[1]:
+        most = self._groups, self.capacity, self.head_dim
+        if rows.dtype != self._dtype or rows.shape[::2] != most[::2] or rows.shape[1] > self.capacity:
             raise DamageError(
-                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {content.dtype} {content.shape}: save them again"
+                f"saved rows {rows.dtype} {rows.shape} do not fit the cache {self._dtype} {most}: save them again"
             )
+        self.fit(max(1, rows.shape[1]))
+        content = np.zeros(self.data.shape, self._dtype)
         content[:, : rows.shape[1]] = rows
         self._device.write(self.data, content)
         self.length[0] = rows.shape[1]

@@ -3,21 +3,19 @@
 The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow from
 counts of what the target has accepted, in which older cycles weigh less.
 
-Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path
-to it. For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores
-into probabilities (``_Calibration``). Of the sizes that can be verified, the planner takes the one with the most expected
-tokens per time.
+Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path to it.
+For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores into
+probabilities (``_Calibration``). Of the sizes that can be verified, the one with the most expected tokens per time is taken.
 
-Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). When it falls too low,
-drafting pauses. After the pause a few trees decide whether it goes on. Pauses get longer until drafting pays again.
+Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). If it falls too low,
+drafting pauses. Then a few trees decide whether it goes on. Pauses get longer until drafting pays again.
 
 Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified without a
 draft. Every cycle updates the hit rate per match length, even if the lookup was not verified (``_LookupForecast``). A lookup is
 verified if it promises more tokens per time than drafting and plain decoding.
 
-Plain passes. The prices measured at compile time are only a first guess, because the machine may have been busy. The first
-pass of each kind in this process replaces its guess. A draft does not show what a plain pass costs, so now and then a plain
-pass is due.
+Plain passes. Prices measured at compile time are a first guess, which the first pass of its kind replaces: the machine may have
+been busy. A draft does not show what a plain pass costs, so now and then a plain pass is due.
 """
 
 from collections.abc import Sequence
@@ -58,7 +56,7 @@ class Planner:
         """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0. drafts: whether
         there is a drafter."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
-        self.behind = TextLength(costs, self._target, self._draft).now  # how many positions the next pass is behind
+        self._text_length = TextLength(costs, self._target, self._draft)
         self._padded, self._drafts = padded, drafts
         self._calibration = _Calibration(depth)
         self._balance = _DraftBalance()
@@ -67,9 +65,14 @@ class Planner:
         self._probes = _FIRST_PROBES  # drafts to come that verify few rows
         # Drafts and lookups before the next plain pass, and from that one to the one after it.
         self._until_plain_pass, self._interval = 0, _FIRST_INTERVAL
-        # The drafter has to read the tokens that came without it before it drafts again.
-        self._catch_up_ns = 0.0  # nanoseconds that this takes, a moving average
+        self._catch_up_ns = 0.0  # nanoseconds that the drafter takes to read what came without it, a moving average
         self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
+
+    def behind(self, positions: int) -> None:
+        """The next pass is behind so many positions of the text."""
+        before = self.plain_pass_ns
+        if self._text_length.now(positions):
+            self._draft_rate *= before / self.plain_pass_ns
 
     def begin(self, prompt: Sequence[int] = ()) -> None:
         """Another text begins, which shortens a pause: drafting may pay now. prompt: for lookups, empty if there are none."""
@@ -120,11 +123,8 @@ class Planner:
     def drafted(
         self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
     ) -> None:
-        """Takes in a cycle that drafted.
-
-        scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times: nanoseconds of draft, target
-        and host, 0 where unknown. catch_up_ns: what the drafter took to read the tokens that came without it.
-        """
+        """Takes in a cycle that drafted. scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times:
+        nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens that came without the drafter."""
         if not self._caught_up:
             self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
             self._caught_up = True

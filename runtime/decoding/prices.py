@@ -58,8 +58,10 @@ class Costs:
         for longer in self.longer:
             known = sorted(longer.target)
             by_rows = np.interp(rows, known, [longer.target[n] - self.target[n] for n in known])
-            more.append(np.maximum(more[-1], [*by_rows, longer.draft - self.draft]))
-        *target, draft = (float(np.interp(context, contexts, column)) for column in np.transpose(more))
+            more.append(np.array([*by_rows, longer.draft - self.draft]).clip(0))
+        # Of two that contradict each other the lower one holds, as in ``rising``.
+        lowest = np.minimum.accumulate(more[::-1])[::-1].T
+        *target, draft = (float(np.interp(context, contexts, column)) for column in lowest)
         return Costs({n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host)
 
     def save(self, folder: Path) -> None:
@@ -255,13 +257,15 @@ class TextLength:
         self._costs, self._target, self._draft = costs, target, draft
         self._here, self._positions = costs, CONTEXT
 
-    def now(self, positions: int) -> None:
+    def now(self, positions: int) -> bool:
+        """The next pass is behind so many positions. Returns whether prices have changed."""
         if not self._costs.longer or abs(positions - self._positions) < _STRIDE:
-            return
+            return False
         before, self._here, self._positions = self._here, self._costs.at(positions), positions
         self._target.scale({rows: price / before.target[rows] for rows, price in self._here.target.items()})
-        if before.draft:
+        if before.draft and self._here.draft:
             self._draft.scale(self._here.draft / before.draft)
+        return True
 
 
 def _between(rows: int, guess: float, measured: Mapping[int, float], sizes: Sequence[int]) -> float:

@@ -34,7 +34,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     device.enter()
     drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
     target = KVCache(device, form.graphs["target"], capacity=manifest.capacity)
-    target.fit(sum(len(mask) for name, mask in run.items() if name.endswith(".mask")))
+    target.fit(len(run["prompt.mask"]) + len(run["verify.mask"]))
     draft = KVCache(device, *drafting)
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()

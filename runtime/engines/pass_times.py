@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from ..decoding.decoder import Decoder
 from ..decoding.prices import CONTEXT, Costs, Longer, rising, sizes
 
-_LONGER = 512, 2048  # positions behind which a few sizes are measured again, and behind as many as there are
+_LONGER = 512, 2048  # positions behind which a few sizes are measured again, and behind the longest text with room for a tree
 _FEW = 8  # rows
 _HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
 # Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
@@ -27,9 +27,12 @@ def measure(decoder: Decoder) -> Costs:
     costs = _cycles(decoder) if decoder.manifest.has_drafter else _causal_passes(decoder)
     # Static passes read whole caches, however little of them is filled.
     contexts = [] if decoder.form.static else [n for n in (*_LONGER, most) if CONTEXT < n <= most]
-    longer = tuple(_longer(decoder, context, costs) for context in sorted({*contexts}))
+    started, longer = perf_counter_ns(), list[Longer]()
+    for context in sorted({*contexts}):
+        if perf_counter_ns() - started < _TOTAL_LIMIT / 4:
+            longer.append(_longer(decoder, context, costs))
     decoder.clear()
-    return replace(costs, longer=longer)
+    return replace(costs, longer=tuple(longer))
 
 
 def _fill(decoder: Decoder, context: int) -> None:
@@ -41,6 +44,7 @@ def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
     """The prices of a few sizes behind more positions."""
     _fill(decoder, context)
     passes, rows = decoder.passes, decoder.manifest.rows
+    passes.causal(1)()  # untimed: caches may be laid out anew for it
     drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
     target = {n: _fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
     return Longer(context, rising(target), _fastest(passes.draft_and_verify(1)[0]) if drafts else 0.0)

@@ -1,19 +1,27 @@
 """Quantized targets on the CPU: a row's numbers to the last bit, whatever rows a pass has beside it and wherever its ancestors lie."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+from graphs.dialects import exact
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
 from runtime import Generation, Model, load
+from runtime.bundle import manifest
+from runtime.bundle.manifest_reader import parse_manifest
+from runtime.bundle.reader import Bundle
 from runtime.errors import DamageError
 from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
 from tests.pairs import RandomPair
+from tests.seal import edit
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
 FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, seed=4)
@@ -134,6 +142,52 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
         monkeypatch.setattr(Exact, name, getattr(Standard, name))
     with load(make_bundle(FULL, "--weights", "int4", "--capacity", "255", drafter=False), "cpu", threads=1) as model:
         assert unlike(model) > 0
+
+
+def test_graphs_and_runtime_agree() -> None:
+    """A tree's rows must not lie in a block that is settled for one of them."""
+    assert exact.BLOCK == manifest.BLOCK
+    (bounds,) = get_type_hints(manifest.Manifest, include_extras=True)["depth"].__metadata__
+    assert bounds.most <= exact._RECENT
+
+
+def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBundle) -> None:
+    bundle = Bundle(make_bundle(DEMO, *WHOLE, *LONG))
+    graph = ir.load(bundle.path / bundle.manifest.form("cpu").graphs["target"].file).graph
+    branches = [node for node in graph if node.op_type == "If"]
+    assert len(branches) == sum(node.op_type == "TensorScatter" for node in graph) // 2
+    assert not {"Softmax", "Log", "Either"} & {node.op_type for node in graph}
+    for node in branches:
+        some, none = ([n.op_type for n in node.attributes[f"{name}_branch"].as_graph()] for name in ("then", "else"))
+        assert (some.count("Softmax"), some.count("ReduceMax"), some.count("FusedMatMul")) == (2, 2, 1)
+        assert (none.count("Softmax"), none.count("FusedMatMul")) == (1, 0)
+
+
+def opened(graph: dict[str, Any], positions: int | str) -> None:
+    """Gives a graph of a raw manifest caches of so many positions."""
+    for tensor in (*graph["inputs"], *graph["outputs"]):
+        if "_key." in tensor["name"] or "_value." in tensor["name"]:
+            tensor["shape"][2] = positions
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda raw: raw.update(requires=[]), "has caches of 'positions' positions"),
+    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], 390), "expected 'open-caches' if a target's caches are open"),
+    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], "rows"), "has caches of 'rows' positions"),
+    (lambda raw: [opened(raw["forms"]["cpu"]["graphs"][name], "positions") for name in ("draft", "extend")], "'positions' positions"),
+    (lambda raw: raw["forms"]["cpu"].update(static=True), "has caches of 'positions' positions"),
+    (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "has caches of 'positions' positions"),
+    (lambda raw: raw["forms"]["cpu"]["graphs"]["target"]["inputs"][0].update(shape=["positions"]), "expected tokens int64"),
+])  # fmt: skip
+def test_caches_of_any_length_are_the_cpus(
+    make_bundle: MakeBundle, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    record = tmp_path / "gumiho.json"
+    shutil.copyfile(make_bundle(DEMO, *WHOLE, *LONG) / record.name, record)
+    assert parse_manifest(record.read_text(), record).requires == ("open-caches",)
+    edit(tmp_path, change)
+    with pytest.raises(DamageError, match=said):
+        parse_manifest(record.read_text(), record)
 
 
 def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBundle) -> None:
