@@ -175,7 +175,7 @@ def test_a_quantized_target(quantized: Callable[[str], Path], weights: str, caps
     assert selftest([str(bundle), "--prompts", "2", "--max-new-tokens", "12", "--draws", "300"]) == 0
     lines = capsys.readouterr().out.splitlines()[-8:]  # an export may have printed before them
     assert [line[:2] for line in lines] == ["ok"] * 8
-    assert "16 of 16 in passes of several rows are bitwise equal" in lines[6]
+    assert "32 of 32 in passes of several rows are bitwise equal" in lines[6]
 
 
 # --- sessions ------------------------------------------------------------------------------------------------------------

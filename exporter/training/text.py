@@ -152,7 +152,7 @@ def write(
         def next_talk(slot: int) -> Conversation | None:
             talk = script.next(limits[slot], window)
             slots.restart(slot)
-            if talk and not shared and len(talk.ids) > batch and not stopped():  # fewer take no longer beside the other slots
+            if talk and not shared and len(talk.ids) > batch:  # fewer take no longer beside the other slots
                 talk.read = min(len(talk.ids), talk.limit) - 1
                 if len(talk.ids) < talk.limit:  # else there is no room for an answer
                     slots.read(slot, talk.ids[: talk.read])
