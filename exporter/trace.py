@@ -29,6 +29,7 @@ from .weights.source import Location
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")
+_SIZED_BY_INPUTS = ("Add", "Sub", "Exp", "Gather", "Where")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int64: ir.DataType.INT64, torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
@@ -105,9 +106,11 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
         names |= {str(value.shape[axis].value): name for axis, name in axes.items()}
     outputs = {id(value) for value in model.graph.outputs}
     for node in model.graph:
+        unknown = node.op_type in _SIZED_BY_DATA
+        unknown |= node.op_type in _SIZED_BY_INPUTS and any(x is not None and x.shape is None for x in node.inputs)
         for value in node.outputs:
             # Only ``Exact``'s attention computes in double precision.
-            if (node.op_type in _SIZED_BY_DATA or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
+            if (unknown or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
                 value.shape = None
     for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
         for axis, dim in enumerate(value.shape or ()):

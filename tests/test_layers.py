@@ -76,17 +76,26 @@ def spelled(model: ir.Model) -> list[Any]:
             return ("",)
         return names.setdefault(value, f"made {len(names)}"), str(value.dtype), str(value.shape)
 
+    def attribute(own: ir.Attr) -> Any:
+        return nodes(own.as_graph()) if own.type == ir.AttributeType.GRAPH else str(own)
+
+    def nodes(graph: ir.Graph) -> list[Any]:
+        return [
+            *(
+                (node.domain, node.op_type, node.version, [tensor(value) for value in node.inputs],
+                 [(name, attribute(own)) for name, own in sorted(node.attributes.items())], [tensor(value) for value in node.outputs])
+                for node in graph
+            ),
+            *(tensor(value) for value in graph.outputs),
+        ]  # fmt: skip
+
     return [
         *(tensor(value) for value in graph.inputs),
-        *(
-            (node.domain, node.op_type, node.version, sorted((name, str(a)) for name, a in node.attributes.items()),
-             [tensor(value) for value in node.inputs], [tensor(value) for value in node.outputs])
-            for node in graph
-        ),
+        *nodes(graph),
         *((value.name, tensor(value)) for value in graph.outputs),
         *sorted(tensor(value) for value in graph.initializers.values()),
         sorted(model.opset_imports.items()),
-    ]  # fmt: skip
+    ]
 
 
 USUAL = ("tensorrt, int4",)

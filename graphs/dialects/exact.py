@@ -20,8 +20,8 @@ _RECENT = 64
 class Seen:
     """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. Biases are 0, or so low that nothing is left.
 
-    any_settled: bool [1], whether some row has a settled block. settled_bias: fp64 [n, blocks]. begin: int64 [1], the first position
-    that is in no block settled for all rows. recent_bias: fp64 [n, m], of the m positions from there to the last row.
+    any_settled: bool [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1], the first
+    position that is in no block settled for all rows. recent_bias: fp32 [n, m], of the m positions from there to the last row.
     """
 
     any_settled: Tensor
@@ -30,7 +30,7 @@ class Seen:
     recent_bias: Tensor
 
 
-def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: int) -> Tensor:
+def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: float) -> Tensor:
     """An operator whose output's true shape depends on data; ``exporter.trace`` drops the declared one."""
     version = 1 if "::" in kind else 13
     return ops.symbolic(kind, inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
@@ -46,8 +46,9 @@ class Exact(Rounded):
 
     Attention settles blocks of 128 positions: a block that ends 64 positions before a row or earlier is one softmax and one sum in
     fp32, in an order that nothing else in the pass changes. To the row it is then one more position, with the block's sum of
-    exponentials for a score (its logarithm) and the block's result for a value. These and the recent positions, whose order
-    depends on the other rows, are summed in double precision: rounding the sum hides the order.
+    exponentials for its own and the block's result for a value. Exponentials are fp32, each the same wherever it stands. Those of
+    blocks and of the recent positions, whose order depends on the other rows, are summed in double precision: rounding the sum hides
+    the order.
     """
 
     block = BLOCK
@@ -58,18 +59,19 @@ class Exact(Rounded):
         if not is_in_onnx_export():
             return Plain.attention_mask(mask, position, past_length, cache)
         rows = position.shape[0]
-        lowest = torch.finfo(torch.float64).min
+        lowest = torch.finfo(torch.float32).min
         settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # blocks, of each row
         begin = settled.amin(0, keepdim=True) * BLOCK
         count = cache.shape[2] // BLOCK
-        blocks = _range(torch.zeros(1, dtype=torch.int64), torch.full((1,), count), count)
+        positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)  # else the tracer chooses one of the caches
+        blocks = _range(torch.zeros(1, dtype=torch.int64), positions // BLOCK, count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
-        bias = Contrib._bias(row_mask, past_length - begin, torch.float64)[0, 0]
+        bias = Contrib._bias(row_mask, past_length - begin, torch.float32)[0, 0]
         recent = _range(begin, past_length + rows, rows)
         in_block = _symbolic("Less", (recent[None], (settled * BLOCK)[:, None]), torch.bool, [rows, rows])
         return Seen(
             settled.amax(0, keepdim=True) > 0,
-            torch.where(_symbolic("Less", (blocks[None], settled[:, None]), torch.bool, [rows, count]), 0.0, lowest).double(),
+            torch.where(_symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows]), 0.0, lowest)[..., None],
             begin,
             torch.where(in_block, lowest, bias),
         )
@@ -82,17 +84,16 @@ class Exact(Rounded):
         recent_keys, recent_values = (
             _symbolic("Slice", (cache, seen.begin, used, axis), cache.dtype, [1, kv_heads, n, d]) for cache in (keys, values)
         )
-        grouped, repeats = (q * d**-0.5).reshape(1, kv_heads, -1, d), heads // kv_heads
+        grouped, repeats = q.reshape(1, kv_heads, -1, d), heads // kv_heads
         if repeats == 1:
             grouped, repeats = torch.cat((grouped, grouped), dim=2), 2  # the kernel for a single row sums in another order
-        shape = [1, kv_heads, grouped.shape[2], n]
-        scores = _symbolic("com.microsoft::FusedMatMul", (grouped, recent_keys), q.dtype, shape, transB=1).double()
-        recent_scores = scores + torch.cat([seen.recent_bias] * repeats)
+        scores = _products(grouped, recent_keys, [1, kv_heads, grouped.shape[2], n]) + torch.cat([seen.recent_bias] * repeats)
         recent = recent_values.double()
+        exponentials = (scores - scores.amax(-1, keepdim=True)).exp().double()
         out = _either(
             seen.any_settled,
-            Exact._with_blocks(grouped, keys, values, recent_scores, recent, torch.cat([seen.settled_bias] * repeats)),
-            recent_scores.softmax(-1) @ recent,
+            Exact._with_blocks(grouped, keys, values, scores, recent, torch.cat([seen.settled_bias] * repeats, dim=1)),
+            exponentials @ recent / exponentials.sum(-1, keepdim=True),
         ).to(q.dtype)
         return (out[:, :, :n] if heads == kv_heads else out).reshape(1, heads, -1, d)
 
@@ -100,20 +101,26 @@ class Exact(Rounded):
     def _with_blocks(
         q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: Tensor, settled_bias: Tensor
     ) -> Tensor:
-        """q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores: fp64 [1, kv heads, n', m]; recent: fp64 values
-        [1, kv heads, m, d]; settled_bias: fp64 [n', blocks] -> fp64 [1, kv heads, n', d]."""
+        """q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores: [1, kv heads, n', m]; recent: fp64 values
+        [1, kv heads, m, d]; settled_bias: [blocks, n', 1] -> fp64 [1, kv heads, n', d]."""
         _, kv_heads, rows, d = q.shape
         blocks = keys.shape[2] // BLOCK
         shape = torch.tensor([kv_heads, -1, BLOCK, d])
         k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
-        inputs = q.reshape(kv_heads, 1, rows, d), k
-        scores = _symbolic("com.microsoft::FusedMatMul", inputs, q.dtype, [kv_heads, blocks, rows, BLOCK], transB=1)
+        scores = _products(q.reshape(kv_heads, 1, rows, d), k, [kv_heads, blocks, rows, BLOCK])
         shares = scores.softmax(-1)
-        # The largest share is 1 divided by the sum of exponentials.
-        total = (scores.amax(-1).double() - shares.amax(-1).double().log()).transpose(1, 2)[None]
-        weights = torch.cat((total + settled_bias, recent_scores), dim=-1).softmax(-1)
-        of_blocks = weights[0, :, :, :blocks].transpose(1, 2)[..., None] * (shares @ v).double()
-        return of_blocks.sum(1)[None] + weights[..., blocks:] @ recent
+        largest = scores.amax(-1, keepdim=True) + settled_bias
+        reference = torch.maximum(largest.amax(1), recent_scores[0].amax(-1, keepdim=True))
+        # A block's largest share is 1 divided by the sum of its exponentials.
+        of_blocks = (largest - reference[:, None]).exp() / shares.amax(-1, keepdim=True)
+        of_recent = (recent_scores[0] - reference).exp().double()
+        total = of_blocks.double().sum(1) + of_recent.sum(-1, keepdim=True)
+        return (((shares @ v) * of_blocks).double().sum(1) + of_recent @ recent[0])[None] / total
+
+
+def _products(q: Tensor, keys: Tensor, shape: list[Any]) -> Tensor:
+    """q @ keys.T / sqrt(d)."""
+    return _symbolic("com.microsoft::FusedMatMul", (q, keys), q.dtype, shape, transB=1, alpha=q.shape[-1] ** -0.5)
 
 
 def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
