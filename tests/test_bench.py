@@ -37,7 +37,8 @@ def test_prompt_files(tmp_path: Path, name: str, content: str) -> None:
 
 def test_questions_go_through_the_chat_template_and_are_never_cut(tmp_path: Path) -> None:
     shutil.copytree(DEMO / "target", tmp_path / "target")
-    args = Namespace(pair=tmp_path, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=True, count=1, new_tokens=24, longest=300)
+    args = Namespace(pair=tmp_path, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=True, count=1, new_tokens=24, longest=300,
+                     contexts=None)  # fmt: skip
     asked = ["word " * 500, "import os", "import re", "import json", "import abc"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
     with pytest.raises(InputError, match="no chat template: leave out --chat"):
@@ -50,6 +51,26 @@ def test_questions_go_through_the_chat_template_and_are_never_cut(tmp_path: Path
     args.chat = False
     prompts, _, cut = tokenized(args)
     assert (len(prompts[0].ids), prompts[0].number, cut) == (300, 0, 1)
+
+
+def test_pieces_of_given_lengths(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"import {word} as name"}) + "\n" for word in range(50)))
+    args = Namespace(pair=DEMO, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=False, count=2, new_tokens=24, longest=60)
+    args.contexts = [16, 5]
+    prompts, tuning, cut = tokenized(args)
+    assert [(prompt.set, prompt.number, len(prompt.ids)) for prompt in prompts] == [
+        ("5 positions", 0, 5), ("5 positions", 1, 5), ("16 positions", 0, 16), ("16 positions", 1, 16),
+    ]  # fmt: skip
+    assert ([len(prompt.ids) for prompt in tuning], cut) == ([5, 5], 0)
+    tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
+    whole = [token for word in range(50) for token in tokenizer.encode(f"import {word} as name").ids]
+    assert prompts[2].ids + prompts[3].ids == whole[:32]
+    for contexts, said in (([61], "at most 60"), ([60], "needs 240 tokens of text for 4 prompts")):
+        args.contexts = contexts
+        args.prompts = [tmp_path / "b.jsonl"]
+        args.prompts[0].write_text('{"prompt": "import os"}\n')
+        with pytest.raises(InputError, match=said):
+            tokenized(args)
 
 
 def test_plain_text_is_one_prompt(tmp_path: Path) -> None:
@@ -135,7 +156,8 @@ def test_peers_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def whole(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"about": {"new tokens": 5}, "prompts": {"a": 2, "b": 1}, "reference": "plain", "ways": list(found.values())}
+    about = {"new tokens": 5}
+    return {"about": about, "prompts": {"a": 2, "b": 1}, "lengths": [], "reference": "plain", "ways": list(found.values())}
 
 
 def test_without_memory_for_two_processes(
@@ -207,11 +229,20 @@ def test_differences(ours: list[int], theirs: list[int]) -> None:
 
 
 def test_plots(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
-    pytest.importorskip("matplotlib")
     report.plot(whole(found), tmp_path)
     assert {file.name for file in tmp_path.glob("bench-*") if file.stat().st_size > 1000} == {
-        "bench-a.png", "bench-a.svg", "bench-b.png", "bench-b.svg",
+        "bench-a.png", "bench-a.svg", "bench-b.png", "bench-b.svg", "bench-all-sets.png", "bench-all-sets.svg",
     }  # fmt: skip
+
+
+def test_lengths_are_plotted_and_not_added_up(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
+    run = whole(found) | {"prompts": {"1 positions": 2, "7 positions": 1}, "lengths": [1, 7]}
+    names_of = {"a": "1 positions", "b": "7 positions"}
+    run["ways"] = [{**way, "texts": [{**text, "set": names_of[text["set"]]} for text in way["texts"]]} for way in run["ways"]]
+    report.plot(run, tmp_path)
+    names = {"bench-1-positions", "bench-7-positions", "bench-lengths"}
+    assert {file.stem for file in tmp_path.glob("bench-*") if file.stat().st_size > 1000} == names
+    assert report.ALL not in report.markdown(run)
 
 
 def test_ours_beside_transformers(

@@ -237,7 +237,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--chat", action="store_true", help="ask the prompts through the target's chat template")
     parser.add_argument("--longest", type=int, help="positions of the longest prompt (default: what fits)")
-    parser.add_argument("--count", type=int, default=8, help="prompts per file (default: 8)")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="instead of whole prompts, pieces of their text with so many tokens",
+    )
+    parser.add_argument("--count", type=int, default=8, help="prompts per file, or per length (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
     parser.add_argument(
@@ -261,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("count", "new_tokens", "threads", "rounds", "longest"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if any(length < 1 for length in args.contexts or ()):
+        parser.error(f"--contexts is {min(args.contexts)}: give 1 or more")
     distinct(parser, args.bundles)
     return run_command(lambda: report.render(args.out) if args.again else fresh(args))
 
@@ -277,7 +286,8 @@ def fresh(args: argparse.Namespace) -> int:
     for name in args.peers:
         peer = importlib.import_module(f"tools.peers.{name}")
         bench.add(name, peer, peer.ways())
-    setup = {"about": about(args, cut), "prompts": dict(Counter(prompt.set for prompt in prompts))}
+    prompts_by_set = dict(Counter(prompt.set for prompt in prompts))
+    setup = {"about": about(args, cut), "prompts": prompts_by_set, "lengths": sorted(args.contexts or ())}
 
     def save() -> None:
         plain = [result["name"] for result in bench.results if not result["failed"] and not result["plain"]]

@@ -24,6 +24,7 @@ from runtime.text.chat_template import ChatTemplate
 from tools import measure
 from tools.parity import read
 from tools.peers.protocol import PeerError
+from tools.report import of_length
 
 ROOT = Path(__file__).parent.parent
 TUNING = 2  # prompts for choosing settings
@@ -104,6 +105,9 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
         return ids
 
     sets = {file.stem: read(file) for file in args.prompts} or {"held-out": measure.prompts(per_file)}
+    if args.contexts:
+        whole = [token for texts in sets.values() for text in texts for token in encoded(text)]
+        return *_of_lengths(whole, args.contexts, per_file, room), 0
     prompts, spare, cut = list[Prompt](), list[Prompt](), 0
     for name, texts in sets.items():
         found: list[Prompt] = []
@@ -119,6 +123,23 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
         prompts += found[: args.count]
         spare += found[-TUNING:]
     return prompts, spare[:TUNING], cut
+
+
+def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Pieces of a text, so many of each length, and the shortest ones that are left for choosing settings."""
+    prompts, spare = list[Prompt](), list[Prompt]()
+    for length in sorted(lengths):
+        if length > room:
+            raise InputError(f"--contexts {length} is more than fits before the new tokens: give at most {room}")
+        if length * count > len(text):
+            raise InputError(
+                f"--contexts {length} needs {length * count:,} tokens of text for {count} prompts, and the files have {len(text):,}: "
+                "give more of them with --prompts, or a smaller --count"
+            )
+        pieces = [Prompt(of_length(length), i, list(text[i * length : (i + 1) * length])) for i in range(count)]
+        prompts += pieces[:-TUNING]
+        spare += pieces[-TUNING:]
+    return prompts, spare[:TUNING]
 
 
 def about(args: argparse.Namespace, cut: int) -> dict[str, Any]:

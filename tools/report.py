@@ -23,9 +23,14 @@ ALL = "all sets"
 
 
 def sets(run: Mapping[str, Any]) -> dict[str, int]:
-    """Prompts by set, and of all together if there are several sets."""
+    """Prompts by set, and of all together if there are several sets that are not lengths."""
     found: dict[str, int] = run["prompts"]
-    return found if len(found) == 1 else {**found, ALL: sum(found.values())}
+    return found if len(found) == 1 or run["lengths"] else {**found, ALL: sum(found.values())}
+
+
+def of_length(positions: int) -> str:
+    """The name of the set of prompts of that many tokens."""
+    return f"{positions} positions"
 
 
 def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
@@ -138,9 +143,11 @@ def markdown(run: Mapping[str, Any]) -> str:
 
 
 def plot(run: Mapping[str, Any], folder: Path) -> None:
-    """Writes bar charts for every set of prompts: ``bench-SET.png`` and ``.svg``."""
+    """Writes bar charts for every set of prompts, ``bench-SET.png`` and ``.svg``, and one of lines if the sets are lengths."""
     from matplotlib.figure import Figure
 
+    if run["lengths"]:
+        _plot_lengths(run, Figure(figsize=(15, 7), layout="constrained"), folder)
     names = "tokens/s", "tau", "first token, ms", "peak, MiB"
     peers = list(dict.fromkeys(way["peer"] for way in run["ways"]))
     colours = {way["name"]: f"C{peers.index(way['peer'])}" for way in run["ways"]}
@@ -157,6 +164,21 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
         figure.suptitle(f"{prompts}, {count} prompts, {run['about']['new tokens']} new tokens")
         for kind in ("png", "svg"):
             figure.savefig(folder / f"bench-{prompts.replace(' ', '-')}.{kind}")
+
+
+def _plot_lengths(run: Mapping[str, Any], figure: Any, folder: Path) -> None:
+    lengths = run["lengths"]
+    tables = [{row["way"]: row for row in rows(run, of_length(length))} for length in lengths]
+    left, right = figure.subplots(1, 2)
+    for name, axes in (("tokens/s", left), ("first token, ms", right)):
+        for way in run["ways"]:
+            values = [table[way["name"]].get(name) for table in tables]
+            if None not in values:
+                axes.plot(lengths, values, "o--" if way["plain"] else "o-", label=way["name"])
+        axes.set(title=name, xlabel="positions of the prompt", xscale="log", yscale="log", xticks=lengths, xticklabels=lengths)
+    right.legend(bbox_to_anchor=(1, 1), loc="upper left", fontsize=8)
+    for kind in ("png", "svg"):
+        figure.savefig(folder / f"bench-lengths.{kind}")
 
 
 def render(folder: Path) -> int:
