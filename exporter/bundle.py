@@ -14,7 +14,18 @@ import torch
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import GRAPHS, MANIFEST, OPEN_CACHES, TARGET_ONLY, Form, Graph, Manifest, TensorSpec, TreeShape
+from runtime.bundle.manifest import (
+    GRAPHS,
+    MANIFEST,
+    OPEN_CACHES,
+    TARGET_ONLY,
+    WANTED_ROWS,
+    Form,
+    Graph,
+    Manifest,
+    TensorSpec,
+    TreeShape,
+)
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -180,6 +191,7 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         requires=(
             *(() if pair.has_drafter else (TARGET_ONLY,)),
             *((OPEN_CACHES,) if any(form.graphs["target"].open_caches for form in forms.values()) else ()),
+            *((WANTED_ROWS,) if any(form.graphs["target"].selects for form in forms.values()) else ()),
         ),
     )
     (folder / MANIFEST).write_text(manifest.to_json(), "utf-8")

@@ -150,7 +150,7 @@ def observe(
     distinct, tokens = torch.tensor(ids).unique(return_inverse=True)
     module.embed_tokens.weight = nn.Parameter(sources[EMBEDDING].rows(distinct).whole().float(), requires_grad=False)
     mask = torch.ones(n, n, dtype=torch.bool).tril()
-    module(tokens, torch.arange(n), mask, torch.tensor([0]), empty(module, torch.float32))
+    module(tokens, torch.arange(n), mask, None, torch.tensor([0]), empty(module, torch.float32))
     return Observed(moments, squares, logits)
 
 

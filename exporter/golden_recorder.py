@@ -193,7 +193,7 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
     depth, mask = torch.cat((torch.arange(n), n + depths)), torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     mask[n:, n:] = ancestors
-    choice, logits, hidden, *_ = target(tokens, depth, mask, torch.tensor([0]), empty(target, dtype))
+    choice, logits, hidden, *_ = target(tokens, depth, mask, None, torch.tensor([0]), empty(target, dtype))
     top = logits.topk(min(_TOP, vocabulary), dim=-1)
     run: dict[str, Tensor] = {}
     for name, part in (("prompt", slice(n)), ("verify", slice(n, None))):

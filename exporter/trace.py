@@ -56,7 +56,8 @@ def signature(
 ) -> tuple[list[Input], list[str]]:
     """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
 
-    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic.
+    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic. A target of
+    symbolic rows has the input ``wanted``.
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
@@ -78,7 +79,8 @@ def signature(
     if isinstance(module, Target):
         ids = [spec(name, torch.int64, "rows") for name in ("tokens", "depth")]
         mask = spec("mask", torch.bool, "rows", "rows")
-        return [*ids, mask, length, *cached], ["choice", "logits", "hidden", *written]
+        wanted = [] if "rows" in sizes else [spec("wanted", torch.int64, "wanted")]
+        return [*ids, mask, *wanted, length, *cached], ["choice", "logits", "hidden", *written]
     tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
     rows = spec("hidden", dtype, "rows", width=hidden)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
@@ -216,10 +218,13 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
         # Symbolic operators need tensors on a real device; fake tensors pretend to be, and hold no values either.
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
-            examples = [torch.empty_like(example) for _, example, _ in inputs]
+            examples: list[Any] = [torch.empty_like(example) for _, example, _ in inputs[: -len(past)]]
+            if isinstance(module, Target) and "wanted" not in dynamic:
+                examples.insert(3, None)
+                dynamic["wanted"] = None
             program = torch.onnx.export(
                 module,
-                (*examples[: -len(past)], examples[-len(past) :]),
+                (*examples, [torch.empty_like(example) for _, example, _ in inputs[-len(past) :]]),
                 dynamo=True,
                 opset_version=module.ops.opset,
                 optimize=False,

@@ -18,7 +18,7 @@ _LARGEST_SUM = 3e38  # just below the largest fp32
 def choose(logits: Tensor, hidden: Tensor) -> Tensor:
     """The token with the largest logit, ties to the lowest id; -1 for rows with a NaN or an infinity.
 
-    logits: [R, V]; hidden: [R, H], the rows that the logits were computed from. Returns int64 [R].
+    logits: [W, V]; hidden: [W, H], the rows that the logits were computed from. Returns int64 [W].
     """
     # A NaN or infinity makes the sum NaN or infinite, and no compiler may simplify the comparison. The sum is in fp32, because
     # finite fp16 logits can have an infinite sum. It includes ``hidden``, because products that quantize rows can lose a NaN.
@@ -45,14 +45,14 @@ class Target(nn.Module):
         self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, schemes["lm_head.weight"])
 
     def forward(
-        self, tokens: Tensor, depth: Tensor, mask: Tensor, past_length: Tensor, caches: list[Tensor]
+        self, tokens: Tensor, depth: Tensor, mask: Tensor, wanted: Tensor | None, past_length: Tensor, caches: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """One pass.
 
-        tokens, depth: int64 [R]; mask: bool [R, R]; past_length: int64 [1]; caches: key and value, layer by layer,
-        each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns ``choice`` int64 [R] (see
-        ``choose``), ``logits`` [R, V], ``hidden`` [R, H] after the final norm, and the keys and values that the dialect's
-        ``attend`` returns.
+        tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all; past_length: int64
+        [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns
+        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm, and the
+        keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
@@ -64,5 +64,6 @@ class Target(nn.Module):
             x = layer.finish(x, attended)
             present += written
         hidden = self.norm(x)
-        logits = self.lm_head(hidden).to(caches[0].dtype)
-        return choose(logits, hidden), logits, hidden.to(caches[0].dtype), *present
+        read = hidden if wanted is None else self.ops.gather(hidden, wanted)
+        logits = self.lm_head(read).to(caches[0].dtype)
+        return choose(logits, read), logits, hidden.to(caches[0].dtype), *present

@@ -61,7 +61,8 @@ class Bench:
 
     def inputs(self, seed: int) -> dict[str, np.ndarray]:
         tokens = np.random.default_rng(seed).integers(2, self.manifest.vocabulary, ROWS)
-        return {"tokens": tokens, "depth": np.arange(ROWS), "mask": np.tri(ROWS, dtype=np.bool_)}
+        wanted = {"wanted": np.arange(ROWS)} if self.graph.selects else {}
+        return {"tokens": tokens, "depth": np.arange(ROWS), "mask": np.tri(ROWS, dtype=np.bool_), **wanted}
 
     def close(self) -> None:
         for engine in self.all.values():

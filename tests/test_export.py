@@ -193,9 +193,9 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
     }
     tensors = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
     cache = [1, 1, 64, 16]
-    assert {n: tensors["target"][n] for n in ("tokens", "depth", "mask", "past_length", "choice", "logits", "hidden")} == {
-        "tokens": ["rows"], "depth": ["rows"], "mask": ["rows", "rows"], "past_length": [1], "choice": ["rows"],
-        "logits": ["rows", 211], "hidden": ["rows", 32],
+    assert {n: tensors["target"][n] for n in ("tokens", "depth", "mask", "wanted", "past_length", "choice", "logits", "hidden")} == {
+        "tokens": ["rows"], "depth": ["rows"], "mask": ["rows", "rows"], "wanted": ["wanted"], "past_length": [1],
+        "choice": ["wanted"], "logits": ["wanted", 211], "hidden": ["rows", 32],
     }  # fmt: skip
     assert all(
         tensors["target"][f"{when}_{part}.{i}"] == cache
@@ -212,7 +212,9 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
         "tree_tokens": [9], "tree_depth": [9], "tree_parent": [9], "tree_mask": [9, 9], "tree_score": [9],
     }  # fmt: skip
     assert not any(n.startswith("tree_") for n in tensors["extend"])
-    assert {a for p in tensors.values() for shape in p.values() for a in shape if isinstance(a, str)} == {"rows", "accepted"}
+    assert {a for p in tensors.values() for shape in p.values() for a in shape if isinstance(a, str)} == {
+        "rows", "accepted", "wanted",
+    }  # fmt: skip
 
 
 def test_the_manifest_repeats_the_graphs_contract(bundle: Path) -> None:

@@ -78,7 +78,7 @@ def eager(pair: Pair) -> Run:
     @torch.inference_mode()
     def run(tokens: Tensor, depth: Tensor, mask: Tensor, past: int) -> list[Tensor]:
         nonlocal held
-        choice, logits, hidden, *held = module(tokens, depth, mask, torch.tensor([past]), held)
+        choice, logits, hidden, *held = module(tokens, depth, mask, None, torch.tensor([past]), held)
         return [choice, logits, hidden]
 
     return run
@@ -110,7 +110,12 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQU
             "logits": np.zeros((rows, shape.vocabulary), np.float32),
             "hidden": np.zeros((rows, shape.hidden), np.float32),
         }
-        feed = {"tokens": tokens.numpy(), "depth": depth.numpy(), "mask": np.ascontiguousarray(mask.numpy())}
+        feed = {
+            "tokens": tokens.numpy(),
+            "depth": depth.numpy(),
+            "mask": np.ascontiguousarray(mask.numpy()),
+            "wanted": np.arange(rows),
+        }
         engine.bind(feed | {"past_length": np.array([past])} | out | tensors)()
         return [torch.from_numpy(value) for value in out.values()]
 

@@ -1,7 +1,7 @@
 """The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
 contradicts itself is refused before anything is allocated."""
 
-from .manifest import OPEN_CACHES, Form, Graph, Manifest
+from .manifest import OPEN_CACHES, WANTED_ROWS, Form, Graph, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
@@ -16,7 +16,8 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
         may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
-        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends)
+        selects = graph.selects and WANTED_ROWS in manifest.requires and not form.static
+        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -50,9 +51,9 @@ def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tupl
 
 
 def _expected(
-    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int | str, int]], appends: bool
+    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int | str, int]], appends: bool, selects: bool
 ) -> tuple[Signature, Signature]:
-    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends: see ``Graph.appends``."""
+    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects: see ``Graph``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     rows: int | str = form.chunk if form.static else "rows"
@@ -65,13 +66,15 @@ def _expected(
     written = cached("new", read) if appends else cached("present", positions)
     past: Signature = [("past_length", "int64", (1,)), *cached("past", positions)]
     if name == "target":
-        inputs: Signature = [("tokens", "int64", (rows,)), ("depth", "int64", (rows,)), ("mask", "bool", (rows, rows)), *past]
+        inputs: Signature = [("tokens", "int64", (rows,)), ("depth", "int64", (rows,)), ("mask", "bool", (rows, rows))]
+        wanted: Signature = [("wanted", "int64", ("wanted",))] if selects else []
+        chosen = "wanted" if selects else rows
         outputs: Signature = [
-            ("choice", "int64", (rows,)),
-            ("logits", dtype, (rows, manifest.vocabulary)),
+            ("choice", "int64", (chosen,)),
+            ("logits", dtype, (chosen, manifest.vocabulary)),
             ("hidden", dtype, (rows, hidden)),
         ]
-        return inputs, [*outputs, *written]
+        return [*inputs, *wanted, *past], [*outputs, *written]
     draft_inputs: Signature = [
         ("tokens", "int64", (read,)),
         ("hidden", dtype, (rows, hidden)),

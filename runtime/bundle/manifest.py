@@ -16,9 +16,10 @@ MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY = "target-only"  # the feature of a bundle without a drafter
 OPEN_CACHES = "open-caches"  # the feature of a bundle whose target takes caches of any multiple of BLOCK positions
+WANTED_ROWS = "wanted-rows"  # the feature of a bundle whose target chooses tokens for some rows of a pass only
 BLOCK = 128
 # Features that this version knows. Bundles name under ``requires`` the features that a reader must know.
-FEATURES: tuple[str, ...] = (TARGET_ONLY, OPEN_CACHES)
+FEATURES: tuple[str, ...] = (TARGET_ONLY, OPEN_CACHES, WANTED_ROWS)
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
@@ -31,7 +32,7 @@ class TensorSpec:
 
     name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a tensor")]
     dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
-    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted", "positions"))], ...]
+    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted", "positions", "wanted"))], ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Graph:
     def open_caches(self) -> bool:
         """Whether the caches may have any multiple of BLOCK positions, which then is the symbolic axis ``positions``."""
         return self.caches[0].shape[2] == "positions"
+
+    @property
+    def selects(self) -> bool:
+        """Whether a pass has choices and logits only of the rows that the input ``wanted`` names."""
+        return any(p.name == "wanted" for p in self.inputs)
 
     def cache_positions(self, capacity: int) -> int:
         """The most positions that the caches have in a bundle of this capacity."""

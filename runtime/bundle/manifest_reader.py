@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, OPEN_CACHES, TARGET_ONLY, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, OPEN_CACHES, TARGET_ONLY, WANTED_ROWS, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -57,11 +57,13 @@ def _check(manifest: Manifest) -> None:
                     raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
             contract.check(manifest, form, dict(graphs), at, backend == "cpu")
 
-    is_open = any(graphs["target"].open_caches for form in manifest.forms.values() for graphs in form.variants().values())
-    if is_open != (OPEN_CACHES in manifest.requires):
-        raise Damage(
-            f"requires is {list(manifest.requires)}, expected '{OPEN_CACHES}' if a target's caches are open and only then"
-        )
+    targets = [graphs["target"] for form in manifest.forms.values() for graphs in form.variants().values()]
+    for feature, is_there, what in (
+        (OPEN_CACHES, any(target.open_caches for target in targets), "a target's caches are open"),
+        (WANTED_ROWS, any(target.selects for target in targets), "a target has the input 'wanted'"),
+    ):
+        if is_there != (feature in manifest.requires):
+            raise Damage(f"requires is {list(manifest.requires)}, expected '{feature}' if {what} and only then")
 
 
 def _require_format(number: object, file: Path) -> None:

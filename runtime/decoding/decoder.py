@@ -196,14 +196,14 @@ class Decoder:
                 return None
             part = prompt[start : start + self.form.chunk]
             n = len(part)
-            self.feed(part)
+            self.feed(part, last=True)
             if speculate and self.manifest.has_drafter:  # the last row is the first draft's
                 self.history.record(start, n, range(begin, min(start + n, len(prompt) - 1)))
         return n - 1
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """One causal pass of the target over at most a chunk of tokens; commits all of them."""
-        self.passes.read(tokens)
+    def feed(self, tokens: Sequence[int], last: bool = False) -> None:
+        """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``EnginePasses.causal``."""
+        self.passes.read(tokens, last)
         self.passes.target_cache.commit(self.passes.graphs["target"], range(len(tokens)))
 
     def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:

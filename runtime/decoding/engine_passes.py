@@ -20,7 +20,7 @@ class EnginePasses:
     If the form is static, every pass has a fixed size: padding rows are computed and ignored.
 
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
-    [widest, H]: outputs of the target's last pass by row. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows,
+    [widest, H]: outputs of the target's last pass by row (of prompts, choice and logits of the last row). tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows,
     accepted_tokens: int64 [widest], rows of ``hidden`` that the next draft reads, and the token after each; accepted_count:
     int64 [1], how many of them it reads. history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns:
     nanoseconds spent in the drafter's and the target's engines.
@@ -43,8 +43,8 @@ class EnginePasses:
         self.accepted_count = np.zeros(1, np.int64)
         self.engine_ns = [0, 0]
         self._bound: dict[tuple[str, int], Call] = {}
-        for rows in (form.chunk, 1):
-            self.causal(rows)
+        self.causal(form.chunk, last=True)
+        self.causal(1)
         if manifest.has_drafter:
             self._bind_drafter()
 
@@ -58,10 +58,16 @@ class EnginePasses:
         accepted = [most] if form.static else range(1, most + 1)
         self._cycles = [device.fuse(self._bind_draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
 
-    def causal(self, rows: int) -> Call:
-        """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it."""
+    def causal(self, rows: int, last: bool = False) -> Call:
+        """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
+        logits of the last row will do."""
         size = self.form.chunk if self.form.static else rows
-        return self._once("causal", size, lambda: self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_)))
+        first = size - 1 if last and self.graphs["target"].selects else 0
+
+        def bind() -> Call:
+            return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first)
+
+        return self._once(f"causal from {first}", size, bind)
 
     def verification(self, rows: int) -> Call:
         """The target's pass over the draft tree's first rows, which are the best tree of that size."""
@@ -84,11 +90,13 @@ class EnginePasses:
             self._bound[kind, rows] = bind()
         return self._bound[kind, rows]
 
-    def _bind_target(self, tokens: Array, depth: Array, mask: Array) -> Call:
-        n = len(mask)
-        outputs = {"choice": self.choice[:n], "logits": self.logits[:n], "hidden": self.hidden[:n]}
+    def _bind_target(self, tokens: Array, depth: Array, mask: Array, first: int = 0) -> Call:
+        """first: of the rows that have choice and logits."""
+        n, graph, cache = len(mask), self.graphs["target"], self.target_cache
+        outputs = {"choice": self.choice[first:n], "logits": self.logits[first:n], "hidden": self.hidden[:n]}
         buffers = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask, **outputs}
-        graph, cache = self.graphs["target"], self.target_cache
+        if graph.selects:
+            buffers["wanted"] = np.arange(first, n)
 
         def bind() -> Call:
             return self.engines["target"].bind({**buffers, **cache.bindings(graph)})
@@ -124,10 +132,11 @@ class EnginePasses:
         call()
         self.engine_ns[engine] += perf_counter_ns() - started
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """One causal pass of the target over the next tokens, at most a chunk. The caller commits the rows to keep."""
+    def read(self, tokens: Sequence[int], last: bool = False) -> None:
+        """One causal pass of the target over the next tokens, at most a chunk. The caller commits the rows to keep. last: see
+        ``causal``."""
         self.tokens[: len(tokens)] = tokens
-        self.run_target(self.causal(len(tokens)))
+        self.run_target(self.causal(len(tokens), last))
 
     def row(self, row: int) -> np.ndarray:
         """The target's logits [V] of one row of its last pass; no other row is fetched from the device."""

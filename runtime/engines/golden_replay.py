@@ -47,6 +47,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
         mask = np.eye(n, dtype=np.bool_)
         mask[:rows, :rows] = run[f"{name}.mask"]
         inputs = {"tokens": _pad(run[f"{name}.tokens"], n), "depth": _pad(run[f"{name}.depth"], n), "mask": mask}
+        if form.graphs["target"].selects:
+            inputs["wanted"] = np.arange(n)
         logits, hidden = (device.zeros((n, width), manifest.dtype) for width in (manifest.vocabulary, manifest.hidden))
         choice = np.zeros(n, np.int64)
         out = {"choice": choice, "logits": logits, "hidden": hidden}

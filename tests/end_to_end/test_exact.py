@@ -184,7 +184,7 @@ def test_caches_of_any_length_are_the_cpus(
 ) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(make_bundle(DEMO, *WHOLE, *LONG) / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("open-caches",)
+    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows")
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):
         parse_manifest(record.read_text(), record)
