@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript.optimizer import fold_constants
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
@@ -86,6 +86,15 @@ def signature(
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
     return [tokens, rows, path, count, length, *cached], [*tree, *written]
+
+
+def arguments(module: nn.Module, values: Mapping[str, Tensor]) -> list[Any]:
+    """Values by the names of ``signature``, in its order, as the module takes them."""
+    caches = [value for name, value in values.items() if name.startswith(("past_key.", "past_value."))]
+    others: list[Any] = [value for name, value in values.items() if not name.startswith(("past_key.", "past_value."))]
+    if isinstance(module, Target) and "wanted" not in values:
+        others.insert(3, None)
+    return [*others, caches]
 
 
 @contextlib.contextmanager
@@ -212,19 +221,18 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
         dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
         past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
         dynamic["caches"] = [dynamic.pop(name) for name in past]
+        if isinstance(module, Target):
+            dynamic.setdefault("wanted", None)
         for name, parameter in module.named_parameters():
             if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
         # Symbolic operators need tensors on a real device; fake tensors pretend to be, and hold no values either.
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
-            examples: list[Any] = [torch.empty_like(example) for _, example, _ in inputs[: -len(past)]]
-            if isinstance(module, Target) and "wanted" not in dynamic:
-                examples.insert(3, None)
-                dynamic["wanted"] = None
+            examples = {name: torch.empty_like(example) for name, example, _ in inputs}
             program = torch.onnx.export(
                 module,
-                (*examples, [torch.empty_like(example) for _, example, _ in inputs[-len(past) :]]),
+                tuple(arguments(module, examples)),
                 dynamo=True,
                 opset_version=module.ops.opset,
                 optimize=False,

@@ -54,8 +54,8 @@ def test_rows_of_a_quantized_target(
     assert int(found[1]) == int(found[2]) >= 16
     feed = decoder.Decoder.feed
 
-    def next_to_it(self: decoder.Decoder, tokens: Sequence[int]) -> None:
-        feed(self, tokens)
+    def next_to_it(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> None:
+        feed(self, tokens, last)
         if len(tokens) == 1:
             self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
 

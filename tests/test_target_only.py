@@ -14,7 +14,7 @@ import torch
 from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
 from runtime.backends.onnxruntime import Cpu, Engine
-from runtime.bundle.manifest import TARGET_ONLY, Manifest
+from runtime.bundle.manifest import TARGET_ONLY, WANTED_ROWS, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
@@ -282,7 +282,7 @@ def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypa
 
 def test_what_the_manifest_says(bundle: Path, demo_bundle: Path) -> None:
     manifest = Bundle(bundle).manifest
-    assert (manifest.rows, manifest.depth, manifest.tree, manifest.requires) == (8, 7, None, (TARGET_ONLY,))
+    assert (manifest.rows, manifest.depth, manifest.tree, manifest.requires) == (8, 7, None, (TARGET_ONLY, WANTED_ROWS))
     assert not manifest.has_drafter
     assert manifest.sources == {"target": str(TARGET)}
     for form in manifest.forms.values():
@@ -290,7 +290,7 @@ def test_what_the_manifest_says(bundle: Path, demo_bundle: Path) -> None:
     assert not (bundle / "weights/draft.bin").exists()
     with_drafter = Bundle(demo_bundle).manifest
     assert with_drafter.has_drafter
-    assert with_drafter.requires == ()
+    assert with_drafter.requires == (WANTED_ROWS,)
 
 
 def test_caches_are_the_targets(bundle: Path) -> None:
@@ -312,7 +312,7 @@ def drop(raw: dict[str, Any], *names: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda raw: raw.update(tree=None), r"requires is \[\], expected 'target-only' if tree is null"),
+        (lambda raw: raw.update(tree=None), r"requires is \['wanted-rows'\], expected 'target-only' if tree is null"),
         (lambda raw: raw.update(tree=None, requires=["target-only"]), "has a graph 'draft' and tree is null"),
         (lambda raw: raw.update(requires=["target-only"]), "expected 'target-only' if tree is null and only then"),
         (lambda raw: drop(raw, "draft", "extend"), "has no graph 'draft'"),

@@ -229,12 +229,9 @@ def main(argv: list[str] | None = None) -> int:
         "--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (default: all)"
     )
     parser.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="+",
-        default=[],
+        "--prompts", type=Path, nargs="+", default=[],
         help="JSONL with 'turns', 'prompt' or 'text', or .txt (default: held-out code)",
-    )
+    )  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="ask the prompts through the target's chat template")
     parser.add_argument("--longest", type=int, help="positions of the longest prompt (default: what fits)")
     parser.add_argument(
@@ -247,9 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=8, help="prompts per file, or per length (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="rounds that divide the prompts; each runs every way (default: 2)"
-    )
+    parser.add_argument("--rounds", type=int, default=2, help="rounds that divide the prompts, with every way (default: 2)")
     parser.add_argument(
         "--envs", type=Path, default=ROOT / "build/bench-envs",
         help="folder where peers are installed, once (default: build/bench-envs)",
@@ -260,16 +255,14 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)")
     parser.add_argument(
-        "--again",
-        action="store_true",
+        "--again", action="store_true",
         help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
-    )
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    for name in ("count", "new_tokens", "threads", "rounds", "longest"):
-        if (value := getattr(args, name)) is not None and value < 1:
+    least = {name: getattr(args, name) for name in ("count", "new_tokens", "threads", "rounds", "longest")}
+    for name, value in {**least, "contexts": min(args.contexts or [1])}.items():
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-    if any(length < 1 for length in args.contexts or ()):
-        parser.error(f"--contexts is {min(args.contexts)}: give 1 or more")
     distinct(parser, args.bundles)
     return run_command(lambda: report.render(args.out) if args.again else fresh(args))
 
@@ -286,8 +279,8 @@ def fresh(args: argparse.Namespace) -> int:
     for name in args.peers:
         peer = importlib.import_module(f"tools.peers.{name}")
         bench.add(name, peer, peer.ways())
-    prompts_by_set = dict(Counter(prompt.set for prompt in prompts))
-    setup = {"about": about(args, cut), "prompts": prompts_by_set, "lengths": sorted(args.contexts or ())}
+    by_set = dict(Counter(prompt.set for prompt in prompts))
+    setup = {"about": about(args, cut), "prompts": by_set, "lengths": sorted(args.contexts or ())}
 
     def save() -> None:
         plain = [result["name"] for result in bench.results if not result["failed"] and not result["plain"]]

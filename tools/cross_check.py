@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.options import open_pair
-from exporter.trace import signature
+from exporter.trace import arguments, signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam
@@ -50,8 +50,7 @@ def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabul
             values[name] = torch.tensor([sizes["accepted"]])
         else:
             values[name] = torch.randn(example.shape, generator=draw).to(dtype)
-    caches = [value.to(device) for name, value in values.items() if name.startswith(("past_key", "past_value"))]
-    return [*(v.to(device) for n, v in values.items() if not n.startswith(("past_key", "past_value"))), caches]
+    return arguments(module, {name: value.to(device) for name, value in values.items()})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,14 +31,15 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, key: int | slice) -> "DeviceArray":
-        """``array[i]``, or ``array[:n]``."""
+        """``array[i]``, or ``array[m:n]``."""
         mirror = None if self.mirror is None else self.mirror[key]
+        step = self.nbytes // self.shape[0]
         if isinstance(key, int):
-            step = self.nbytes // self.shape[0]
             return DeviceArray(self.address + key * step, self.shape[1:], self.dtype, mirror)
-        assert (key.start, key.step) == (None, None), key
-        assert 0 <= key.stop <= self.shape[0], key
-        return DeviceArray(self.address, (key.stop, *self.shape[1:]), self.dtype, mirror)
+        start = key.start or 0
+        assert key.step is None, key
+        assert 0 <= start <= key.stop <= self.shape[0], key
+        return DeviceArray(self.address + start * step, (key.stop - start, *self.shape[1:]), self.dtype, mirror)
 
     def reshape(self, *shape: int) -> "DeviceArray":
         assert prod(shape) == prod(self.shape), (self.shape, shape)
