@@ -181,6 +181,19 @@ def test_what_is_written(grown_demo: Path) -> None:
 FITS = [(m, g, n, s) for m, g, n, s in product(range(1, 4), range(1, 5), range(1, 9), range(1, 6)) if n >= m * -(-g // s)]
 
 
+def test_longer_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    RandomPair(BASE, heads=1, seed=5).write(old)
+    assert grow_pair.main([str(old), str(new), "--positions", "63"]) == 1
+    assert "--positions 63 is less than the target has: give 64 or more" in capsys.readouterr().err
+    assert not new.exists()
+    grow(old, new, "--positions", "4096")
+    for kind in ("target", "drafter"):
+        assert json.loads((new / kind / "config.json").read_text())["max_position_embeddings"] == 4096
+    ids = torch.randint(0, 101, (1, 40), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(run(new / "target", ids), run(old / "target", ids))
+
+
 def test_every_head_keeps_its_keys() -> None:
     for kv_heads, share, new_kv_heads, new_share in FITS:
         old = LlamaShape(9, 9, 9, 1, kv_heads * share, kv_heads, 2, 0.1)

@@ -1,15 +1,15 @@
 """Grows a trained pair to a larger Llama shape that computes the same function.
 
     python tools/grow_pair.py PAIR OUT --hidden 1536 --intermediate 6144 --layers 20 --heads 12 --kv-heads 4 \\
-        --head-dim 128 --vocabulary 32000 [--dtype fp32]
+        --head-dim 128 --vocabulary 32000 [--positions 8192] [--dtype fp32]
 
 reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head each,
 so that memory holds little more than the largest tensor. Sizes that are not given do not change. Greedy tokens are those of the
 old pair, and so are trees and tau except for near-ties. So a small trained pair gives real acceptance to benchmarks of real
 shapes. These parts are added:
 
-- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by
-  the mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
+- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by the
+  mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
 - Channels of a head: if the head is k times as long, old channel c becomes channel k * c. So the rotary pair i, channels i and
   i + d/2, becomes the pair k * i, with the same frequency theta^(-2ki / kd), scaled by ``rope_scaling`` as before. Attention
   divides by sqrt(d'), so queries are multiplied by sqrt(k).
@@ -21,9 +21,6 @@ shapes. These parts are added:
 - Tokens are copies of an unlikely one in embedding and ``lm_head``: the one whose largest probability is lowest in texts of the
   target (16 samples of 128 tokens at temperature 1). A copy has the same logit as the original, whose lower id wins the tie, so
   greedy decoding never chooses a copy. Their total probability is printed, because sampled texts may contain one.
-
-CPUs multiply zeros like other numbers. A GPU uses less power for them, so if power limits its clock it may run faster than with
-dense weights.
 
 In fp32, the default, results are equal up to rounding, which differs with the order of summation and the factors above. fp16
 needs half the disk space, and rounds norms and queries once more unless H'/H and k are powers of four.
@@ -68,8 +65,7 @@ def grown_shape(old: LlamaShape, requested: dict[str, int | None], kind: str) ->
     """The old shape with the requested sizes. Raises InputError if the old shape does not fit into it."""
     sizes = {name: size for name, size in requested.items() if size is not None}
     for name, size in sizes.items():
-        current = getattr(old, name)
-        if size < current:
+        if size < (current := getattr(old, name)):
             raise InputError(f"{_flag(name)} {size} is less than the {kind} has: give {current} or more")
     new = replace(old, **sizes)  # type: ignore[arg-type]
     if new.head_dim % old.head_dim:
@@ -102,8 +98,7 @@ def _copies(old: LlamaShape, new: LlamaShape) -> int:
 def head_sources(old: LlamaShape, new: LlamaShape) -> tuple[Tensor, Tensor]:
     """The old query head of every new one, and the old key-value head, or -1 for added ones. int64 [heads], [kv heads]."""
     old_share, share, copies = old.heads // old.kv_heads, new.heads // new.kv_heads, _copies(old, new)
-    kv = torch.arange(new.kv_heads) // copies
-    kv = torch.where(kv < old.kv_heads, kv, -1)
+    kv = torch.where((kv := torch.arange(new.kv_heads) // copies) < old.kv_heads, kv, -1)
     head = torch.arange(new.heads)
     group = head // share
     within = group % copies * share + head % share  # index in the old group
@@ -126,11 +121,9 @@ def sources(old: LlamaShape, new: LlamaShape, unlikely: int) -> dict[str, Tensor
     return {
         "hidden": hidden,
         "two": torch.cat((hidden, torch.where(hidden < 0, -1, hidden + old.hidden))),  # two concatenated hidden rows
-        "intermediate": longer(new.intermediate, old.intermediate),
-        "query": query,
-        "key": key,
+        "intermediate": longer(new.intermediate, old.intermediate), "query": query, "key": key,
         "vocabulary": torch.where(vocabulary < 0, unlikely, vocabulary),
-    }
+    }  # fmt: skip
 
 
 class Grown:
@@ -141,9 +134,10 @@ class Grown:
 
     def __init__(
         self, checkpoint: Checkpoint, old: LlamaShape, new: LlamaShape, tied: bool, unlikely: int, dtype: torch.dtype,
-        noise: torch.Generator,
+        noise: torch.Generator, positions: int | None,
     ) -> None:  # fmt: skip
         self.checkpoint, self.old, self.new, self.dtype, self.noise = checkpoint, old, new, dtype, noise
+        self.longer = {} if positions is None else {"max_position_embeddings": positions}
         self.names = sorted(checkpoint.names() - ({"lm_head.weight"} if tied else set()))
         by = sources(old, new, unlikely)
         self.sides = {  # module -> rows, columns
@@ -186,8 +180,8 @@ class Grown:
         if not values.isfinite().all():
             raise InputError(f"{self.checkpoint.kind}: tensor '{name}' has values too large for {self.dtype}: use --dtype fp32")
         rows, *columns = self._sides(name)
-        padded = F.pad(values, (0, 1) * values.ndim)  # index -1 selects the padding
-        return padded[rows][:, columns[0]] if columns else padded[rows]
+        padded = F.pad(values, (0, 1) * values.ndim)[rows]  # index -1 selects the padding
+        return padded[:, columns[0]] if columns else padded
 
     def added(self, name: str) -> Tensor:
         """A tensor of an added layer. name: the tensor of an old layer with the same shape."""
@@ -200,7 +194,7 @@ class Grown:
         """config.json with the new sizes."""
         config = {key: value for key, value in self.checkpoint.config.items() if key not in ("dtype", "torch_dtype")}
         sizes = {key: getattr(self.new, name) for name, key in SIZES.items()}
-        changed = {**sizes, "rms_norm_eps": self.new.eps, "dtype": str(self.dtype).removeprefix("torch.")}
+        changed = {**sizes, **self.longer, "rms_norm_eps": self.new.eps, "dtype": str(self.dtype).removeprefix("torch.")}
         if isinstance(config.get("model"), dict):  # vLLM nests the decoder's configuration
             return {**config, "model": {**config["model"], **changed}}
         return {**config, **changed}
@@ -244,10 +238,11 @@ def unlikely_token(folder: Path) -> tuple[int, float, float]:
     return token, float(probability[:, token].max()), float(probability[:, token].mean())
 
 
-def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype) -> list[str]:
+def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype, positions: int | None) -> list[str]:
     """Writes ``out/target`` and ``out/drafter``, both or neither. Returns lines that describe them.
 
-    requested: sizes by the attributes of LlamaShape; None keeps the old size. Raises GumihoError if the pair cannot be grown.
+    requested: sizes by the attributes of LlamaShape; None keeps the old size. positions: of the longest text, None as it is. Raises
+    GumihoError if the pair cannot be grown.
     """
     for kind in ("target", "drafter"):
         if not (source / kind).is_dir():
@@ -259,8 +254,9 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
         raise InputError(f"'{source}/target' is a {pair.target_config.architecture.name}, not a Llama: name another folder")
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
-    unlikely, lines = 0, list[str]()
-    added = target.vocabulary - pair.target_shape.vocabulary
+    if positions is not None and positions < pair.target_config.positions:
+        raise InputError(f"--positions {positions} is less than the target has: give {pair.target_config.positions} or more")
+    unlikely, lines, added = 0, list[str](), target.vocabulary - pair.target_shape.vocabulary
     if added:
         unlikely, largest, mean = unlikely_token(pair.target.folder)
         lines.append(
@@ -268,10 +264,10 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
             f"at most {largest * added:.0e}"
         )
     noise = torch.Generator().manual_seed(0)
-    tied = pair.target_config.tie_word_embeddings
+    shared, tied = (unlikely, dtype, noise, positions), pair.target_config.tie_word_embeddings
     checkpoints = (
-        Grown(pair.target, pair.target_shape, target, tied, unlikely, dtype, noise),
-        Grown(pair.drafter, pair.draft_shape, drafter, False, unlikely, dtype, noise),
+        Grown(pair.target, pair.target_shape, target, tied, *shared),
+        Grown(pair.drafter, pair.draft_shape, drafter, False, *shared),
     )
     with staged(out, overwrite=False) as folder:
         for grown in checkpoints:
@@ -285,12 +281,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("pair", type=Path, help="folder with target/ and drafter/")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--positions", type=int, help="new max_position_embeddings, for times of longer texts (default: unchanged)"
+    )
     for name, key in SIZES.items():
         parser.add_argument(_flag(name), type=int, help=f"new {key} (default: unchanged)")
     args = parser.parse_args(argv)
 
     def work() -> int:
-        print(*grow(args.pair, args.out, {name: getattr(args, name) for name in SIZES}, DTYPES[args.dtype]), sep="\n")
+        sizes = {name: getattr(args, name) for name in SIZES}
+        print(*grow(args.pair, args.out, sizes, DTYPES[args.dtype], args.positions), sep="\n")
         return 0
 
     return run(work)
