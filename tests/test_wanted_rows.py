@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from exporter import cli, trace
 from graphs.drafter import Drafter
@@ -44,6 +46,28 @@ def test_of_a_prompt_only_the_last_row_has_logits(make_bundle: MakeBundle, optio
         others = np.arange(len(passes.choice)) != chunk - 1  # the last row of the whole chunk before
         assert (passes.logits[others] == 7).all()
         assert (passes.choice[others] == 7).all()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=7))
+def test_any_rows_in_any_order(demo_bundle: Path, rows: list[int]) -> None:
+    with load(demo_bundle, "cpu") as model:
+        passes = model.decoder.passes
+        passes.read(PROMPT[:7])
+        n, width = len(rows), passes.manifest.vocabulary
+        choice, logits, hidden = np.zeros(n, np.int64), np.zeros((n, width), np.float32), np.zeros_like(passes.hidden[:7])
+        buffers = {
+            "tokens": passes.tokens[:7],
+            "depth": passes.depth[:7],
+            "mask": np.tri(7, dtype=np.bool_),
+            "wanted": np.array(rows),
+        }
+        outputs = {"choice": choice, "logits": logits, "hidden": hidden}
+        caches = passes.target_cache.bindings(passes.graphs["target"])
+        passes.engines["target"].bind({**buffers, **outputs, **caches})()
+        np.testing.assert_allclose(logits, passes.logits[rows], atol=1e-4)
+        np.testing.assert_array_equal(choice, passes.choice[rows])
+        np.testing.assert_array_equal(hidden, passes.hidden[:7])
 
 
 def test_bundles_that_know_no_wanted_rows_run_as_before(
