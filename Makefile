@@ -20,7 +20,8 @@ demo: $(VENV)/ready
 # Not quantized: a model this small loses its thread when its numbers are rounded.
 chat: $(VENV)/ready
 	$(BIN)/gumiho fetch smollm2 --out build/smollm2
-	test -f build/chat/gumiho.json || $(BIN)/gumiho-export --target build/smollm2 --weights none --out build/chat --overwrite
+	test -f build/chat/gumiho.json || $(BIN)/gumiho-export --ckpt demo/smollm2-drafter --target build/smollm2 \
+		--weights none --out build/chat --overwrite
 	$(BIN)/gumiho chat build/chat
 
 # A file's tests share fixtures, so one process runs them. Files keep their order: the longest, in end_to_end, come first.
