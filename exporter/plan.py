@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from graphs.dialects.exact import BLOCK
 from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes
 from graphs.tree import TreeConfig
 from runtime.errors import InputError, UnavailableError
@@ -70,7 +71,10 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
-        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits (docs/decisions.md)."""
+        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, and its heads have at most 128 numbers
+        (docs/decisions.md)."""
+        if self.pair.target_shape.head_dim > BLOCK:
+            return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()
         found = [schemes.of(name, source.shape[-1]) for name, source in sources if is_matrix(name, source)]

@@ -65,7 +65,7 @@ def test_pieces_of_given_lengths(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
     whole = [token for word in range(50) for token in tokenizer.encode(f"import {word} as name").ids]
     assert prompts[2].ids + prompts[3].ids == whole[:32]
-    for contexts, said in (([61], "at most 60"), ([60], "needs 240 tokens of text for 4 prompts")):
+    for contexts, said in (([61], "at most 60"), ([60], "needs 240 tokens of text for 2 prompts and 2 to choose settings")):
         args.contexts = contexts
         args.prompts = [tmp_path / "b.jsonl"]
         args.prompts[0].write_text('{"prompt": "import os"}\n')

@@ -579,6 +579,7 @@ def test_blocks_are_those_of_the_pickiest_backend(tmp_path: Path) -> None:
 def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path / "wide")
     RandomPair(WIDE | {"head_dim": 24}, heads=1).write(tmp_path / "odd")
+    RandomPair(WIDE | {"head_dim": 160}, heads=1).write(tmp_path / "long heads")
     RandomPair(heads=1).write(tmp_path / "narrow")  # whose rows are not several blocks, most of them
     int8 = ("--weights", "int8", "--draft-weights", "int8")
     for pair, flags, dialects in (
@@ -586,6 +587,7 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         ("wide", BOTH, (Exact, Contrib)), ("wide", int8, (Exact, Contrib)), ("odd", int8, (Exact, Rounded)),
         ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Rounded)),
         ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Rounded)),
+        ("long heads", int8, (Standard, Contrib)), ("long heads", (), (Contrib, Contrib)),
     ):  # fmt: skip
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)

@@ -24,7 +24,7 @@ from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
 from tests.seal import edit
 
-PROMPT = np.random.default_rng(5).integers(2, 30, 100).tolist()
+PROMPT = np.random.default_rng(5).integers(2, 30, 180).tolist()
 
 
 @pytest.mark.parametrize("options", [(), WHOLE], ids=["fp32", "w8a8"])
@@ -39,6 +39,7 @@ def test_of_a_prompt_only_the_last_row_has_logits(make_bundle: MakeBundle, optio
         passes.logits[...], passes.choice[...] = 7, 7
         last = decoder.prefill(PROMPT, speculate=False)
         assert last == rows - 1
+        assert rows < chunk < len(PROMPT)
         np.testing.assert_allclose(passes.logits[last], logits[last], atol=0 if options else 1e-4)
         assert passes.choice[last] == choice[last]
         np.testing.assert_array_equal(passes.hidden[:rows], hidden)
@@ -111,7 +112,8 @@ def all_logits(raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (unnamed, "inputs are .*, expected"),
+    (unnamed, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
+    (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "inputs are .*, expected"),
     (without_input, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
     (all_logits, r"logits float32 \['rows', 2048\], expected logits float32 \['wanted', 2048\]"),
 ])  # fmt: skip

@@ -128,12 +128,12 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
 def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: int) -> tuple[list[Prompt], list[Prompt]]:
     """Pieces of a text, so many of each length, and the shortest ones that are left for choosing settings."""
     prompts, spare = list[Prompt](), list[Prompt]()
-    for length in sorted(lengths):
+    for length in sorted(set(lengths)):
         if length > room:
             raise InputError(f"--contexts {length} is more than fits before the new tokens: give at most {room}")
         if length * count > len(text):
             raise InputError(
-                f"--contexts {length} needs {length * count:,} tokens of text for {count} prompts, and the files have {len(text):,}: "
+                f"--contexts {length} needs {length * count:,} tokens of text for {count - TUNING} prompts and {TUNING} to choose settings, and the files have {len(text):,}: "
                 "give more of them with --prompts, or a smaller --count"
             )
         pieces = [Prompt(of_length(length), i, list(text[i * length : (i + 1) * length])) for i in range(count)]

@@ -40,7 +40,7 @@ def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabul
     for name, example, _ in signature(module, dtype, sizes)[0]:  # type: ignore[arg-type]
         if name == "tokens":
             values[name] = torch.randint(0, vocabulary, example.shape, generator=draw)
-        elif name in ("depth", "path", "wanted"):
+        elif name in ("depth", "path"):
             values[name] = torch.arange(len(example))
         elif name == "mask":
             values[name] = torch.ones_like(example).tril()

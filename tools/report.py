@@ -25,7 +25,7 @@ ALL = "all sets"
 def sets(run: Mapping[str, Any]) -> dict[str, int]:
     """Prompts by set, and of all together if there are several sets that are not lengths."""
     found: dict[str, int] = run["prompts"]
-    return found if len(found) == 1 or run["lengths"] else {**found, ALL: sum(found.values())}
+    return found if len(found) == 1 or run.get("lengths") else {**found, ALL: sum(found.values())}
 
 
 def of_length(positions: int) -> str:
@@ -146,7 +146,7 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
     """Writes bar charts for every set of prompts, ``bench-SET.png`` and ``.svg``, and one of lines if the sets are lengths."""
     from matplotlib.figure import Figure
 
-    if run["lengths"]:
+    if run.get("lengths"):
         _plot_lengths(run, Figure(figsize=(15, 7), layout="constrained"), folder)
     names = "tokens/s", "tau", "first token, ms", "peak, MiB"
     peers = list(dict.fromkeys(way["peer"] for way in run["ways"]))

@@ -45,8 +45,8 @@ class Exact(Rounded):
     codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order does not matter.
 
     Attention settles blocks of 128 positions: a block that ends 64 positions before a row or earlier is one softmax and one sum in
-    fp32, in an order that nothing else in the pass changes. To the row it is then one more position, with the block's sum of
-    exponentials for its own and the block's result for a value. Exponentials are fp32, each the same wherever it stands. Those of
+    fp32, in an order that nothing else in the pass changes. To the row it is then one more position, whose exponential is the
+    block's sum of exponentials and whose value is the block's result. Exponentials are fp32, each the same wherever it stands. Those of
     blocks and of the recent positions, whose order depends on the other rows, are summed in double precision: rounding the sum hides
     the order.
     """

@@ -1,7 +1,7 @@
 """The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
 contradicts itself is refused before anything is allocated."""
 
-from .manifest import OPEN_CACHES, WANTED_ROWS, Form, Graph, Manifest
+from .manifest import OPEN_CACHES, Form, Graph, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
@@ -16,7 +16,7 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
         may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
-        selects = graph.selects and WANTED_ROWS in manifest.requires and not form.static
+        selects = graph.selects and on_host and not form.static
         inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
