@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,7 @@ import torch
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import (
-    GRAPHS,
-    MANIFEST,
-    OPEN_CACHES,
-    TARGET_ONLY,
-    WANTED_ROWS,
-    Form,
-    Graph,
-    Manifest,
-    TensorSpec,
-    TreeShape,
-)
+from runtime.bundle.manifest import FEATURES, GRAPHS, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -188,12 +177,8 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted) if pair.has_drafter else None,
         sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
-        requires=(
-            *(() if pair.has_drafter else (TARGET_ONLY,)),
-            *((OPEN_CACHES,) if any(form.graphs["target"].open_caches for form in forms.values()) else ()),
-            *((WANTED_ROWS,) if any(form.graphs["target"].selects for form in forms.values()) else ()),
-        ),
     )
+    manifest = replace(manifest, requires=tuple(feature for feature, (_, has) in FEATURES.items() if has(manifest)))
     (folder / MANIFEST).write_text(manifest.to_json(), "utf-8")
     for file in folder.rglob("*"):
         if file.is_file():

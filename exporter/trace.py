@@ -29,7 +29,9 @@ from .weights.source import Location
 Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")
+# Operators that stand behind those, and elsewhere too: their traced shapes are wrong if an input has none.
 _SIZED_BY_INPUTS = ("Add", "Sub", "Exp", "Gather", "Where")
+_CACHE_INPUTS = ("past_key.", "past_value.")
 _DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int64: ir.DataType.INT64, torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
@@ -90,11 +92,11 @@ def signature(
 
 def arguments(module: nn.Module, values: Mapping[str, Tensor]) -> list[Any]:
     """Values by the names of ``signature``, in its order, as the module takes them."""
-    caches = [value for name, value in values.items() if name.startswith(("past_key.", "past_value."))]
-    others: list[Any] = [value for name, value in values.items() if not name.startswith(("past_key.", "past_value."))]
-    if isinstance(module, Target) and "wanted" not in values:
-        others.insert(3, None)
-    return [*others, caches]
+    caches = [value for name, value in values.items() if name.startswith(_CACHE_INPUTS)]
+    others: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith(_CACHE_INPUTS)}
+    if isinstance(module, Target):
+        others = {"tokens": None, "depth": None, "mask": None, "wanted": None} | others  # the module's order
+    return [*others.values(), caches]
 
 
 @contextlib.contextmanager
@@ -219,7 +221,7 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
     with shortened(module) as layers:
         inputs, outputs = signature(module, io_dtype(dtype), sizes)
         dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
-        past = [name for name in dynamic if name.startswith("past_") and name != "past_length"]
+        past = [name for name in dynamic if name.startswith(_CACHE_INPUTS)]
         dynamic["caches"] = [dynamic.pop(name) for name in past]
         if isinstance(module, Target):
             dynamic.setdefault("wanted", None)

@@ -235,12 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="ask the prompts through the target's chat template")
     parser.add_argument("--longest", type=int, help="positions of the longest prompt (default: what fits)")
     parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        metavar="N",
+        "--contexts", type=int, nargs="+", metavar="N",
         help="instead of whole prompts, pieces of their text with so many tokens",
-    )
+    )  # fmt: skip
     parser.add_argument("--count", type=int, default=8, help="prompts per file, or per length (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
@@ -259,10 +256,12 @@ def main(argv: list[str] | None = None) -> int:
         help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    least = {name: getattr(args, name) for name in ("count", "new_tokens", "threads", "rounds", "longest")}
-    for name, value in {**least, "contexts": min(args.contexts or [1])}.items():
+    sizes = {n: getattr(args, n) for n in ("count", "new_tokens", "threads", "rounds", "longest")}
+    for name, value in (sizes | {"contexts": min(args.contexts or [1])}).items():
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.chat and args.contexts:
+        parser.error("--contexts cuts text, and with it chat templates: leave out --chat")
     distinct(parser, args.bundles)
     return run_command(lambda: report.render(args.out) if args.again else fresh(args))
 
@@ -280,7 +279,7 @@ def fresh(args: argparse.Namespace) -> int:
         peer = importlib.import_module(f"tools.peers.{name}")
         bench.add(name, peer, peer.ways())
     by_set = dict(Counter(prompt.set for prompt in prompts))
-    setup = {"about": about(args, cut), "prompts": by_set, "lengths": sorted(args.contexts or ())}
+    setup = {"about": about(args, cut), "prompts": by_set, "lengths": sorted(set(args.contexts or ()))}
 
     def save() -> None:
         plain = [result["name"] for result in bench.results if not result["failed"] and not result["plain"]]

@@ -133,8 +133,8 @@ def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: i
             raise InputError(f"--contexts {length} is more than fits before the new tokens: give at most {room}")
         if length * count > len(text):
             raise InputError(
-                f"--contexts {length} needs {length * count:,} tokens of text for {count - TUNING} prompts and {TUNING} to choose settings, and the files have {len(text):,}: "
-                "give more of them with --prompts, or a smaller --count"
+                f"--contexts {length} needs {length * count:,} tokens of text for {count - TUNING} prompts and {TUNING} to choose "
+                f"settings, and the files have {len(text):,}: give more of them with --prompts, or a smaller --count"
             )
         pieces = [Prompt(of_length(length), i, list(text[i * length : (i + 1) * length])) for i in range(count)]
         prompts += pieces[:-TUNING]

@@ -32,7 +32,7 @@ class Seen:
 
 def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: float) -> Tensor:
     """An operator whose output's true shape depends on data; ``exporter.trace`` drops the declared one."""
-    version = 1 if "::" in kind else 13
+    version = 1 if "::" in kind else 15
     return ops.symbolic(kind, inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
 
 
@@ -63,7 +63,8 @@ class Exact(Rounded):
         settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # blocks, of each row
         begin = settled.amin(0, keepdim=True) * BLOCK
         count = cache.shape[2] // BLOCK
-        positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)  # else the tracer chooses one of the caches
+        # Not cache.shape[2], which the tracer takes from any layer's cache, and layers are repeated after tracing.
+        positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)
         blocks = _range(torch.zeros(1, dtype=torch.int64), positions // BLOCK, count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
         bias = Contrib._bias(row_mask, past_length - begin, torch.float32)[0, 0]

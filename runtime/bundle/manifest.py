@@ -1,6 +1,6 @@
 """The schema of the manifest, ``gumiho.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
@@ -14,12 +14,8 @@ from .records import Bounds, OneOf, Pattern, sealed
 FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
-TARGET_ONLY = "target-only"  # the feature of a bundle without a drafter
-OPEN_CACHES = "open-caches"  # the feature of a bundle whose target takes caches of any multiple of BLOCK positions
-WANTED_ROWS = "wanted-rows"  # the feature of a bundle whose target chooses tokens for some rows of a pass only
+TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
 BLOCK = 128
-# Features that this version knows. Bundles name under ``requires`` the features that a reader must know.
-FEATURES: tuple[str, ...] = (TARGET_ONLY, OPEN_CACHES, WANTED_ROWS)
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
@@ -179,5 +175,18 @@ class Manifest:
             )
         return self.forms[backend]
 
+    @property
+    def targets(self) -> list[Graph]:
+        """The target's graphs, of all backends and dialects."""
+        return [graphs["target"] for form in self.forms.values() for graphs in form.variants().values()]
+
     def to_json(self) -> str:
         return sealed(asdict(self))
+
+
+# What ``Manifest.requires`` names: features that this version knows, when a bundle has them, and a test of whether it has.
+FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
+    TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
+    OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),
+    WANTED_ROWS: ("a target has the input 'wanted'", lambda manifest: any(target.selects for target in manifest.targets)),
+}

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, OPEN_CACHES, TARGET_ONLY, WANTED_ROWS, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -38,8 +38,7 @@ def _check(manifest: Manifest) -> None:
         raise Damage(f"depth is {manifest.depth}, expected less than the {manifest.rows} rows")
     if outside := [token for token in manifest.eos_token_ids if token >= manifest.vocabulary]:
         raise Damage(f"eos_token_ids holds {outside[0]}, expected ids below {manifest.vocabulary}")
-    if manifest.has_drafter == (TARGET_ONLY in manifest.requires):
-        raise Damage(f"requires is {list(manifest.requires)}, expected '{TARGET_ONLY}' if tree is null and only then")
+    _require_feature(manifest, TARGET_ONLY)
     for name in manifest.files:
         _require_inside(name)
     expected = GRAPHS if manifest.has_drafter else ("target",)
@@ -56,14 +55,15 @@ def _check(manifest: Manifest) -> None:
                 if graph.file not in manifest.files:
                     raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
             contract.check(manifest, form, dict(graphs), at, backend == "cpu")
+    for feature in FEATURES:  # after the contract, which checks what the conditions of features look at
+        _require_feature(manifest, feature)
 
-    targets = [graphs["target"] for form in manifest.forms.values() for graphs in form.variants().values()]
-    for feature, is_there, what in (
-        (OPEN_CACHES, any(target.open_caches for target in targets), "a target's caches are open"),
-        (WANTED_ROWS, any(target.selects for target in targets), "a target has the input 'wanted'"),
-    ):
-        if is_there != (feature in manifest.requires):
-            raise Damage(f"requires is {list(manifest.requires)}, expected '{feature}' if {what} and only then")
+
+def _require_feature(manifest: Manifest, feature: str) -> None:
+    """Raises Damage unless ``requires`` names the feature exactly if the bundle has it."""
+    when, has = FEATURES[feature]
+    if has(manifest) != (feature in manifest.requires):
+        raise Damage(f"requires is {list(manifest.requires)}, expected '{feature}' if {when} and only then")
 
 
 def _require_format(number: object, file: Path) -> None:

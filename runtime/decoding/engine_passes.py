@@ -20,10 +20,10 @@ class EnginePasses:
     If the form is static, every pass has a fixed size: padding rows are computed and ignored.
 
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
-    [widest, H]: outputs of the target's last pass by row (of prompts, choice and logits of the last row). tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows,
-    accepted_tokens: int64 [widest], rows of ``hidden`` that the next draft reads, and the token after each; accepted_count:
-    int64 [1], how many of them it reads. history_chunk: [1, chunk, H], earlier hidden rows for ``extend``. engine_ns:
-    nanoseconds spent in the drafter's and the target's engines.
+    [widest, H]: outputs of the target's last pass by row; while a prompt is read, choice and logits may be those of the last row
+    only. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
+    that the next draft reads, and the token after each; accepted_count: int64 [1], how many of them it reads. history_chunk:
+    [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds spent in the drafter's and the target's engines.
     """
 
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:

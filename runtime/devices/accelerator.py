@@ -31,15 +31,14 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, key: int | slice) -> "DeviceArray":
-        """``array[i]``, or ``array[m:n]``."""
+        """``array[i]``, or ``array[:n]``."""
         mirror = None if self.mirror is None else self.mirror[key]
-        step = self.nbytes // self.shape[0]
         if isinstance(key, int):
-            return DeviceArray(self.address + key * step, self.shape[1:], self.dtype, mirror)
-        start = key.start or 0
+            return DeviceArray(self.address + key * (self.nbytes // self.shape[0]), self.shape[1:], self.dtype, mirror)
+        assert not key.start, key
         assert key.step is None, key
-        assert 0 <= start <= key.stop <= self.shape[0], key
-        return DeviceArray(self.address + start * step, (key.stop - start, *self.shape[1:]), self.dtype, mirror)
+        assert 0 <= key.stop <= self.shape[0], key
+        return DeviceArray(self.address, (key.stop, *self.shape[1:]), self.dtype, mirror)
 
     def reshape(self, *shape: int) -> "DeviceArray":
         assert prod(shape) == prod(self.shape), (self.shape, shape)

@@ -108,7 +108,14 @@ class Loaded:
         file = next(Path(model).glob("*.gguf"))
         self.lookup = LlamaPromptLookupDecoding() if lookup else None
         self.model = llama_cpp.Llama(
-            str(file), n_ctx=0, n_threads=threads, n_threads_batch=threads, draft_model=self.lookup, verbose=False
+            str(file),
+            n_ctx=0,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,
+            logits_all=lookup,  # otherwise lookups fail behind 512 positions
+            draft_model=self.lookup,
+            verbose=False,
         )
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
 
