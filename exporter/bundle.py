@@ -14,15 +14,15 @@ import torch
 
 from graphs.dialects.plain import Plain
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import FEATURES, GRAPHS, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape
+from runtime.bundle.manifest import FEATURES, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape, Weight
 
 from . import golden_recorder as golden
 from .backends import operators
-from .backends.specs import BACKENDS
+from .backends.specs import BACKENDS, Codes
 from .checkpoints.pair import Pair
 from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
 from .progress import Progress
-from .trace import io_dtype, trace
+from .trace import as_inputs, io_dtype, trace
 from .weights.notes import NOTES
 from .weights.packer import Packer
 from .weights.quantize import recoded, weight_of
@@ -69,17 +69,24 @@ def _graphs(
     locations: Mapping[str, dict[str, Location]],
     folder: Path,
     progress: Progress,
+    weights: dict[str, dict[str, Weight]],
 ) -> dict[str, Graph]:
-    """Traces a backend's graphs, checks their operators against the backend's table, and writes them."""
+    """Traces a backend's graphs, checks their operators against the backend's table, and writes them.
+
+    weights: receives those that the graphs take as inputs, by model and name.
+    """
     spec, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True)
-    modules = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)
-    for name, module in modules.items():
+    for name, sizes in spec.pinned.items():
         progress.tell(f"{name} for {kind}")
-        model = trace(module, locations[name], folder, plan.dtype, spec.pinned[name])
+        model_name, _, _ = name.partition("-")
+        module = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)[model_name]
+        model = trace(module, locations[model_name], folder, plan.dtype, sizes)
         operators.check(model, kind if kind in operators.PARSERS else backend)
         tensors = _tensor_specs(model.graph.inputs), _tensor_specs(model.graph.outputs)
         graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
+        if spec.bound:
+            weights.setdefault("target" if model_name == "target" else "draft", {}).update(as_inputs(model))
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
         progress.advance(1)
     return graphs
@@ -87,32 +94,32 @@ def _graphs(
 
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
     spec = plan.trace_specs[backend]
-    graphs = _graphs(plan, backend, (spec.dialect, spec.drafting), backend, locations, folder, progress)
+    weights: dict[str, dict[str, Weight]] = {}
+    graphs = _graphs(plan, backend, (spec.dialect, spec.drafting), backend, locations, folder, progress, weights)
     spares = {
         (name := spare.__name__.lower()): _graphs(
-            plan, backend, (spare, spare), f"{backend}-{name}", locations, folder, progress
+            plan, backend, (spare, spare), f"{backend}-{name}", locations, folder, progress, weights
         )
         for spare in BACKENDS[backend].spare
     }
-    return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares)
+    return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares, weights)
 
 
-def _pack(plan: Plan, packer: Packer) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
-    """Writes the weight files. Returns the location of every graph's parameters, by the dtype of the codes."""
-    first, *others = plan.codes
+def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Location]]]:
+    """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes."""
     sources = plan.sources()
     packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plan.models}
-    locations = {first: packed}
-    for codes in others:
-        locations[codes] = dict(packed)
-        for name in plan.quantized:
+    locations = {codes: dict(packed) for codes in plan.codes}
+    for name in plan.quantized:
+        signed = plan.signed(name, {n: place.dtype for n, place in packed[name].items()})
+        if not signed:
+            continue
+        converted = {n: recoded(packed[name][n], packer.bundle, bits) for n, bits in signed.items()}
+        recoded_places = packer.pack(RECODED.format(name), converted)
+        for codes in plan.codes[1:]:
             schemes = plan.schemes(codes)[name]
-            converted = {
-                n: recoded(place, packer.bundle, scheme.bits)
-                for n, place in packed[name].items()
-                if place.dtype == first and (scheme := schemes[weight_of(n)])
-            }
-            locations[codes][name] = packed[name] | packer.pack(RECODED.format(name), converted)
+            own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
+            locations[codes][name] = packed[name] | own
     if not plan.pair.has_drafter:
         return locations
     return {codes: {**models, "extend": models["draft"]} for codes, models in locations.items()}
@@ -145,8 +152,8 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
     packer = Packer(folder, plan.dtype, progress.advance)
     locations = _pack(plan, packer)
 
-    sets = sum(1 + len(BACKENDS[name].spare) for name in plan.backends)
-    progress.start("tracing graphs", sets * (len(GRAPHS) if pair.has_drafter else 1), "graphs")
+    graphs = sum(len(plan.trace_specs[name].pinned) * (1 + len(BACKENDS[name].spare)) for name in plan.backends)
+    progress.start("tracing graphs", graphs, "graphs")
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder, progress) for name in plan.backends}
 
     progress.start("recording the golden run", _golden_work(forms[plan.backends[0]]))

@@ -13,12 +13,12 @@ from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Sc
 from graphs.tree import TreeConfig
 from runtime.errors import InputError, UnavailableError
 
-from .backends.specs import BACKENDS, TraceSpec, tables, trace_spec
+from .backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
 from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
 from .precision import AS_IS
 from .weights.packer import ALIGNMENT
-from .weights.quantize import carried, quantized, scale_of
+from .weights.quantize import carried, quantized, scale_of, signed
 from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def trace_specs(self) -> dict[str, TraceSpec]:
-        settings = (self.pair, self.tree, self.capacity, self.quantized.keys(), self.exact)
+        settings = (self.pair, self.tree, self.capacity, self.dtype, self.quantized.keys(), self.exact)
         return {name: trace_spec(name, *settings) for name in self.backends}
 
     @property
@@ -86,28 +86,27 @@ class Plan:
         return tables(self.trace_specs, self.tree, self.capacity)
 
     @property
-    def codes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes in which the backends read codes of 4 and 8 bits: unsigned, signed, or both."""
-        return tuple(
-            dtype for dtype in (torch.uint8, torch.int8) if any(BACKENDS[name].codes == dtype for name in self.backends)
-        )
+    def codes(self) -> tuple[Codes, ...]:
+        """The dtypes in which the backends read codes, those with more unsigned ones first."""
+        return tuple(sorted({BACKENDS[name].codes for name in self.backends}, key=lambda codes: codes.count(torch.int8)))
 
     @property
     def block(self) -> int:
         """How many numbers of 4 or 8 bits share a scale. It is the same for all backends, so that they compute the same."""
         return max(BACKENDS[name].block for name in self.backends)
 
-    def schemes(self, codes: torch.dtype) -> dict[str, Schemes]:
-        """The schemes of the quantized models' matrices. codes: dtype of codes of 4 and 8 bits."""
+    def schemes(self, codes: Codes) -> dict[str, Schemes]:
+        """The schemes of the quantized models' matrices."""
         schemes = {
             "fp8": Scheme(0, FP8),
             "w8a8": Scheme(0, torch.int8, 8),
-            "int8": Scheme(self.block, codes, 8),
-            "int4": Scheme(self.block, codes),
+            "int8": Scheme(self.block, codes.eight, 8),
+            "int4": Scheme(self.block, codes.four),
         }
         found = {name: Schemes(schemes[to]) for name, to in self.quantized.items() if to != AS_IS}
         if self.quantized.get("target") == AS_IS:
-            own = {n: Scheme(CODED_BLOCK, codes, coded.bits, coded.zeros) for n, coded in self.pair.coded().items()}
+            coded = self.pair.coded().items()
+            own = {n: Scheme(CODED_BLOCK, codes.of(held.bits), held.bits, held.zeros) for n, held in coded}
             found["target"] = Schemes(schemes.get(self.others), own)
         if self.zeros:
             found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]})
@@ -166,7 +165,7 @@ class Plan:
                 scheme = chosen.of(name, source.shape[-1]) if name == EMBEDDING or is_matrix(name, source) else None
                 as_is = self.quantized.get("target" if name == EMBEDDING else model) == AS_IS
                 if scheme is None:
-                    file[name] = self._linked_if_possible(source)
+                    file[name] = source if self.link and source.linkable(self.dtype) else replace(source, stored=None)
                 elif as_is and source.coded:
                     file |= carried(source, name, scheme, self.dtype)
                 else:
@@ -174,8 +173,9 @@ class Plan:
                     file |= quantized(source, name, scheme, self.dtype, importance.get(name), errors)
         return files
 
-    def _linked_if_possible(self, source: Source) -> Source:
-        return source if self.link and source.linkable(self.dtype) else replace(source, stored=None)
+    def signed(self, model: str, names: Mapping[str, torch.dtype]) -> dict[str, int]:
+        """``quantize.signed`` for the other backends than the first. names: dtypes of a model's parameters."""
+        return signed(names, [self.schemes(codes)[model] for codes in self.codes[1:]])
 
     def linked(self) -> int:
         """Bytes that stay in the checkpoints' files."""
@@ -219,9 +219,10 @@ class Plan:
         sources, sizes = self.sources(), dict[str, int]()
         for file, parameters in sources.items():
             sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in parameters.values() if not s.stored)
-        for name in self.quantized if len(self.codes) > 1 else ():
-            codes = (s for s in sources[f"weights/{name}.bin"].values() if s.fixed == self.codes[0])
-            sizes[RECODED.format(name)] = sum(_aligned(s.nbytes(self.dtype)) for s in codes)
+        for name in self.quantized:
+            own = sources[f"weights/{name}.bin"]
+            if again := self.signed(name, {n: s.dtype(self.dtype) for n, s in own.items()}):
+                sizes[RECODED.format(name)] = sum(_aligned(own[n].nbytes(self.dtype)) for n in again)
         return sizes
 
     def fingerprint(self) -> str:
@@ -254,7 +255,7 @@ class Plan:
                     same = tied and not smoothed and (codes.fixed, codes.shape) == (table.fixed, table.shape)
                     quantized = f"{name} quantized {self.quantized[Path(file).stem]} {codes.fixed} {codes.shape}"
                     content = name.replace("lm_head", "embed_tokens") if same else quantized
-                    size *= len(self.codes) if name == "lm_head.weight" else 1
+                    size *= 1 + len(self.signed(Path(file).stem, {name: sources[name].dtype(self.dtype)}))
                 elif name == "lm_head.weight" and tied and scale_of(EMBEDDING) not in sources:
                     content = EMBEDDING
                 elif name not in heads and file == "weights/draft.bin" and not self.pair.embedding_shared:
@@ -266,11 +267,8 @@ class Plan:
     def memory(self) -> int:
         """Bytes of memory at the export's peak, about. Codes stored input-major are packed a whole matrix at a time."""
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
-        sources = self.sources()["weights/target.bin"].items()
-        whole = (
-            s.nbytes(self.dtype) for n, s in sources if (scheme := schemes[n]) and scheme.input_major and s.fixed == torch.int8
-        )
-        return _BASE_MEMORY + max(whole, default=0)
+        coded = ((schemes[n], s) for n, s in self.sources()["weights/target.bin"].items() if s.fixed == torch.int8)
+        return _BASE_MEMORY + max((s.nbytes(self.dtype) for scheme, s in coded if scheme and scheme.input_major), default=0)
 
 
 def eos_token_ids(pair: Pair) -> tuple[int, ...]:

@@ -76,8 +76,8 @@ def _remarks(plan: "Plan") -> list[str]:
     lines += _kept(plan)
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
         lines.append(
-            "Warning: on a GPU MIGraphX converts an int4 drafter's gate and up projections to floats, and unpacks weights that several "
-            "products share (above all lm_head) in every pass: a cycle reads and writes more than with --draft-weights none."
+            "Warning: on a GPU MIGraphX unpacks int4 weights that several products share (above all lm_head) in every pass: a cycle "
+            "may read and write more than with --draft-weights none."
         )
     if plan.link:
         packed = sum(plan.sizes().values()) - plan.shared()

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
 from graphs.target import Target
+from runtime.bundle.manifest import Weight
 from runtime.errors import InputError
 
 from . import branches
@@ -138,7 +139,8 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 def _name_codes(model: ir.Model) -> None:
     """Gives codes the shapes that their operators expect: signed ones [N, K] and zero points that of the scales, both of type INT4 if
-    they have 4 bits, for DequantizeLinear; those of an embedding [V, bytes of a row] for GatherBlockQuantized."""
+    they have 4 bits, for DequantizeLinear; zero points [N * bytes of a row] for MatMulNBits; codes of an embedding [V, bytes of a row]
+    for GatherBlockQuantized."""
 
     def retype(value: ir.Value, dtype: ir.DataType, shape: Sequence[Any]) -> None:
         old = value.const_value
@@ -151,6 +153,8 @@ def _name_codes(model: ir.Model) -> None:
         if node.op_type == "GatherBlockQuantized":
             vocabulary, *row = node.inputs[0].const_value.shape
             retype(node.inputs[0], ir.DataType.UINT8, [vocabulary, prod(row)])
+        if node.op_type == "MatMulNBits" and len(node.inputs) > 3:  # MIGraphX takes zero points as a vector only
+            retype(node.inputs[3], ir.DataType.UINT8, [prod(node.inputs[3].const_value.shape)])
         codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
         if codes is None or codes.dtype != ir.DataType.INT8 or len(codes.const_value.shape) == 2:
             continue  # not in blocks, or named already
@@ -273,3 +277,16 @@ def trace(
     model.graph.name = module.__class__.__name__.lower()
     model.producer_name = "gumiho-export"
     return model
+
+
+def as_inputs(model: ir.Model) -> dict[str, Weight]:
+    """Turns the weights of a graph into inputs. Returns them by name. Token ids stay: parsers look at the values of integers."""
+    weights = {}
+    for name, value in list(model.graph.initializers.items()):
+        if isinstance(tensor := value.const_value, ir.ExternalTensor) and tensor.dtype != ir.DataType.INT64:
+            shape = tuple(int(n) for n in tensor.shape)
+            weights[name] = Weight(str(tensor.dtype.numpy()), shape, str(tensor.location), int(tensor.offset or 0))
+            del model.graph.initializers[name]
+            value.const_value = None
+            model.graph.inputs.append(value)
+    return weights

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from exporter import cli, options
+from exporter.backends.specs import BACKENDS, UNSIGNED
 from exporter.bundle import _pack
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import scale_of
@@ -236,7 +237,7 @@ def test_a_drafter_reads_the_embedding_s_codes_unless_it_has_one_of_its_own(tmp_
         if not own:
             torch.save(state, drafter / "pytorch_model.bin")
         plan = parsed("--ckpt", str(drafter), "--target", str(file), "--capacity", "32")
-        places = _pack(plan, Packer(tmp_path / f"out-{own}", plan.dtype, lambda _: None))[torch.uint8]
+        places = _pack(plan, Packer(tmp_path / f"out-{own}", plan.dtype, lambda _: None))[UNSIGNED]
         one, two = (places[model]["embed_tokens.weight"] for model in ("target", "draft"))
         at[own], bits[own] = one == two, 8 * two.length // (300 * 128)
         assert 8 * one.length // (300 * 128) == 4
@@ -256,13 +257,14 @@ def test_codes_for_both_kinds_of_backend_beside_a_drafter(tmp_path: Path) -> Non
         "--draft-weights", "int4",
     )  # fmt: skip
     places = _pack(plan, Packer(tmp_path / "out", plan.dtype, lambda _: None))
-    one, two = (places[codes]["target"] for codes in (torch.uint8, torch.int8))
-    for name, scheme in plan.schemes(torch.uint8)["target"].own.items():
+    one, two = (places[codes]["target"] for codes in (UNSIGNED, BACKENDS["migraphx"].codes))
+    for name, scheme in plan.schemes(UNSIGNED)["target"].own.items():
         assert scheme is not None
         scale = one[scale_of(name)].mapped(tmp_path / "out")
         found = [dequantize(place[name].mapped(tmp_path / "out"), scale, scheme.bits) for place in (one, two)]
         assert torch.equal(*found), name
-        assert (one[name].dtype, two[name].dtype) == (torch.uint8, torch.int8)
-    assert one["lm_head.weight"] != places[torch.uint8]["draft"]["lm_head.weight"]
+        assert (one[name].dtype, two[name].dtype) == (torch.uint8, torch.int8 if scheme.bits == 8 else torch.uint8)
+    assert {scheme.bits for scheme in plan.schemes(UNSIGNED)["target"].own.values() if scheme} == {4, 8}
+    assert one["lm_head.weight"] != places[UNSIGNED]["draft"]["lm_head.weight"]
     files = (tmp_path / "out").rglob("*.bin")
     assert sum(p.stat().st_size for p in files) <= sum(plan.sizes().values()) - plan.shared()

@@ -56,7 +56,9 @@ class Bench:
     def __init__(self, bundle: Path, name: str, device: str) -> None:
         read, self.backend = Bundle(bundle), made(name, device)
         engines, self.device = self.backend.open(read, find_engines(read, self.backend))
-        self.manifest, self.graph, self.engine = read.manifest, read.manifest.form(name).graphs["target"], engines["target"]
+        form = read.manifest.form(name)
+        target, _ = form.target(ROWS)
+        self.manifest, self.graph, self.engine = read.manifest, form.graphs[target], engines[target]
         self.all, self.cache = engines, KVCache(self.device, self.graph)
 
     def inputs(self, seed: int) -> dict[str, np.ndarray]:

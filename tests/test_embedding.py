@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exporter.backends.specs import UNSIGNED
 from exporter.options import parsed, plan
 from exporter.trace import _name_codes, _quiet
 from exporter.weights.quantize import quantize, scale_of
@@ -93,7 +94,7 @@ def test_which_exports_have_codes(tmp_path: Path) -> None:
         )
         found = {file for file, sources in made.sources().items() if scale_of(EMBEDDING) in sources}
         for model in made.models:
-            scheme = made.schemes(torch.uint8).get(model)
+            scheme = made.schemes(UNSIGNED).get(model)
             assert (scheme is not None and scheme[EMBEDDING] is not None) == (f"weights/{model}.bin" in found)
         return found
 

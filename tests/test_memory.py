@@ -10,12 +10,14 @@ import pytest
 from runtime import GumihoError, load
 from runtime.backends import backend, memory
 from runtime.backends.memory import Free, MemoryNeeds, Space
+from runtime.backends.shared_weights import nbytes
 from runtime.bundle.reader import Bundle
 from runtime.engines.memory_check import require
 from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.seal import edit
 from tests.test_stand_ins import amd, bundle, nvidia
+from tests.weights_inside import as_older_exports_wrote_it
 
 __all__ = ["amd", "bundle", "nvidia"]  # fixtures
 
@@ -123,14 +125,28 @@ def heavy(bundle: Path, name: str) -> Bundle:
     """A bundle whose graphs say that they have 16, 4 and 2 GB of weights."""
 
     def change(manifest: dict[str, Any]) -> None:
-        for graph, weights in (("target", 16 * GB), ("draft", 4 * GB), ("extend", 2 * GB)):
+        for graph in manifest["forms"][name]["graphs"]:
+            weights = {"target": 16 * GB, "draft": 4 * GB, "extend": 2 * GB}.get(graph, 0)
             manifest["forms"][name]["graphs"][graph]["weights"] = weights
 
     edit(bundle, change)
     return Bundle(bundle)
 
 
-def test_migraphx_holds_weights_on_both_sides(amd: Any, bundle: Path) -> None:
+def test_migraphx_holds_shared_weights_once(amd: Any, bundle: Path) -> None:
+    read = heavy(bundle, "migraphx")  # which its graphs do not contain
+    running = nbytes(read.manifest.form("migraphx")) + memory.buffers(read, "migraphx")
+    assert backend("migraphx").memory(read) == MemoryNeeds(Space(0), Space(0, running))
+    amd.HELD = 0
+    compile_engines(read, backend("migraphx"))
+    with load(bundle, "migraphx") as model:
+        blocks = [block.nbytes for block in model.decoder.device.blocks]  # type: ignore[attr-defined]
+        assert blocks.count(nbytes(read.manifest.form("migraphx"))) == 1
+        assert not amd.HELD, "a program has weights of its own"
+
+
+def test_migraphx_holds_weights_of_older_bundles_on_both_sides(amd: Any, bundle: Path) -> None:
+    as_older_exports_wrote_it(bundle, "migraphx")
     read = heavy(bundle, "migraphx")
     work = memory.buffers(read, "migraphx")
     assert work > read.caches("migraphx") + 4 * 8 * 2048
@@ -139,7 +155,7 @@ def test_migraphx_holds_weights_on_both_sides(amd: Any, bundle: Path) -> None:
 
     def turn(manifest: dict[str, Any]) -> None:
         graphs = manifest["forms"]["migraphx"]["graphs"]
-        manifest["forms"]["migraphx"]["graphs"] = {name: graphs[name] for name in ("extend", "draft", "target")}
+        manifest["forms"]["migraphx"]["graphs"] = {name: graphs[name] for name in reversed(graphs)}
 
     edit(bundle, turn)
     assert backend("migraphx").memory(Bundle(bundle)).running.host == (2 + 4 + 3 * 16) * GB

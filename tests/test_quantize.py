@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import exporter.bundle
 from exporter import cli, options
 from exporter.backends.operators import refusals
+from exporter.backends.specs import BACKENDS, SIGNED, UNSIGNED
 from exporter.plan import Plan
 from exporter.trace import _external, _name_codes, _quiet, _split_parts
 from exporter.weights.notes import NOTES
@@ -409,8 +410,8 @@ def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain
 
 
 @pytest.mark.parametrize(("backend", "ops", "scheme"), [
-    *(pytest.param("migraphx", Basic, Scheme(block, torch.int8, bits), marks=pytest.mark.exhaustive if block == 64 else ())
-      for block in (32, 64) for bits in (4, 8)),
+    *(pytest.param("migraphx", Basic, Scheme(block, dtype, bits), marks=pytest.mark.exhaustive if block == 64 else ())
+      for block in (32, 64) for bits, dtype in ((4, torch.int8), (4, torch.uint8), (8, torch.int8))),
     ("tensorrt", Standard, Scheme(64, torch.int8)), ("tensorrt", Standard, ROWS_OF_FP8),
 ], ids=str)  # fmt: skip
 def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, ops: type[Plain], scheme: Scheme) -> None:
@@ -487,7 +488,7 @@ def test_sizes_of_fp8_are_what_gets_written(tmp_path: Path, how: tuple[str, str 
     RandomPair(WIDE | {"tie_word_embeddings": tied}, heads=1).write(tmp_path)
     options = [("--weights", how[0]), *([("--draft-weights", how[1])] if how[1] else [])]
     plan = wanted(tmp_path, "--backend", "tensorrt", *(part for option in options for part in option))
-    places = pack(plan, tmp_path)[torch.int8]
+    places = pack(plan, tmp_path)[SIGNED]
     for model, to in zip(("target", "draft"), how, strict=True):
         codes = {"fp8": FP8, "int4": torch.int8, None: torch.float16}[to]
         assert places[model]["lm_head.weight"].dtype == codes
@@ -518,21 +519,22 @@ def test_what_a_backend_does_not_take(
 def test_both_lm_heads_are_one_and_no_embedding(tmp_path: Path) -> None:
     RandomPair(WIDE | {"tie_word_embeddings": True}, heads=1).write(tmp_path)
     places = pack(wanted(tmp_path, *ALL, *BOTH), tmp_path)
-    assert list(places) == CODES
+    assert list(places) == [UNSIGNED, BACKENDS["migraphx"].codes, SIGNED]
     for codes, models in places.items():
         for name in ("lm_head.weight", "lm_head.scale", "embed_tokens.weight"):
             assert models["target"][name] == models["draft"][name]
-        assert models["target"]["lm_head.weight"].dtype == codes
+        assert models["target"]["lm_head.weight"].dtype == codes.four
         assert models["target"]["embed_tokens.weight"].dtype == torch.float32
         assert models["extend"] is models["draft"]
-    one, two = (models["target"] for models in places.values())
+    one, same, two = (models["target"] for models in places.values())
+    assert one == same
     assert {name for name in one if one[name] != two[name]} == {n for n in one if scale_of(n) in one and scale_of(n) != n}
 
 
 def test_one_of_the_two_alone(tmp_path: Path) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path)
     for which, quantized_one, other in ((BOTH[:2], "target", "draft"), (BOTH[2:], "draft", "target")):
-        places = pack(wanted(tmp_path, *which), tmp_path)[torch.uint8]
+        places = pack(wanted(tmp_path, *which), tmp_path)[UNSIGNED]
         assert places[quantized_one]["lm_head.weight"].dtype == torch.uint8
         coded = {name for name, place in places[other].items() if place.dtype != torch.float32}
         assert coded == ({"embed_tokens.weight"} if quantized_one == "target" else set())  # which both models share
@@ -540,8 +542,8 @@ def test_one_of_the_two_alone(tmp_path: Path) -> None:
 
 def test_biases_norms_and_tables_keep_their_dtype(tmp_path: Path) -> None:
     RandomPair(WIDE | {"attention_bias": True, "mlp_bias": True}, heads=2).write(tmp_path)
-    plan = wanted(tmp_path, *BOTH, "--backend", "migraphx")
-    for places in pack(plan, tmp_path)[torch.int8].values():
+    plan = wanted(tmp_path, *BOTH, "--backend", "tensorrt")
+    for places in pack(plan, tmp_path)[SIGNED].values():
         for name, place in places.items():
             if name.startswith("rotary."):
                 assert place.dtype == torch.float32
@@ -556,7 +558,7 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
     """48 wide, and 80 between: only what reads two states side by side has whole blocks; and of 64, where rows are that long, one."""
     RandomPair({"vocab_size": 61}, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *BOTH)
-    places = pack(plan, tmp_path)[torch.uint8]
+    places = pack(plan, tmp_path)[UNSIGNED]
     found = {name for places in places.values() for name, place in places.items() if place.dtype == torch.uint8}
     assert found == {"fc.weight", "heads.first.weight"}
     assert "target lm_head.weight" in plan.unquantized()
@@ -566,7 +568,7 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
         in capsys.readouterr().out
     )
     RandomPair(WIDE | {"hidden_size": 64}, heads=1).write(tmp_path / "64")
-    places = pack(wanted(tmp_path / "64", *BOTH, "--backend", "tensorrt"), tmp_path / "64")[torch.int8]
+    places = pack(wanted(tmp_path / "64", *BOTH, "--backend", "tensorrt"), tmp_path / "64")[SIGNED]
     found = {name for name, place in places["target"].items() if place.dtype == torch.int8}
     assert found == {f"layers.{i}.mlp.down_proj.weight" for i in (0, 1)}  # 192 wide
 
@@ -601,7 +603,7 @@ def test_an_int4_drafter_for_migraphx_is_warned_of(
 ) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path)
     assert cli.main(argv(tmp_path, "--backend", backend, "--draft-weights", how, "--dry-run")) == 0
-    assert ("Warning: on a GPU MIGraphX converts an int4 drafter's" in capsys.readouterr().out) == warned
+    assert ("Warning: on a GPU MIGraphX unpacks int4 weights" in capsys.readouterr().out) == warned
 
 
 def test_vllm_quantizes_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +18,30 @@ from graphs.tree import TreeConfig
 from ..checkpoints.pair import Pair
 
 _CHUNK = 128
+_SPLIT = 8  # rows of a tree from which on a quarter of it has a graph of its own
 _STEP = 64  # cache capacities are multiples of this, because TensorRT requires addresses aligned to 256 bytes
+
+
+class Codes(NamedTuple):
+    """The dtypes of codes of 4 and of 8 bits: torch.uint8 or torch.int8, see ``Scheme``."""
+
+    four: torch.dtype
+    eight: torch.dtype
+
+    def of(self, bits: int) -> torch.dtype:
+        return self.four if bits == 4 else self.eight
+
+
+UNSIGNED, SIGNED = Codes(torch.uint8, torch.uint8), Codes(torch.int8, torch.int8)
 
 
 @dataclass(frozen=True)
 class BackendSpec:
     """What a backend supports.
 
-    rows: of the default tree. static: whether every pass has the same number of rows, fixed at export. dtypes: those that it
-    computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
+    rows: of the default tree. static: whether passes have numbers of rows that are fixed at export. bound: dtypes in which weights
+    are inputs of the graphs, so that these share them, and the target has graphs of several sizes. dtypes: those that it computes
+    in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
     device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
     whether weights need aligned addresses. zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter:
     default format of the drafter's weights, the best one measured, or ``none`` if nothing was measured.
@@ -37,11 +53,12 @@ class BackendSpec:
     dtypes: tuple[torch.dtype, ...]
     quantized: tuple[str, ...] = ("int4", "int8")
     spare: tuple[type[Plain], ...] = ()
-    codes: torch.dtype = torch.uint8
+    codes: Codes = UNSIGNED
     block: int = 32
     aligned: bool = False
     zeros: bool = False
     drafter: str = "none"
+    bound: tuple[torch.dtype, ...] = ()
 
 
 # ONNX Runtime's CUDA provider has a fast TopK kernel for up to 32 entries; the paper uses 35.
@@ -57,8 +74,8 @@ BACKENDS: Mapping[str, BackendSpec] = {
     ),
     # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes.
     "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True),
-    # It supports MatMulNBits only with 4 bits, DequantizeLinear with 4 and 8.
-    "migraphx": BackendSpec(Basic, rows=64, static=True, dtypes=_BF16, codes=torch.int8),
+    # It supports MatMulNBits only with 4 bits, and 4 bits as an input only with MatMulNBits. Its Python module cannot pass bfloat16.
+    "migraphx": BackendSpec(Basic, rows=64, static=True, dtypes=_BF16, codes=Codes(torch.uint8, torch.int8), bound=_GPU),
     # TensorRT's documentation of quantized types lists only blocks of 64 and 128 for int4.
     # Releases before 10.15 support neither attention nor caches in place.
     "tensorrt": BackendSpec(
@@ -68,7 +85,7 @@ BACKENDS: Mapping[str, BackendSpec] = {
         dtypes=_BF16,
         quantized=("int4", "fp8"),
         spare=(Decomposed, Basic),
-        codes=torch.int8,
+        codes=SIGNED,
         block=64,
     ),
 }
@@ -78,8 +95,8 @@ BACKENDS: Mapping[str, BackendSpec] = {
 class TraceSpec:
     """How a backend's graphs are traced.
 
-    dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: whether
-    every pass has as many rows. pinned: by graph, the sizes of its static axes.
+    dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: see
+    ``Form``. bound: whether weights are inputs. pinned: by graph, the sizes of its static axes.
     """
 
     dialect: type[Plain]
@@ -87,17 +104,20 @@ class TraceSpec:
     slots: int
     chunk: int
     static: bool
+    bound: bool
     pinned: Mapping[str, Mapping[str, int]]
 
 
-def trace_spec(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quantized: Collection[str], exact: bool) -> TraceSpec:
-    """How a backend's graphs are traced for a pair, a tree, and a capacity in positions.
+def trace_spec(
+    backend: str, pair: Pair, tree: TreeConfig, capacity: int, dtype: torch.dtype, quantized: Collection[str], exact: bool
+) -> TraceSpec:
+    """How a backend's graphs are traced for a pair, a tree, a capacity in positions, and a dtype of weights.
 
     quantized: which of ``target`` and ``draft`` are. exact: whether the CPU has kernels for all of the target's quantized
     products that sum every row in the same order.
     """
     spec = BACKENDS[backend]
-    dialect = spec.dialect
+    dialect, drafter = spec.dialect, ("draft", "extend") if pair.has_drafter else ()
     if not spec.static:
         # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
         shapes = (pair.target_shape, pair.draft_shape) if pair.has_drafter else (pair.target_shape,)
@@ -106,17 +126,26 @@ def trace_spec(backend: str, pair: Pair, tree: TreeConfig, capacity: int, quanti
         # ``Standard`` does not round activations, which is slower.
         target_dialect = unquantized if "target" not in quantized else Exact if exact else Standard
         drafting = Rounded if odd and "draft" in quantized else unquantized
-        sizes: dict[str, dict[str, int]] = {"target": {}, "draft": {}, "extend": {}}
-        return TraceSpec(target_dialect, drafting, capacity, min(_CHUNK, capacity), False, sizes)
-    rows, accepted = tree.rows, tree.depth + 1
+        return TraceSpec(
+            target_dialect, drafting, capacity, min(_CHUNK, capacity), False, False, {n: {} for n in ("target", *drafter)}
+        )
+    bound = dtype in spec.bound
+    # Only graphs that share their weights come in several sizes.
+    chunk = max(tree.rows, min(_CHUNK, capacity)) if bound else tree.rows
     # A padded pass also writes its padding, after the real rows, so the last pass of a text needs room for it.
-    slots = capacity if dialect.appends else -(-(capacity + rows) // _STEP) * _STEP
-    pinned = {
-        "target": {"rows": rows},
-        "draft": {"accepted": accepted, "rows": rows},
-        "extend": {"accepted": rows, "rows": rows},
+    slots = capacity if dialect.appends else -(-(capacity + chunk) // _STEP) * _STEP
+    smaller = {f"target-{size}": {"rows": size} for size in _smaller(tree.rows, chunk)} if bound else {}
+    of_drafter = {
+        "draft": {"accepted": tree.depth + 1, "rows": chunk},
+        "extend": {"accepted": chunk, "rows": chunk},
     }
-    return TraceSpec(dialect, dialect, slots, rows, True, pinned)
+    pinned = {"target": {"rows": chunk}, **smaller, **{name: of_drafter[name] for name in drafter}}
+    return TraceSpec(dialect, dialect, slots, chunk, True, bound, pinned)
+
+
+def _smaller(rows: int, chunk: int) -> list[int]:
+    """Rows of the target's passes besides prefill: 1, a tree of ``rows``, and a part of it that takes clearly less time."""
+    return sorted({1, rows // 4 if rows >= _SPLIT else 1, rows} - {chunk})
 
 
 def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int) -> int:

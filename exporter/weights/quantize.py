@@ -1,6 +1,6 @@
 """Quantizes matrices to codes, scales and zero points (``graphs.dialects.quantization.Scheme``)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, dequantize, flip_top_bits, pack, pack_zeros
+from graphs.dialects.quantization import FP8, Scheme, Schemes, dequantize, flip_top_bits, pack, pack_zeros
 
 from .source import Location, Source, require_fp16
 
@@ -209,3 +209,13 @@ def recoded(location: Location, bundle: Path, bits: int) -> Source:
             yield flip_top_bits(part, bits).view(dtype)
 
     return Source(location.shape, slices, dtype)
+
+
+def signed(names: Mapping[str, torch.dtype], others: Sequence[Schemes]) -> dict[str, int]:
+    """The unsigned codes and zero points that are signed in one of several schemes, and their bits. names: dtypes of parameters."""
+    return {
+        name: scheme.bits
+        for name, dtype in names.items()
+        for schemes in others
+        if dtype == torch.uint8 and (scheme := schemes[weight_of(name)]) and scheme.codes == torch.int8
+    }

@@ -48,7 +48,9 @@ def size(nbytes: int) -> str:
 
 def buffers(bundle: "Bundle", backend: str) -> int:
     """Bytes of caches and outputs; outputs with symbolic sizes are not counted."""
-    tensors = [tensor for graph in bundle.manifest.form(backend).graphs.values() for tensor in graph.outputs]
+    graphs = bundle.manifest.form(backend).graphs
+    # The target's graphs of fewer rows use the buffers of the largest one.
+    tensors = [p for name, graph in graphs.items() if not name.startswith("target-") for p in graph.outputs]
     fixed = [
         tensor for tensor in tensors if not tensor.name.startswith("present_") and all(isinstance(n, int) for n in tensor.shape)
     ]

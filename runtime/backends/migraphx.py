@@ -1,8 +1,9 @@
 """AMD MIGraphX through its Python module, which is part of ROCm.
 
-Each graph is compiled to one program with static shapes. On a GPU, outputs are parameters that are bound to buffers like
-inputs, and one stream orders all work. The reference target runs on any processor; it returns its outputs, which are copied to
-the buffers.
+Each graph is compiled to one program with static shapes. Weights are inputs, which all programs share (``shared_weights``); only
+bfloat16 ones, which the Python module cannot pass, and those of older bundles are within the programs. On a GPU, outputs are
+parameters that are bound to buffers like inputs, and one stream orders all work. The reference target runs on any processor; it
+returns its outputs, which are copied to the buffers.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
@@ -18,13 +19,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import Form, Graph
+from ..bundle.manifest import Form, Graph, Weight
 from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging, require_buffers
 from ..devices.hip import Hip, advice
 from ..errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 from .memory import IGNORE, Free, MemoryNeeds, Space, buffers, size
 from .migraphx_compile import Job, compile_apart
+from .shared_weights import SharedWeights, nbytes
 
 try:
     import migraphx
@@ -77,8 +79,11 @@ class MIGraphX:
         return self._device.details() if self._device else {}
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
-        weights = [graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()]
-        work = buffers(bundle, self.NAME)
+        form, work = bundle.manifest.form(self.NAME), buffers(bundle, self.NAME)
+        if form.weights:
+            shared = nbytes(form) + work
+            return MemoryNeeds(Space(0), Space(0, shared) if self._device else Space(shared))
+        weights = [graph.weights for graph in form.graphs.values()]
         # Programs are loaded one after another, and each keeps a copy of its weights on the host, even on a GPU
         # (``hip_copy_literal``).
         loading = max(sum(weights[:i]) + _LOADING * nbytes for i, nbytes in enumerate(weights))
@@ -92,13 +97,13 @@ class MIGraphX:
     def compile(
         self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object], check: Callable[[], object]
     ) -> None:
-        # Each program contains its weights.
-        needed = sum(graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values())
+        form = bundle.manifest.form(self.NAME)
+        needed = 0 if form.weights else sum(graph.weights for graph in form.graphs.values())
         if (free := disk_usage(folder).free) < needed:
             raise UnavailableError(
                 f"the programs take {size(needed)} and the disk of {folder} has {size(free)} free: free some space"
             )
-        graphs = {name: graph.file for name, graph in bundle.manifest.form(self.NAME).graphs.items()}
+        graphs = {name: graph.file for name, graph in form.graphs.items()}
         with tempfile.TemporaryDirectory(dir=folder, prefix=".scratch-") as scratch:
             job = Job(self.target, self.index, tune, str(bundle.path), str(folder), graphs)
             try:
@@ -147,12 +152,14 @@ class MIGraphX:
 
     def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None
-        engines = {}
+        engines, form = {}, bundle.manifest.form(self.NAME)
         try:
-            for name, graph in bundle.manifest.form(self.NAME).graphs.items():
+            shared = SharedWeights(bundle, form, accelerator)
+            for name, graph in form.graphs.items():
                 before = accelerator.memory()[0] if accelerator else 0
-                engines[name] = Engine(self._load(bundle, folder / f"{name}.mxr"), graph, accelerator)
-                if accelerator and not accelerator.unified:
+                program, weights = self._load(bundle, folder / f"{name}.mxr"), form.inputs(name)
+                engines[name] = Engine(program, graph, accelerator, shared, weights)
+                if accelerator and not accelerator.unified and not weights:
                     # If the device is full, MIGraphX silently puts weights into the host's memory (allocate_gpu,
                     # src/targets/gpu/hip.cpp), and every pass would read them from there.
                     device_bytes = max(0, before - accelerator.memory()[0])
@@ -186,14 +193,14 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in migraphx.__version__.split(".")[:2])
 
 
-def _output_parameters(program: Any, graph: Graph) -> dict[str, str]:
+def _output_parameters(program: Any, graph: Graph, weights: Set[str]) -> dict[str, str]:
     """The graph's output name for each parameter of a program that is an output. Programs of the reference target have none.
 
-    An output that is a constant, an input or the same as another output has no parameter. Source: MIGraphX,
+    weights: names of inputs besides the graph's. An output that is a constant, an input or the same as another output has no parameter. Source: MIGraphX,
     src/replace_allocate.cpp and src/param_utils.cpp. Raises UnavailableError for a parameter that is neither an input nor an
     output of the graph, since the program would read or write the wrong memory.
     """
-    inputs, names = {tensor.name for tensor in graph.inputs}, dict[str, str]()
+    inputs, names = {tensor.name for tensor in graph.inputs} | weights, dict[str, str]()
     parameters, outputs = program.get_parameter_shapes(), program.get_output_shapes()
 
     def wrong(interface: str) -> UnavailableError:
@@ -217,7 +224,7 @@ def _output_parameters(program: Any, graph: Graph) -> dict[str, str]:
     return names
 
 
-def _require_layout(shape: Any, array: DeviceArray, name: str) -> None:
+def _require_layout(shape: Any, array: DeviceArray | Weight, name: str) -> None:
     if (shape.bytes(), shape.standard()) != (array.nbytes, True):
         raise UnavailableError(
             f"MIGraphX {migraphx.__version__} lays out '{name}' differently from the bundle: try another version"
@@ -227,12 +234,19 @@ def _require_layout(shape: Any, array: DeviceArray, name: str) -> None:
 class Engine:
     """A compiled program; see ``backends.Engine``."""
 
-    def __init__(self, program: Any, graph: Graph, device: Accelerator | None) -> None:
-        self._program, self._device = program, device
+    def __init__(
+        self, program: Any, graph: Graph, device: Accelerator | None, shared: SharedWeights, weights: Mapping[str, Weight]
+    ) -> None:
+        """weights: those that the program may take as inputs. Raises UnavailableError if its inputs or outputs are not the graph's."""
+        self._program, self._device, self._shared = program, device, shared
         self._outputs = [tensor.name for tensor in graph.outputs]  # MIGraphX keeps their order but not their names
         self._shapes = program.get_parameter_shapes()
-        self._output_parameters = _output_parameters(program, graph)
-        self._inputs = self._shapes.keys() - self._output_parameters.keys()
+        self._output_parameters = _output_parameters(program, graph, weights.keys())
+        self._weights = {}
+        for name, address in shared.addresses({name: weights[name] for name in weights.keys() & self._shapes.keys()}).items():
+            _require_layout(self._shapes[name], weights[name], name)
+            self._weights[name] = migraphx.argument_from_pointer(self._shapes[name], address)
+        self._inputs = self._shapes.keys() - self._output_parameters.keys() - self._weights.keys()
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         if self._program is None:
@@ -242,7 +256,7 @@ class Engine:
 
     def _on_host(self, buffers: Mapping[str, np.ndarray]) -> Call:
         """A call of the reference target, which copies its outputs to their buffers."""
-        inputs = {name: buffers[name] for name in self._inputs}
+        inputs = self._weights | {name: buffers[name] for name in self._inputs}
         outputs = [(i, buffers[name]) for i, name in enumerate(self._outputs) if name in buffers]
         run = self._program.run
 
@@ -267,7 +281,7 @@ class Engine:
                 device.copy(arrays[name].address, results[i].data_ptr(), arrays[name].nbytes)
 
         call = Staging(device, buffers, self._inputs, set(self._outputs), launch, capturable=False)
-        arguments = {}
+        arguments = dict(self._weights)
         for parameter, name in ({name: name for name in self._inputs} | self._output_parameters).items():
             shape = self._shapes[parameter]
             array = call.buffers[name] if name in call.buffers else device.zeros((shape.bytes(),), np.uint8)

@@ -15,6 +15,8 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
     if manifest.has_drafter and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
+        if name.startswith("target-") and _caches(graph, manifest) != _caches(graphs["target"], manifest):
+            raise Damage(f"{at}: target and {name} have different caches, expected the same")
         may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
         selects = graph.selects and on_host and not form.static
         inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
@@ -56,7 +58,8 @@ def _expected(
     """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects: see ``Graph``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
-    rows: int | str = form.chunk if form.static else "rows"
+    name, _, size = name.partition("-")
+    rows: int | str = int(size or form.chunk) if form.static else "rows"
     most: int | str = (manifest.depth + 1 if name == "draft" else form.chunk) if form.static else "accepted"
     read = rows if name == "target" else most
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Annotated
 
 import numpy as np
@@ -15,11 +17,14 @@ FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
+PASS_SIZES, BOUND_WEIGHTS = "pass-sizes", "bound-weights"
 BLOCK = 128
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
-GraphName = Annotated[str, OneOf(GRAPHS)]
+ModelName = Annotated[str, OneOf(("target", "draft"))]
+WeightName = Annotated[str, Pattern(r"[A-Za-z0-9_.]{1,200}", "the name of a weight")]
+GraphName = Annotated[str, Pattern(r"draft|extend|target(-[1-9][0-9]{0,4})?", "one of target, draft, extend or target-N")]
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,29 @@ class Graph:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A weight that graphs take as an input. file: path relative to the bundle; offset: of its bytes there."""
+
+    dtype: Annotated[str, OneOf(("float32", "float16", "int8", "uint8"))]
+    shape: tuple[Size, ...]
+    file: str
+    offset: Count
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
 class Form:
     """The bundle's graphs for one backend.
 
-    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: every pass of
-    the target then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
-    any number. graphs: ``target``, and with a drafter ``draft`` and ``extend``. spares: the same graphs in other dialects, by
-    dialect, for devices and releases that cannot run the first.
+    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: the graph
+    ``target`` then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
+    any number. graphs: ``target``, and with a drafter ``draft`` and ``extend``; if shapes are static there may also be
+    ``target-N``, the target for passes of N rows, fewer than ``chunk``. spares: the same graphs in other dialects, by dialect,
+    for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
+    ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -110,10 +131,27 @@ class Form:
     static: bool
     graphs: Mapping[GraphName, Graph]
     spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
+    weights: Mapping[ModelName, Mapping[WeightName, Weight]] = field(default_factory=dict)
 
     def variants(self) -> dict[str, Mapping[str, Graph]]:
         """All sets of graphs by dialect, in order of preference."""
         return {self.dialect: self.graphs, **self.spares}
+
+    @cached_property
+    def targets(self) -> dict[int, str]:
+        """The names of the target's graphs by their number of rows, ascending; empty if they take any number."""
+        if not self.static:
+            return {}
+        return dict(sorted((int(name[7:] or self.chunk), name) for name in self.graphs if name.startswith("target")))
+
+    def target(self, rows: int) -> tuple[str, int]:
+        """The graph for a pass of the target over so many rows, and how many it computes: the smallest one that takes them."""
+        return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", rows))
+
+    def inputs(self, graph: str) -> Mapping[str, Weight]:
+        """The weights that a graph may take as inputs, by name."""
+        model, _, _ = graph.partition("-")
+        return self.weights.get("target" if model == "target" else "draft", {})
 
 
 @dataclass(frozen=True)
@@ -147,7 +185,7 @@ class Manifest:
     vocabulary: Annotated[int, Bounds(1, 1 << 24)]
     hidden: Annotated[int, Bounds(1, 1 << 20)]
     dtype: Dtype
-    weights: Mapping[Annotated[str, OneOf(("target", "draft"))], str]
+    weights: Mapping[ModelName, str]
     eos_token_ids: tuple[Count, ...]
     forms: Mapping[Backend, Form]
     tree: TreeShape | None
@@ -189,4 +227,9 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
     OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),
     WANTED_ROWS: ("a target has the input 'wanted'", lambda manifest: any(target.selects for target in manifest.targets)),
+    PASS_SIZES: (
+        "a target has several graphs of fixed sizes",
+        lambda manifest: any(len(form.targets) > 1 for form in manifest.forms.values()),
+    ),
+    BOUND_WEIGHTS: ("a form has weights", lambda manifest: any(form.weights for form in manifest.forms.values())),
 }

@@ -1,10 +1,11 @@
 """Parses and checks ``gumiho.json``."""
 
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Form, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -45,18 +46,36 @@ def _check(manifest: Manifest) -> None:
     for backend, form in manifest.forms.items():
         if form.static and form.chunk < manifest.rows:
             raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {manifest.rows} or more")
+        _check_weights(manifest, form, f"forms.{backend}.weights")
         for dialect, graphs in form.variants().items():
             at = f"forms.{backend} ({dialect})"
             if missing := set(expected) - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
-            if surplus := graphs.keys() - set(expected):
+            smaller = {name for name in graphs if name.startswith("target-")}
+            if surplus := graphs.keys() - smaller - set(expected):
                 raise Damage(f"{at} has a graph '{min(surplus)}' and tree is null, expected only the graph 'target'")
+            for name in smaller:
+                if not form.static or int(name[7:]) >= form.chunk:
+                    raise Damage(f"{at} has '{name}', expected sizes below its chunk of {form.chunk}, and only if it is static")
             for graph in graphs.values():
                 if graph.file not in manifest.files:
                     raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
             contract.check(manifest, form, dict(graphs), at, backend == "cpu")
+            sizes = replace(form, graphs=graphs).targets
+            if form.static and manifest.rows not in sizes:
+                raise Damage(f"{at} has passes of {', '.join(map(str, sizes))} rows, expected one of {manifest.rows}")
     for feature in FEATURES:  # after the contract, which checks what the conditions of features look at
         _require_feature(manifest, feature)
+
+
+def _check_weights(manifest: Manifest, form: Form, at: str) -> None:
+    """Raises Damage unless weights lie within files of the bundle."""
+    for model, weights in form.weights.items():
+        for name, weight in weights.items():
+            if weight.file not in manifest.files:
+                raise Damage(f"{at}.{model}.{name} names {shown(weight.file)}, which is not among the files")
+            if weight.offset + weight.nbytes > manifest.files[weight.file].size:
+                raise Damage(f"{at}.{model}.{name} ends behind {shown(weight.file)}")
 
 
 def _require_feature(manifest: Manifest, feature: str) -> None:

@@ -61,7 +61,7 @@ class Decoder:
         self.manifest, self.form, self.device = manifest, form, device
         self.passes = EnginePasses(manifest, form, engines, device)
         self.history = DraftHistory(self.passes)
-        padded = form.chunk if form.static else 0
+        padded = 0 if self.passes.splits else form.chunk
         self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter) if costs else None
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
@@ -138,7 +138,7 @@ class Decoder:
         """Keeps the accepted rows in the caches and passes them to the next draft."""
         assert self.selector
         cache = self.passes.target_cache
-        cache.commit(self.passes.graphs["target"], path)
+        self.passes.commit(proposal.count, path)
         if self.passes.choice[: proposal.count].min() < 0:  # NaN in a row that was not accepted
             cache.wipe(int(cache.length[0]))
         self.history.accept(path, self.selector.ids[-len(path) :])
@@ -204,7 +204,7 @@ class Decoder:
     def feed(self, tokens: Sequence[int], last: bool = False) -> None:
         """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``EnginePasses.causal``."""
         self.passes.read(tokens, last)
-        self.passes.target_cache.commit(self.passes.graphs["target"], range(len(tokens)))
+        self.passes.commit(len(tokens), range(len(tokens)))
 
     def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """The drafter reads what it has missed; see ``DraftHistory.catch_up``."""

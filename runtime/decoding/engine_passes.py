@@ -17,8 +17,10 @@ _DRAFT, _TARGET = 0, 1
 class EnginePasses:
     """Passes of target and drafter, by their number of rows. Without a drafter only the target's causal passes are bound.
 
-    If the form is static, every pass has a fixed size: padding rows are computed and ignored.
+    If the form is static, passes have fixed sizes: padding rows are computed and ignored.
 
+    splits: whether the target can verify a part of a tree; otherwise all of it is verified, and the device may launch draft and
+    verification together.
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
     [widest, H]: outputs of the target's last pass by row; while a prompt is read, choice and logits may be those of the last row
     only. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
@@ -30,7 +32,9 @@ class EnginePasses:
         self.manifest, self.form, self.graphs = manifest, form, form.graphs
         self.engines, self.device = engines, device
         device.enter()
-        self.target_cache = KVCache(device, self.graphs["target"], capacity=manifest.capacity)
+        self.splits = not form.static or min(form.targets) < manifest.rows
+        targets = [self.graphs[name] for name in form.targets.values() or ("target",)]
+        self.target_cache = KVCache(device, *targets, capacity=manifest.capacity)
         drafting = [self.graphs[name] for name in ("draft", "extend") if name in self.graphs]
         self.draft_cache = KVCache(device, *drafting, capacity=manifest.capacity, dtype=manifest.dtype)
         widest = max(manifest.rows, form.chunk)
@@ -44,7 +48,8 @@ class EnginePasses:
         self.engine_ns = [0, 0]
         self._bound: dict[tuple[str, int], Call] = {}
         self.causal(form.chunk, last=True)
-        self.causal(1)
+        for size in form.targets or (1,):
+            self.causal(size)
         if manifest.has_drafter:
             self._bind_drafter()
 
@@ -52,16 +57,20 @@ class EnginePasses:
         manifest, form, device = self.manifest, self.form, self.device
         self.tree = self.graphs["draft"].tree_buffers(device)
         self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
+        for size in form.targets:
+            if size < manifest.rows:
+                self.verification(size)
         verify = self.verification(manifest.rows)
         self.extend(form.chunk)
         most = manifest.depth + 1
         accepted = [most] if form.static else range(1, most + 1)
-        self._cycles = [device.fuse(self._bind_draft("draft", n, self.tree, self.hidden), verify) for n in accepted]
+        drafts = [self._bind_draft("draft", n, self.tree, self.hidden) for n in accepted]
+        self._cycles = [(draft, verify) if self.splits else device.fuse(draft, verify) for draft in drafts]
 
     def causal(self, rows: int, last: bool = False) -> Call:
         """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
         logits of the last row will do."""
-        size = self.form.chunk if self.form.static else rows
+        _, size = self.form.target(rows)
         first = size - 1 if last and self.graphs["target"].selects else 0
 
         def bind() -> Call:
@@ -71,7 +80,8 @@ class EnginePasses:
 
     def verification(self, rows: int) -> Call:
         """The target's pass over the draft tree's first rows, which are the best tree of that size."""
-        return self._once("verify", self.manifest.rows if self.form.static else rows, lambda: self._bind_verification(rows))
+        _, size = self.form.target(rows)
+        return self._once("verify", size, lambda: self._bind_verification(size))
 
     def extend(self, rows: int) -> Call:
         """The drafter's pass over the first rows of ``history_chunk``; it fills the cache and drafts nothing."""
@@ -80,8 +90,8 @@ class EnginePasses:
         return self._once("extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
 
     def draft_and_verify(self, accepted: int) -> tuple[Call, Call]:
-        """Two calls: drafting a tree after so many accepted rows, and verifying all of it. Some devices launch both with the
-        first call; the second one then waits for the result."""
+        """Two calls: drafting a tree after so many accepted rows, and verifying all of it. Unless the target ``splits``, some
+        devices launch both with the first call; the second one then waits for the result."""
         return self._cycles[min(accepted, len(self._cycles)) - 1]
 
     def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
@@ -92,26 +102,30 @@ class EnginePasses:
 
     def _bind_target(self, tokens: Array, depth: Array, mask: Array, first: int = 0) -> Call:
         """first: of the rows that have choice and logits."""
-        n, graph, cache = len(mask), self.graphs["target"], self.target_cache
+        n, cache = len(mask), self.target_cache
+        name, _ = self.form.target(n)
+        graph = self.graphs[name]
         outputs = {"choice": self.choice[first:n], "logits": self.logits[first:n], "hidden": self.hidden[:n]}
         buffers = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask, **outputs}
         if graph.selects:
             buffers["wanted"] = np.arange(first, n)
 
         def bind() -> Call:
-            return self.engines["target"].bind({**buffers, **cache.bindings(graph)})
+            return self.engines[name].bind({**buffers, **cache.bindings(graph)})
 
         return _growing(cache, n, bind) if graph.open_caches else bind()
 
     def _bind_verification(self, rows: int) -> Call:
-        tree_mask = self.tree["tree_mask"]
-        if self.form.static or rows == self.manifest.rows:
+        tree_mask, whole = self.tree["tree_mask"], self.manifest.rows
+        if rows == whole:
             return self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], tree_mask)
-        mask = np.zeros((rows, rows), np.bool_)
+        mask = self.device.zeros((rows, rows), np.bool_)
         call = self._bind_target(self.tree["tree_tokens"], self.tree["tree_depth"], mask)
+        corner, part = tree_mask[:rows].reshape(rows, whole, 1), mask.reshape(rows, rows, 1)
+        move = self.device.move
 
         def verify() -> None:
-            mask[...] = tree_mask[:rows, :rows]
+            move(part, 0, corner, 0, rows)
             call()
 
         return verify
@@ -137,6 +151,11 @@ class EnginePasses:
         ``causal``."""
         self.tokens[: len(tokens)] = tokens
         self.run_target(self.causal(len(tokens), last))
+
+    def commit(self, rows: int, path: Sequence[int]) -> None:
+        """Keeps some rows of the target's last pass in its cache. rows: of that pass; path: see ``KVCache.commit``."""
+        name, _ = self.form.target(rows)
+        self.target_cache.commit(self.graphs[name], path)
 
     def row(self, row: int) -> np.ndarray:
         """The target's logits [V] of one row of its last pass; no other row is fetched from the device."""

@@ -61,18 +61,19 @@ class DraftTree:
         catch_up_ns, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
         draft, verify_all = passes.draft_and_verify(accepted)
         passes.run_draft(draft)
-        static, rows = passes.form.static, self._rows
-        if self._planner and not static:
+        rows = self._rows
+        if self._planner and passes.splits:
+            passes.run_draft(passes.device.synchronize)
             rows = self._planner.choose_rows(*passes.scored())
         rows = min(rows, most)
-        verify = verify_all if static or rows == passes.manifest.rows else passes.verification(rows)
+        verify = passes.verification(rows) if passes.splits and rows < passes.manifest.rows else verify_all
         return _DraftedRows(self, rows, verify, accepted, catch_up_ns)
 
     def learn(self, rows: int, accepted: int, catch_up_ns: int) -> None:
         """Tells the planner how a tree did. accepted: drafted tokens; catch_up_ns: time to read the tokens without a draft."""
         if self._planner:
             scores, depths = self.passes.scored()
-            if self.passes.form.static:
+            if not self.passes.splits:
                 self._planner.choose_rows(scores, depths)  # all rows are verified; the planner learns what they promised
             draft_ns, target_ns = self.passes.engine_ns
             times = draft_ns - catch_up_ns, target_ns, self.host_ns

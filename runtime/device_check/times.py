@@ -79,7 +79,7 @@ def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
             at["draft"] = measured(draft)
     at["plain"] = measured(passes.causal(1))
     verification = passes.verification if decoder.manifest.has_drafter else passes.causal
-    sizes = [rows] if decoder.form.static else sorted({n for n in _ROWS if n < rows} | {rows})
+    sizes = [n for n in decoder.form.targets if n <= rows] or sorted({n for n in _ROWS if n < rows} | {rows})
     at["target"] = {str(n): measured(verification(n)) for n in sizes}
     at["prefill"] = {"rows": chunk, "times": measured(passes.causal(chunk, last=True))}
     return at

@@ -33,21 +33,27 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     run, manifest = read(bundle), bundle.manifest
     device.enter()
     drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
-    target = KVCache(device, form.graphs["target"], capacity=manifest.capacity)
+    targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
+    target = KVCache(device, *targets, capacity=manifest.capacity)
     target.fit(len(run["prompt.mask"]) + len(run["verify.mask"]))
     draft = KVCache(device, *drafting)
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
     errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
 
-    def target_pass(name: str) -> tuple[Call, Call]:
-        """A recorded pass of the target, and a function that checks its outputs."""
-        rows, tolerance = len(run[f"{name}.tokens"]), limits(form, manifest.depth)["target"]
-        n = form.chunk if form.static else rows
+    def target_pass(name: str, size: int = 0, keep: bool = True) -> tuple[Call, Call]:
+        """A recorded pass of the target, and a function that checks its outputs.
+
+        size: rows of the graph to run, if not as many as recorded; fewer are the first ones, which do not depend on the others. keep:
+        whether the rows are committed.
+        """
+        recorded, tolerance = len(run[f"{name}.tokens"]), limits(form, manifest.depth)["target"]
+        engine, n = form.target(size or recorded)
+        graph, rows = form.graphs[engine], min(n, recorded)
         mask = np.eye(n, dtype=np.bool_)
-        mask[:rows, :rows] = run[f"{name}.mask"]
+        mask[:rows, :rows] = run[f"{name}.mask"][:rows, :rows]
         inputs = {"tokens": _pad(run[f"{name}.tokens"], n), "depth": _pad(run[f"{name}.depth"], n), "mask": mask}
-        if form.graphs["target"].selects:
+        if graph.selects:
             inputs["wanted"] = np.arange(n)
         logits, hidden = (device.zeros((n, width), manifest.dtype) for width in (manifest.vocabulary, manifest.hidden))
         choice = np.zeros(n, np.int64)
@@ -57,16 +63,17 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             outputs = {"logits": device.read(logits)[:rows], "hidden": device.read(hidden)[:rows]}
             for output, values in outputs.items():
                 _require_finite("target", output, values)
-            top_logits = run[f"{name}.top_logits"]
-            top = np.take_along_axis(outputs["logits"], run[f"{name}.top_ids"], axis=1)
-            for values, recorded in ((top, top_logits), (outputs["hidden"], run[f"{name}.hidden"])):
-                errors["target"] = float(np.maximum(errors["target"], _relative(values, recorded)))
+            top_logits = run[f"{name}.top_logits"][:rows]
+            top = np.take_along_axis(outputs["logits"], run[f"{name}.top_ids"][:rows], axis=1)
+            for values, expected in ((top, top_logits), (outputs["hidden"], run[f"{name}.hidden"][:rows])):
+                errors["target"] = float(np.maximum(errors["target"], _relative(values, expected)))
             _require("target", errors["target"], tolerance)
-            if difference := choice_difference(choice[:rows], run[f"{name}.choice"], top_logits, tolerance):
+            if difference := choice_difference(choice[:rows], run[f"{name}.choice"][:rows], top_logits, tolerance):
                 raise _differs("target", difference)
-            target.commit(form.graphs["target"], range(rows))
+            if keep:
+                target.commit(graph, range(rows))
 
-        return engines["target"].bind({**inputs, **out, **target.bindings(form.graphs["target"])}), check
+        return engines[engine].bind({**inputs, **out, **target.bindings(graph)}), check
 
     def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, name: str = "") -> tuple[Call, Call]:
         """A recorded pass of the drafter, and a function that checks its tree. name: of that tree, "" if there is none."""
@@ -99,12 +106,15 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             device.synchronize()
             check()
 
+    run_checked(target_pass("prompt", form.chunk if form.static else 0))
+    for size in form.targets:
+        if size != manifest.rows:
+            run_checked(target_pass("verify", size, keep=False))
     if not drafting:
-        run_checked(target_pass("prompt"))
         run_checked(target_pass("verify"))
         return errors
     prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
-    run_checked(target_pass("prompt"), draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
+    run_checked(draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
     (draft_tree, check_tree), (verify, check_verify) = tree_pass("tree", hidden), target_pass("verify")
     start, finish = device.fuse(draft_tree, verify)
     for _ in range(2):  # a device that records the two calls as one replays the recording the second time

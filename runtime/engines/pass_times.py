@@ -1,6 +1,6 @@
 """Measures the times of passes on this device, when engines are compiled."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter_ns
 
@@ -19,7 +19,7 @@ def measure(decoder: Decoder) -> Costs:
     counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
 
     If a pass over fewer rows took longer than one over more rows, it gets the lower time. On devices that launch draft and
-    verification together, their time counts as the target's and the draft's is 0.
+    verification together (``EnginePasses.splits``), their time counts as the target's and the draft's is 0.
     """
     decoder.clear()
     most = decoder.manifest.capacity - decoder.manifest.rows
@@ -61,27 +61,32 @@ def _cycles(decoder: Decoder) -> Costs:
         verify()
         decoder.device.synchronize()
 
-    if decoder.form.static:
-        return Costs(rising({1: _fastest(passes.causal(1)), rows: _fastest(cycle)}), 0.0, _HOST)
+    plain = _fastest(passes.causal(1))
+    if not passes.splits:
+        return Costs(rising({1: plain, rows: _fastest(cycle)}), 0.0, _HOST)
     cycle()  # makes a tree to verify
-    by_rows = _by_rows(rows, {1: _fastest(passes.causal(1))}, passes.verification)
-    return Costs(rising(by_rows), _fastest(draft), _HOST)
+
+    def draft_alone() -> None:
+        draft()
+        decoder.device.synchronize()
+
+    return Costs(rising(_by_rows(decoder, plain, passes.verification)), _fastest(draft_alone), _HOST)
 
 
 def _causal_passes(decoder: Decoder) -> Costs:
     """The costs without a drafter."""
     rows, passes = decoder.manifest.rows, decoder.passes
     plain = _fastest(passes.causal(1))
-    by_rows = {1: plain, rows: plain} if decoder.form.static else _by_rows(rows, {1: plain}, passes.causal)
+    by_rows = _by_rows(decoder, plain, passes.causal) if passes.splits else {1: plain, rows: plain}
     return Costs(rising(by_rows), 0.0, _HOST)
 
 
-def _by_rows(rows: int, measured: Mapping[int, float], bind: Callable[[int], Callable[[], None]]) -> dict[int, float]:
-    """Nanoseconds of passes by their number of rows, up to ``rows``. measured: those known already; bind: a pass over so many
-    rows."""
-    by_rows = {**measured, rows: _fastest(bind(rows))}
+def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], None]]) -> dict[int, float]:
+    """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so many rows."""
+    rows = decoder.manifest.rows
+    by_rows = {1: plain, rows: _fastest(bind(rows))}
     started = perf_counter_ns()
-    for size in sizes(rows):
+    for size in [n for n in decoder.form.targets if n < rows] or sizes(rows):
         if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
             by_rows[size] = _fastest(bind(size))
     return by_rows

@@ -22,6 +22,7 @@ from runtime.engines.store import compile_engines
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
 from tests.pairs import RandomPair
+from tests.weights_inside import put_inside
 
 BACKENDS = ("cpu", "migraphx", "tensorrt", "cuda")
 
@@ -39,6 +40,7 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
             own = bundle.manifest.forms[form]
             for name, graph in own.graphs.items():
                 model = onnx.load(bundle.path / graph.file, load_external_data=False)
+                put_inside(model, own.inputs(name))
                 onnx_own = next(opset for opset in model.opset_import if not opset.domain)
                 onnx_own.version = max(21, onnx_own.version)
                 (folder / f"{name}-21.onnx").write_bytes(model.SerializeToString())

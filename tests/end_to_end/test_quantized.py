@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -121,6 +122,21 @@ CASES = pytest.mark.parametrize(
 )
 
 
+def test_token_ids_stay_in_migraphxs_graphs(make_bundle: MakeBundle) -> None:
+    """Those of a trimmed draft vocabulary, among weights and codes that become inputs."""
+    bundle = make_bundle(
+        ODD, "--backend", "migraphx", *SIZES, "--heads", "1", "--weights", "int4", "--draft-weights", "int4", *TRIMMED
+    )
+    form = Bundle(bundle).manifest.form("migraphx")
+    assert {weight.dtype for weights in form.weights.values() for weight in weights.values()} == {"float32", "uint8"}
+    for name, graph in form.graphs.items():
+        model = onnx.load(bundle / graph.file, load_external_data=False)
+        assert [tensor.name for tensor in model.graph.initializer if tensor.external_data] == ["token_ids"] * (name == "draft")
+        inputs = {value.name for value in model.graph.input}
+        assert inputs == {tensor.name for tensor in graph.inputs} | (form.inputs(name).keys() & inputs)
+    compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)("", 1))
+
+
 @CASES
 def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | RandomPair, how: str, tmp_path: Path) -> None:
     forms, options = FORMS[how], {"int4": INT4, "int8": INT8, "int8 everywhere": MORE_INT8}[how]
@@ -134,7 +150,8 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
     ties = 0
     for form in forms:
         drafted = "int8" if form == "cpu" else "float32"
-        assert [graph.precision for graph in manifest.forms[form].graphs.values()] == ["float32", drafted, drafted]
+        for name, graph in manifest.forms[form].graphs.items():
+            assert graph.precision == ("float32" if name.startswith("target") else drafted)
         with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=False) as model:
             for prompt, count in prompts(model):
                 if len(prompt) not in wanted:

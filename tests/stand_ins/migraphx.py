@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from threading import get_ident
+from zlib import crc32
 
 import numpy as np
 import onnx
@@ -36,8 +37,14 @@ TENTH = "main:#output_:{:05}"
 ODD: dict[str, str] = {}
 STRANGE: dict[str, str] = {}  # by name: "strided" or "half" as large
 DEVICES: dict[int, "Hip"] = {}  # open, by stream
-_NAMES = {"float32": "float_type", "float16": "half_type", "int64": "int64_type", "bool": "bool_type"}
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
+_NAMES = {
+    "float32": "float_type", "float16": "half_type", "int64": "int64_type", "bool": "bool_type", "int8": "int8_type",
+    "uint8": "uint8_type",
+}  # fmt: skip
+_TYPES = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
+}  # fmt: skip
 
 
 class Hip(Lazy):
@@ -211,7 +218,7 @@ def _solve(graph: bytes, tune: bool) -> None:
     if problems := os.environ.get("MIGRAPHX_PROBLEM_CACHE"):
         if os.path.exists(problems):
             known = json.loads(Path(problems).read_text())
-        Path(problems).write_text(json.dumps(known | {str(hash(len(graph))): tune}))
+        Path(problems).write_text(json.dumps(known | {str(crc32(graph)): tune}))
     if log := os.environ.get("STAND_IN_LOG"):
         names = ("MIGRAPHX_PROBLEM_CACHE", "MIGRAPHX_MLIR_USE_SPECIFIC_OPS", "TMPDIR")
         with open(log, "a") as file:

@@ -1,0 +1,76 @@
+"""Weights that engines take as inputs: in memory once, however many engines use them."""
+
+from collections.abc import Iterator, Mapping
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+import numpy as np
+
+from ..bundle.manifest import Form, Weight
+from ..bundle.reader import Bundle
+from ..devices import Accelerator
+from ..errors import DamageError
+
+_ALIGNMENT = 256  # bytes
+_STAGING = 16 << 20  # bytes of each of two pinned blocks that files are read into
+
+
+def nbytes(form: Form) -> int:
+    """Bytes of a form's shared weights on a device."""
+    return sum(_padded(length) for _, _, length in _places(form))
+
+
+class SharedWeights:
+    """A form's weights: on the host mapped from the bundle's files, on a device copied to one block of its memory."""
+
+    def __init__(self, bundle: Bundle, form: Form, device: Accelerator | None) -> None:
+        """Raises DamageError if a file has become shorter, and GumihoError if the device's memory does not suffice."""
+        places = _places(form)
+        self._files = {name: _mapped(bundle.path / name) for name, _, _ in places} if device is None else {}
+        if device is None:
+            self._addresses = {(name, offset): self._files[name].ctypes.data + offset for name, offset, _ in places}
+        else:
+            self._addresses = dict(_copied(bundle.path, places, device))
+
+    def addresses(self, weights: Mapping[str, Weight]) -> dict[str, int]:
+        """The address of each of some weights, by name."""
+        return {name: self._addresses[weight.file, weight.offset] for name, weight in weights.items()}
+
+
+def _places(form: Form) -> list[tuple[str, int, int]]:
+    """File, offset and bytes of every weight, once each, in the order of the files."""
+    longest: dict[tuple[str, int], int] = {}
+    for weights in form.weights.values():
+        for weight in weights.values():
+            at = weight.file, weight.offset
+            longest[at] = max(longest.get(at, 0), weight.nbytes)
+    return sorted((file, offset, length) for (file, offset), length in longest.items())
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _mapped(path: Path) -> np.ndarray:
+    with path.open("rb") as file:
+        return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), np.uint8)
+
+
+def _copied(folder: Path, places: list[tuple[str, int, int]], device: Accelerator) -> Iterator[tuple[tuple[str, int], int]]:
+    """Copies weights to the device and yields their file, offset and address. A piece is read while the one before it is copied."""
+    address = device.allocate(max(1, sum(_padded(length) for _, _, length in places)))
+    staging = device.pinned((2, _STAGING), np.uint8)
+    pieces = 0
+    for name, offset, length in places:
+        with (folder / name).open("rb", buffering=0) as file:
+            file.seek(offset)
+            for at in range(0, length, _STAGING):
+                piece = staging[pieces % 2, : min(_STAGING, length - at)]
+                if file.readinto(piece.data) != len(piece):
+                    raise DamageError(f"{folder / name} ends before its weights do: copy the bundle again")
+                device.synchronize()  # the other block is free now
+                device.copy(address + at, piece.ctypes.data, len(piece))
+                pieces += 1
+        yield (name, offset), address
+        address += _padded(length)
+    device.synchronize()
