@@ -96,7 +96,11 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
     engine.add_argument("--device", default="", help=DEVICES)
     engine.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads of the engines (default: as many as compiling found fastest)",
     )
     return parser
 

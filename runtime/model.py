@@ -218,19 +218,20 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     """Loads a bundle with the engines compiled for a backend.
 
     backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU threads of the
-    engines, 0 for one per physical core. Raises DamageError if the bundle is damaged, InputError if it has no graphs for the backend,
-    and UnavailableError if the backend cannot run here or has no current engines; the message names the command that compiles them.
+    engines, 0 for as many as compiling found fastest. Raises DamageError if the bundle is damaged, InputError if it has no graphs for
+    the backend, and UnavailableError if the backend cannot run here or has no current engines; the message names the command that
+    compiles them.
     """
     started, opened = perf_counter(), Bundle(bundle)
     most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
     if not 0 <= threads <= most:
-        raise InputError(f"threads is {threads}: give 0 for one per physical core, or 1 to {most}")
+        raise InputError(f"threads is {threads}: give 0 for as many as compiling found fastest, or 1 to {most}")
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)
-    chosen = backend(name, device, threads)
+    chosen = backend(name, device)
     opened.verify(quick=True)
-    form, engines, memory, costs = _open(opened, chosen)
+    form, engines, memory, costs = _open(opened, chosen, threads)
     try:
         model = Model(opened, form, engines, memory, costs)
         _log.info(
@@ -246,14 +247,15 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
         raise
 
 
-def _open(bundle: Bundle, backend: Backend) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
+def _open(bundle: Bundle, backend: Backend, threads: int) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
     """Opens the current engines: the form they were compiled from, the engines, their device and the measured costs."""
     while True:
         folder = find_engines(bundle, backend)
         try:
             form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
             require_memory(bundle, backend)
-            return form, *backend.open(bundle, folder), costs
+            measured = min(costs.threads, os.cpu_count() or 1) if costs else 0  # engines may come from a larger machine
+            return form, *backend.open(bundle, folder, threads or measured), costs
         except GumihoError:
             if folder.exists():
                 raise  # otherwise a compile has just replaced them

@@ -36,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: each bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads of the engines (default: as many as compiling found fastest)",
     )
     args = parser.parse_args(argv)
     return run_command(lambda: _run(args))

@@ -63,6 +63,7 @@ def whole_trees() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.engines.store.measure", lambda decoder: Unmeasured())
+        patch.setattr("runtime.engines.store.physical_cores", lambda: 1)  # there is no other number of threads to try
         yield
 
 

@@ -158,7 +158,7 @@ def test_choices_differ_at_near_ties_alone(rows: int, k: int, random: Any) -> No
 
 @pytest.fixture
 def opened(bundle: Path) -> tuple[Bundle, dict[str, Engine], Any]:
-    read_bundle, made = Bundle(bundle), Cpu("", 1)
+    read_bundle, made = Bundle(bundle), Cpu("")
     engines, device = made.open(read_bundle, find_engines(read_bundle, made))
     return read_bundle, engines, device
 

@@ -108,7 +108,7 @@ def test_the_golden_run_checks_every_size(make_bundle: MakeBundle, tmp_path: Pat
     file.write_bytes(model.SerializeToString())
     update(bundle, str(file.relative_to(bundle)))
     with pytest.raises(GumihoError, match="the compiled target engine is discarded"):
-        compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)("", 1))
+        compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)(""))
 
 
 def renamed(raw: dict[str, Any], old: str, new: str, form: str = "migraphx") -> None:

@@ -519,7 +519,7 @@ def test_random_pauses_change_little() -> None:
 
 def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle"))
-    read, made = Bundle(bundle), Cpu("", 1)
+    read, made = Bundle(bundle), Cpu("")
     folder = find_engines(read, made)
     assert Costs.load(folder) is None
     engines, device = made.open(read, folder)
@@ -666,7 +666,7 @@ def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatc
                 lengths.append((int(passes.target_cache.length[0]), int(passes.draft_cache.length[0])))
                 return next(times)
 
-            monkeypatch.setattr("runtime.engines.pass_times._fastest", fastest)
+            monkeypatch.setattr("runtime.engines.pass_times.fastest", fastest)
             found, most = measure(model.decoder), model.capacity - 8
             assert dict(sorted(found.target.items())) == wanted[form]
             assert found.draft == (0 if form == "tensorrt" else 1e6)

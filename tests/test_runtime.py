@@ -302,9 +302,9 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
     make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = make_bundle(DEMO, *WHOLE)
-    monkeypatch.setattr("runtime.backends.onnxruntime._overflows", lambda: True)
+    monkeypatch.setattr("runtime.backends.onnxruntime.overflows", lambda: True)
     with pytest.raises(GumihoError, match="need a processor .*VNNI.*: export with --weights int8"):
-        compile_engines(Bundle(bundle), backend("cpu", "", 1))
+        compile_engines(Bundle(bundle), backend("cpu"))
     with pytest.raises(GumihoError, match="need a processor .*VNNI"):
         load(bundle)
     command = [

@@ -364,7 +364,7 @@ def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle
     (bundle / read.manifest.form("migraphx").graphs["target"].file).write_bytes(b"no graph at all")
     with pytest.raises(GumihoError, match=message):
         backend("migraphx").compile(read, bundle, False, lambda _: None, lambda: None)
-    made_on_ref = import_module("runtime.backends.migraphx").MIGraphX("ref", 0)
+    made_on_ref = import_module("runtime.backends.migraphx").MIGraphX("ref")
     assert made_on_ref.versions()["migraphx"] == version
 
 

@@ -408,7 +408,7 @@ class Wrong:
 
 @pytest.mark.parametrize("call", [0, 1], ids=["prompt", "verify"])
 def test_an_engine_that_is_wrong_is_noticed(bundle: Path, call: int) -> None:
-    opened_bundle, made = Bundle(bundle), Cpu("", 1)
+    opened_bundle, made = Bundle(bundle), Cpu("")
     engines, device = made.open(opened_bundle, find_engines(opened_bundle, made))
     form = opened_bundle.manifest.form("cpu")
     assert list(replay(opened_bundle, form, engines, device)) == ["target"]

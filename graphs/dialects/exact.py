@@ -14,6 +14,7 @@ from .rounded import Rounded
 BLOCK = 128  # positions summed in fp32: ONNX Runtime's products sum so many terms in one order, however many rows they have
 # The last positions before a row never belong to a block, so that the ancestors that a row has among a tree's rows do not either.
 _RECENT = 64
+_FEWEST = 2  # blocks: a row with only one counts its positions as recent, which is faster (docs/decisions.md)
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Exact(Rounded):
     later the difference can change the token. The products of blocks sum every row in the same order if blocks have up to 32
     codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order does not matter.
 
-    Attention settles blocks of 128 positions: a block that ends 64 positions before a row or earlier is one softmax and one sum in
-    fp32, in an order that nothing else in the pass changes. To the row it is then one more position, whose exponential is the
-    block's sum of exponentials and whose value is the block's result. Exponentials are fp32, each the same wherever it stands. Those of
-    blocks and of the recent positions, whose order depends on the other rows, are summed in double precision: rounding the sum hides
-    the order.
+    Attention settles blocks of 128 positions that end 64 positions before a row or earlier, if the row has two of them or more: each is
+    one softmax and one sum in fp32, in an order that nothing else in the pass changes. To the row it is then one more position, whose
+    exponential is the block's sum of exponentials and whose value is the block's result. Exponentials are fp32, each the same wherever
+    it stands. Those of blocks and of the recent positions, whose order depends on the other rows, are summed in double precision:
+    rounding the sum hides the order.
     """
 
     block = BLOCK
@@ -61,6 +62,7 @@ class Exact(Rounded):
         rows = position.shape[0]
         lowest = torch.finfo(torch.float32).min
         settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # blocks, of each row
+        settled = torch.where(settled < _FEWEST, 0, settled)
         begin = settled.amin(0, keepdim=True) * BLOCK
         count = cache.shape[2] // BLOCK
         # Not cache.shape[2], which the tracer takes from any layer's cache, and layers are repeated after tracing.

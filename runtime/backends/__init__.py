@@ -31,9 +31,10 @@ class Backend(Protocol):
     """One way to run graphs on one device."""
 
     NAME: ClassVar[str]
+    THREADS: ClassVar[bool]  # whether engines compute with CPU threads
 
-    def __init__(self, device: str, threads: int) -> None:
-        """device: its name, "" for the first one; threads: CPU threads of the engines, 0 for one per physical core.
+    def __init__(self, device: str) -> None:
+        """device: its name, "" for the first one.
 
         Raises InputError for a device that the backend does not have, and UnavailableError if this machine lacks something.
         """
@@ -68,8 +69,11 @@ class Backend(Protocol):
     def form(self, bundle: Bundle, folder: Path) -> Form:
         """The bundle's form for this backend, with the graphs that the engines in ``folder`` were compiled from."""
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, Engine], Device]:
-        """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use."""
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[Mapping[str, Engine], Device]:
+        """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
+
+        threads: of the CPU, 0 for one per physical core; ignored unless ``THREADS``.
+        """
 
 
 _MODULES = {
@@ -98,13 +102,13 @@ def require(name: str) -> None:
         raise InputError(f"there is no backend '{name}': expected one of {', '.join(NAMES)}")
 
 
-def backend(name: str, device: str = "", threads: int = 0) -> Backend:
+def backend(name: str, device: str = "") -> Backend:
     """The backend of that name, ready to use.
 
-    device, threads: see ``Backend``. Raises InputError for an unknown name or device, and UnavailableError if the backend
+    device: see ``Backend``. Raises InputError for an unknown name or device, and UnavailableError if the backend
     cannot run on this machine.
     """
     require(name)
     module, cls = _MODULES[name].split(":")
-    instance: Backend = getattr(import_module(f".{module}", __name__), cls)(device, threads)
+    instance: Backend = getattr(import_module(f".{module}", __name__), cls)(device)
     return instance

@@ -55,9 +55,9 @@ class MIGraphX:
     """Devices: ``gpu`` (the first), ``gpu:N``, and ``ref``, MIGraphX's reference implementation on the processor."""
 
     NAME: ClassVar[str] = "migraphx"
+    THREADS: ClassVar[bool] = False
 
-    def __init__(self, device: str, threads: int) -> None:
-        """threads: ignored."""
+    def __init__(self, device: str) -> None:
         kind, _, index = (device or "gpu").partition(":")
         if kind not in ("gpu", "ref") or (index and not (kind == "gpu" and index.isdigit())):
             raise InputError(f"there is no device '{device}' of backend migraphx: give gpu, gpu:N or ref")
@@ -150,7 +150,7 @@ class MIGraphX:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None
         engines, form = {}, bundle.manifest.form(self.NAME)
         try:

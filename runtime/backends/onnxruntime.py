@@ -18,6 +18,7 @@ from ..devices import Accelerator, Array, Device, DeviceArray, Host, Staging, re
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError
 from .memory import Free, MemoryNeeds, Space, buffers
 from .onnxruntime_install import INSTALL_CUDA, NO_PACKAGE, require_one
+from .processor import overflows, physical_cores
 
 try:
     import onnxruntime as ort
@@ -32,12 +33,12 @@ class Cpu:
     """ONNX Runtime's CPU provider. It has one device."""
 
     NAME: ClassVar[str] = "cpu"
+    THREADS: ClassVar[bool] = True
 
-    def __init__(self, device: str, threads: int) -> None:
+    def __init__(self, device: str) -> None:
         if device:
             raise InputError(f"there is no device '{device}' of backend cpu: leave it out")
         require_one()
-        self.threads = threads
 
     def versions(self) -> dict[str, str]:
         return {"onnxruntime": ort.__version__, "machine": platform.machine()}
@@ -68,11 +69,11 @@ class Cpu:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
         _require_bytes(bundle)
         engines = {}
         for name in bundle.manifest.form(self.NAME).graphs:
-            options = _options(bundle, self.threads)
+            options = _options(bundle, threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
             # Quantized weights are packed, since their products would be a hundred times slower otherwise.
@@ -86,9 +87,9 @@ class Cuda:
     """ONNX Runtime's CUDA provider. Devices: the index of an NVIDIA GPU."""
 
     NAME: ClassVar[str] = "cuda"
+    THREADS: ClassVar[bool] = False
 
-    def __init__(self, device: str, threads: int) -> None:
-        """threads: ignored."""
+    def __init__(self, device: str) -> None:
         if device and not device.isdigit():
             raise InputError(f"there is no device '{device}' of backend cuda: give the index of a GPU")
         require_one()
@@ -141,7 +142,7 @@ class Cuda:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "CudaEngine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "CudaEngine"], Device]:
         engines, device = {}, type(self._device)(self._device.index)
         for name, graph in bundle.manifest.form(self.NAME).graphs.items():
             options = self._options(bundle)
@@ -167,23 +168,17 @@ class Cuda:
 
 def _require_bytes(bundle: Bundle) -> None:
     """Raises UnavailableError if the target multiplies 8-bit integers (w8a8) and the processor cannot do so exactly."""
-    if bundle.manifest.weights.get("target", "").startswith("w8a8") and _overflows():
+    if bundle.manifest.weights.get("target", "").startswith("w8a8") and overflows():
         raise UnavailableError(
             "w8a8 weights need a processor that sums 8-bit products in 32 bits (VNNI), which this one lacks: "
             "export with --weights int8"
         )
 
 
-def _overflows() -> bool:
-    """Whether sums of 8-bit products can overflow 16 bits, as on x86 before VNNI; False if unknown."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return platform.machine() == "x86_64" and cpuinfo.is_file() and "vnni" not in cpuinfo.read_text()
-
-
 def _options(bundle: Bundle, threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or physical_cores()  # its own default ignores which cores the process may use
     # Draft and target sessions run in turn: spinning threads of one would slow down the other.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))

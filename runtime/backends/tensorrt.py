@@ -102,9 +102,9 @@ class TensorRT:
     """Devices: the index of an NVIDIA GPU."""
 
     NAME: ClassVar[str] = "tensorrt"
+    THREADS: ClassVar[bool] = False
 
-    def __init__(self, device: str, threads: int) -> None:
-        """threads: ignored."""
+    def __init__(self, device: str) -> None:
         if device and not device.isdigit():
             raise InputError(f"there is no device '{device}' of backend tensorrt: give the index of a GPU")
         if _version() < _OLDEST:
@@ -200,7 +200,7 @@ class TensorRT:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._stale(bundle, folder / _CHOICE, str(error)) from None
 
-    def open(self, bundle: Bundle, folder: Path) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
         graphs = self.form(bundle, folder).graphs
         self._device.enter()
         runtime = trt.Runtime(_LOG)

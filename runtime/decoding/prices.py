@@ -21,6 +21,7 @@ _LONGEST = 1e15  # nanoseconds that a stored price may be, eleven days
 _LARGEST = 1 << 20  # bytes of a costs.json
 _MOST_ROWS = 1 << 16  # of a tree if its size is unknown
 _MOST_POSITIONS = 1 << 24
+_MOST_THREADS = 1 << 16
 _STRIDE = 64  # positions between two looks at how long the text has become
 CONTEXT = 128  # positions in the caches before the passes of ``Costs.target``
 
@@ -42,12 +43,14 @@ class Longer:
 @dataclass(frozen=True)
 class Costs:
     """Nanoseconds. target: of a pass behind CONTEXT positions, by its number of rows; draft: of drafting a tree; host: of a cycle,
-    outside the engines. longer: the same behind more positions, ascending."""
+    outside the engines. longer: the same behind more positions, ascending. threads: CPU threads they were measured with, which the
+    engines then use; 0 for one per physical core."""
 
     target: Mapping[int, float]
     draft: float
     host: float
     longer: tuple[Longer, ...] = ()
+    threads: int = 0
 
     def at(self, context: int) -> "Costs":
         """What passes cost behind so many positions: between the measured ones on a line, and never less than behind CONTEXT."""
@@ -68,6 +71,7 @@ class Costs:
         content = {
             "target": list(self.target.items()), "draft": self.draft, "host": self.host,
             "longer": [[longer.context, list(longer.target.items()), longer.draft] for longer in self.longer],
+            "threads": self.threads,
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(content), "utf-8")
 
@@ -88,7 +92,9 @@ class Costs:
                 raise ValueError("target, draft or host is missing")
             target = _table(raw["target"], rows)
             longer = _longer(raw.get("longer", []), target, rows)
-            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer)
+            if type(threads := raw.get("threads", 0)) is not int or not 0 <= threads <= _MOST_THREADS:
+                raise ValueError("threads is not a number of threads")
+            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads)
         except (OSError, ValueError, RecursionError) as error:
             raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
 
@@ -105,6 +111,8 @@ class Costs:
             f"milliseconds of a pass by rows: {', '.join(f'{n}: {ns / 1e6:.3g}' for n, ns in target)}",
             f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}" if drafts else f"host {self.host / 1e6:.3g}",
         ]
+        if self.threads:
+            lines.append(f"{self.threads} CPU thread{'s are' if self.threads > 1 else ' is'} clearly faster than one per core")
         for longer in self.longer:
             prices = ", ".join(f"{n}: {ns / 1e6:.3g}" for n, ns in sorted(longer.target.items()))
             lines.append(

@@ -254,7 +254,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: one per physical core)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads of the engines (default: as many as compiling found fastest)",
     )
     parser.add_argument(
         "--out",
@@ -272,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 < args.minutes < 1e6:
             raise InputError(f"--minutes is {args.minutes}: give more than 0")
         if args.threads < 0:
-            raise InputError(f"--threads is {args.threads}: give 0 for one per physical core, or more")
+            raise InputError(f"--threads is {args.threads}: give 0 for as many as compiling found fastest, or more")
         check = Check(
             args.bundle, args.backend, args.device, args.threads, lambda step: print(f"{step} ...", file=sys.stderr, flush=True)
         )

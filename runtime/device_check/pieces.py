@@ -54,7 +54,7 @@ class Check:
     def backend(self) -> Backend:
         """The backend. Raises GumihoError if it cannot run here."""
         if not self._backend:
-            self._backend = backend(self.name, self.device, self.threads)
+            self._backend = backend(self.name, self.device)
         return self._backend
 
     @property

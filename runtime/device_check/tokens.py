@@ -60,7 +60,7 @@ def against_cpu(check: Check) -> Findings:
     if check.name == "cpu":
         raise Skip("the backend is the CPU")
     try:
-        cpu = backend("cpu", "", check.threads)
+        cpu = backend("cpu")
         check.bundle.manifest.form("cpu")
         try:
             find_engines(check.bundle, cpu)

@@ -46,8 +46,8 @@ def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
     passes, rows = decoder.passes, decoder.manifest.rows
     passes.causal(1)()  # untimed: caches may be laid out anew for it
     drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
-    target = {n: _fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
-    return Longer(context, rising(target), _fastest(passes.draft_and_verify(1)[0]) if drafts else 0.0)
+    target = {n: fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
+    return Longer(context, rising(target), fastest(passes.draft_and_verify(1)[0]) if drafts else 0.0)
 
 
 def _cycles(decoder: Decoder) -> Costs:
@@ -61,22 +61,22 @@ def _cycles(decoder: Decoder) -> Costs:
         verify()
         decoder.device.synchronize()
 
-    plain = _fastest(passes.causal(1))
+    plain = fastest(passes.causal(1))
     if not passes.splits:
-        return Costs(rising({1: plain, rows: _fastest(cycle)}), 0.0, _HOST)
+        return Costs(rising({1: plain, rows: fastest(cycle)}), 0.0, _HOST)
     cycle()  # makes a tree to verify
 
     def draft_alone() -> None:
         draft()
         decoder.device.synchronize()
 
-    return Costs(rising(_by_rows(decoder, plain, passes.verification)), _fastest(draft_alone), _HOST)
+    return Costs(rising(_by_rows(decoder, plain, passes.verification)), fastest(draft_alone), _HOST)
 
 
 def _causal_passes(decoder: Decoder) -> Costs:
     """The costs without a drafter."""
     rows, passes = decoder.manifest.rows, decoder.passes
-    plain = _fastest(passes.causal(1))
+    plain = fastest(passes.causal(1))
     by_rows = _by_rows(decoder, plain, passes.causal) if passes.splits else {1: plain, rows: plain}
     return Costs(rising(by_rows), 0.0, _HOST)
 
@@ -84,15 +84,16 @@ def _causal_passes(decoder: Decoder) -> Costs:
 def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], None]]) -> dict[int, float]:
     """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so many rows."""
     rows = decoder.manifest.rows
-    by_rows = {1: plain, rows: _fastest(bind(rows))}
+    by_rows = {1: plain, rows: fastest(bind(rows))}
     started = perf_counter_ns()
     for size in [n for n in decoder.form.targets if n < rows] or sizes(rows):
         if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
-            by_rows[size] = _fastest(bind(size))
+            by_rows[size] = fastest(bind(size))
     return by_rows
 
 
-def _fastest(call: Callable[[], None]) -> float:
+def fastest(call: Callable[[], None]) -> float:
+    """Nanoseconds of the fastest of a few runs."""
     return float(min(timed(call)))
 
 

@@ -4,14 +4,15 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from ..backends import Backend, close
 from ..backends.memory import size
+from ..backends.processor import physical_cores
 from ..bundle.files import read_regular
 from ..bundle.hashes import File, first_damaged
 from ..bundle.locks import locked
@@ -22,6 +23,7 @@ from ..errors import DamageError, GumihoError, UnavailableError
 from . import golden_replay as golden
 from .memory_check import require
 from .pass_times import measure
+from .thread_count import fewer_threads, text_time
 
 RECORD = "engine.json"
 MEASURING = "measuring passes"  # the step of ``compile_engines`` after compiling
@@ -110,20 +112,36 @@ def _install(partial: Path, root: Path, name: str) -> Path:
 
 
 def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[str], object]) -> dict[str, float]:
-    """Replays the golden run through new engines and measures the times of their passes. Returns the largest errors."""
-    engines, device = backend.open(bundle, folder)
-
-    def free() -> None:
-        close(engines, device)
-
-    try:
-        errors = golden.replay(bundle, backend.form(bundle, folder), engines, device)
+    """Replays the golden run through new engines, chooses their number of CPU threads and measures the times of their passes.
+    Returns the largest errors."""
+    form, cores = backend.form(bundle, folder), physical_cores() if backend.THREADS else 1
+    with ExitStack() as stack:
+        engines, device = backend.open(bundle, folder)
+        stack.callback(close, engines, device)
+        errors = golden.replay(bundle, form, engines, device)
         progress(MEASURING)
-        decoder = Decoder(bundle.manifest, backend.form(bundle, folder), engines, device)
-        free = decoder.close
-        measure(decoder).save(folder)
-    finally:
-        free()
+        decoder = Decoder(bundle.manifest, form, engines, device)
+        stack.pop_all()
+        stack.callback(decoder.close)
+        costs, most = measure(decoder), text_time(decoder) if cores > 1 else 0.0
+
+    @contextmanager
+    def opened(threads: int) -> Iterator[Decoder]:
+        progress(f"measuring with {threads} thread{'s' * (threads > 1)}")
+        decoder = Decoder(bundle.manifest, form, *backend.open(bundle, folder, threads))
+        try:
+            yield decoder
+        finally:
+            decoder.close()
+
+    def time(threads: int) -> float:
+        with opened(threads) as decoder:
+            return text_time(decoder)
+
+    if threads := fewer_threads(most, time, cores):
+        with opened(threads) as decoder:
+            costs = replace(measure(decoder), threads=threads)
+    costs.save(folder)
     return errors
 
 

@@ -1,5 +1,6 @@
 """Quantized targets on the CPU: a row's numbers to the last bit, whatever rows a pass has beside it and wherever its ancestors lie."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,10 +25,11 @@ from tests.pairs import RandomPair
 from tests.seal import edit
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
-FULL = RandomPair(ODD.target | {"num_key_value_heads": 4}, seed=4)
+FULL = RandomPair(ODD.target | {"num_key_value_heads": 4, "max_position_embeddings": 512}, seed=4)
+LONGER = dataclasses.replace(ODD, target=ODD.target | {"max_position_embeddings": 512})
 ROWS = (2, 8, 17, 60)
-PAST = (0, 37, 120, 187, 320)  # from 192 on rows have settled blocks
-LONG = "--capacity", "390"
+PAST = 0, 37, 187, 312, 442  # from 320 on rows have two settled blocks, from 448 on three
+LONG = "--capacity", "510"
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
 
 
@@ -60,7 +62,7 @@ def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> N
 def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
     """Random trees, and the same text in chunks: what many rows at once give, and what one at a time."""
     draw, decoder, capacity = np.random.default_rng(0), model.decoder, model.capacity
-    text = draw.integers(2, model.bundle.manifest.vocabulary, min(330, capacity)).tolist()
+    text = draw.integers(2, model.bundle.manifest.vocabulary, min(460, capacity)).tolist()
     for past in (past for past in PAST if past + max(ROWS) <= capacity):
         decoder.clear()
         for start in range(0, past, decoder.form.chunk):
@@ -71,7 +73,7 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
             yield tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
     decoder.clear()
     alone = one_by_one(model, text, [max(0, row - 1) for row in range(len(text))])
-    for chunks in ((128, 128, 74), (1, 2, 7, 31, 64, 85, 128, 12)):
+    for chunks in ((128, 128, 128, 76), (1, 2, 7, 31, 64, 85, 128, 128, 14)):
         decoder.clear()
         start = 0
         for most in chunks:
@@ -99,8 +101,8 @@ def unlike(model: Model) -> int:
 QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     pytest.param(DEMO, (*CPU4, *LONG), id="demo int4", marks=pytest.mark.exhaustive),
     pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
-    pytest.param(ODD, (*INT8, "--capacity", "256"), id="odd int8", marks=pytest.mark.exhaustive),
-    pytest.param(FULL, ("--weights", "int4", "--capacity", "256"), id="full heads int4, no drafter"),
+    pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
+    pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
     pytest.param(DEMO, (*WHOLE, *LONG), id="demo w8a8"),
 ])  # fmt: skip
 
@@ -172,7 +174,7 @@ def opened(graph: dict[str, Any], positions: int | str) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda raw: raw.update(requires=[]), "has caches of 'positions' positions"),
-    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], 390), "expected 'open-caches' if a target's caches are open"),
+    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], 510), "expected 'open-caches' if a target's caches are open"),
     (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], "rows"), "has caches of 'rows' positions"),
     (lambda raw: [opened(raw["forms"]["cpu"]["graphs"][name], "positions") for name in ("draft", "extend")], "'positions' positions"),
     (lambda raw: raw["forms"]["cpu"].update(static=True), "has caches of 'positions' positions"),
@@ -192,11 +194,11 @@ def test_caches_of_any_length_are_the_cpus(
 
 def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBundle) -> None:
     """A pass reads whole blocks: what an earlier text left behind the used positions is among them, and NaN would spread."""
-    prompt = np.random.default_rng(2).integers(2, 500, 300).tolist()
+    prompt = np.random.default_rng(2).integers(2, 500, 400).tolist()
     with load(make_bundle(DEMO, *WHOLE, *LONG), "cpu", threads=1) as model:
         wanted = ended(model.generate(prompt, 20)).ids
         model.decoder.passes.target_cache.data[:] = np.nan
         model.decoder.clear()
-        with pytest.raises(DamageError, match="NaN or infinity after 300 tokens"):
+        with pytest.raises(DamageError, match="NaN or infinity after 400 tokens"):
             ended(model.generate(prompt, 20))
         assert ended(model.generate(prompt, 20)).ids == wanted

@@ -48,8 +48,8 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
             manifest = replace(bundle.manifest, forms={form: replace(own, graphs=files)})
             super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress, check)  # type: ignore[arg-type]
 
-        def open(self, bundle: Bundle, folder: Path) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
-            engines, device = super().open(bundle, folder)
+        def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
+            engines, device = super().open(bundle, folder, threads)
             if not lazy:
                 return engines, device
             accelerator = Lazy()
@@ -63,7 +63,7 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
 def opened(bundle: Path, form: str, lazy: bool) -> Model:
     """form: a backend, and after a dash the name of one of its spare forms."""
     form, _, spare = form.partition("-")
-    read, made = Bundle(bundle), stand_in(form, lazy)("", 1)
+    read, made = Bundle(bundle), stand_in(form, lazy)("")
     if spare:
         own = read.manifest.form(form)
         read.manifest = replace(read.manifest, forms={form: replace(own, graphs=own.spares[spare])})

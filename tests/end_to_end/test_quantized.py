@@ -134,7 +134,7 @@ def test_token_ids_stay_in_migraphxs_graphs(make_bundle: MakeBundle) -> None:
         assert [tensor.name for tensor in model.graph.initializer if tensor.external_data] == ["token_ids"] * (name == "draft")
         inputs = {value.name for value in model.graph.input}
         assert inputs == {tensor.name for tensor in graph.inputs} | (form.inputs(name).keys() & inputs)
-    compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)("", 1))
+    compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)(""))
 
 
 @CASES
@@ -255,4 +255,4 @@ def test_wrong_codes_are_beyond_every_tolerance(make_bundle: MakeBundle, monkeyp
         spoiled(bundle, f"{model}-signed.bin"),
         pytest.raises(GumihoError, match=f"{model} engine is discarded, since it differs from the golden run"),
     ):
-        compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)("", 1), tune=True)
+        compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)(""), tune=True)

@@ -1,0 +1,24 @@
+"""What the processor can do, and how many of its cores this process may use."""
+
+import os
+import platform
+from pathlib import Path
+
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def physical_cores() -> int:
+    """The cores that this process may use. Two threads of one core count once, where the system tells (Linux)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(_SIBLINGS.format(cpu))
+        cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
+    return len(cores)
+
+
+def overflows() -> bool:
+    """Whether sums of 8-bit products can overflow 16 bits, as on x86 before VNNI; False if unknown."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return platform.machine() == "x86_64" and cpuinfo.is_file() and "vnni" not in cpuinfo.read_text()

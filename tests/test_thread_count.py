@@ -1,0 +1,123 @@
+"""The number of CPU threads: which is chosen, that it is measured with engines opened with it, and that loading uses it."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import load
+from runtime.backends import backend, processor
+from runtime.backends.onnxruntime import Cpu
+from runtime.bundle.reader import Bundle
+from runtime.decoding.decoder import Decoder
+from runtime.decoding.prices import Costs
+from runtime.engines.store import compile_engines, find_engines
+from runtime.engines.thread_count import fewer_threads
+from runtime.errors import DamageError
+
+
+@given(st.lists(st.floats(1, 1e12), min_size=10, max_size=10), st.integers(1, 1000))
+def test_threads_are_halved_while_that_is_clearly_faster(times: list[float], cores: int) -> None:
+    tried = list[int]()
+
+    def time(threads: int) -> float:
+        tried.append(threads)
+        return times[len(tried)]
+
+    chosen = fewer_threads(times[0], time, cores)
+    halves = [cores >> n for n in range(1, 11) if cores >> n]
+    assert tried == halves[: len(tried)]
+    steps = [after < 0.85 * before for before, after in itertools.pairwise(times)]
+    good = ([*steps[: len(halves)], False]).index(False)
+    assert chosen == (halves[good - 1] if good else 0)
+    assert len(tried) == min(good + 1, len(halves))
+
+
+class Opened:
+    """Notes the threads that engines are opened with, and pretends that texts take as long as given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cores: int, times: Mapping[int, float]) -> None:
+        self.threads, self.measured = list[int](), list[int]()
+        real = Cpu.open
+
+        def opened(cpu: Cpu, bundle: Bundle, folder: Path, threads: int = 0) -> object:
+            self.threads.append(threads)
+            return real(cpu, bundle, folder, min(threads, 2))
+
+        def measure(decoder: Decoder) -> Costs:
+            self.measured.append(self.threads[-1])
+            return Costs({1: 1e6, decoder.manifest.rows: 1e6 + self.threads[-1]}, 1e5, 6e4)
+
+        patch.setattr(Cpu, "open", opened)
+        patch.setattr("runtime.engines.store.measure", measure)
+        patch.setattr("runtime.engines.store.physical_cores", lambda: cores)
+        patch.setattr("runtime.engines.store.text_time", lambda decoder: times[self.threads[-1]])
+
+
+@pytest.mark.parametrize(("cores", "times", "tried", "chosen"), [
+    (8, {0: 10.0, 4: 9.0}, [4], 0),
+    (8, {0: 10.0, 4: 8.0, 2: 7.0}, [4, 2], 4),
+    (8, {0: 10.0, 4: 8.0, 2: 6.0, 1: 5.0}, [4, 2, 1], 1),
+    (1, {}, [], 0),
+])  # fmt: skip
+def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    cores: int, times: Mapping[int, float], tried: list[int], chosen: int,
+) -> None:  # fmt: skip
+    bundle, steps = Path(shutil.copytree(demo_bundle, tmp_path / "bundle")), list[str]()
+    opened = Opened(monkeypatch, cores, times)
+    compile_engines(Bundle(bundle), backend("cpu"), progress=steps.append)
+    again = [chosen] if chosen else []
+    assert opened.threads == [0, *tried, *again]
+    assert opened.measured == [0, *again]
+    assert [step for step in steps if "thread" in step] == [
+        f"measuring with {n} thread{'' if n == 1 else 's'}" for n in [*tried, *again]
+    ]
+    costs = Costs.load(find_engines(Bundle(bundle), backend("cpu")))
+    assert costs is not None
+    assert (costs.threads, costs.target[max(costs.target)]) == (chosen, 1e6 + chosen)
+    assert any("clearly faster" in line for line in costs.lines()) == bool(chosen)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    load(bundle).close()
+    load(bundle, threads=3).close()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # a copy of the bundle on a smaller machine
+    load(bundle).close()
+    assert opened.threads[-3:] == [chosen, 3, min(chosen, 2)]
+
+
+@pytest.mark.parametrize("threads", [-1, 1 << 20, 1.0, "2", True, None, [2]])
+def test_a_stored_number_that_is_none_is_refused(demo_bundle: Path, tmp_path: Path, threads: object) -> None:
+    folder = tmp_path
+    Costs({1: 1e6}, 0.0, 6e4).save(folder)
+    content = json.loads((folder / "costs.json").read_text())
+    (folder / "costs.json").write_text(json.dumps(content | {"threads": threads}))
+    with pytest.raises(DamageError, match="threads is not a number of threads"):
+        Costs.read(folder)
+    del content["threads"]  # engines that were compiled before it was chosen
+    (folder / "costs.json").write_text(json.dumps(content))
+    costs = Costs.read(folder)
+    assert costs is not None
+    assert costs.threads == 0
+
+
+def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight processors, two threads a core, of which a container gives four."""
+    for cpu in range(8):
+        (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(processor, "_SIBLINGS", str(tmp_path / "{}"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert processor.physical_cores() == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 7})
+    assert processor.physical_cores() == 3
+    monkeypatch.setattr(processor, "_SIBLINGS", str(tmp_path / "none/{}"))
+    assert processor.physical_cores() == 4
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert processor.physical_cores() == 8
