@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="; ".join(f"{way}: {what}" for way, what in WAYS.items())
     )
-    parser.add_argument("--threads", type=int, default=0, help="threads (default: one for each physical core)")
+    parser.add_argument("--threads", type=int, default=0, help="threads (default: as many as compiling found fastest)")
     parser.add_argument("--out", type=Path, default=Path("build/paper.jsonl"), help="default: build/paper.jsonl")
     args = parser.parse_args(argv)
     if "plain" not in args.ways:
