@@ -211,7 +211,7 @@ def test_a_target_split_over_processes_is_the_whole_one(tmp_path: Path, monkeypa
         {"prompt": "What is a list?"},
         {"prompt": "How long is it?"},
         {"prompt": "And why?"},
-        {"text": SOURCE.read_text()[:2000]},
+        {"text": SOURCE.read_text()[:1700]},
     ]
     data.write_text("\n".join(map(json.dumps, given)))
     arguments = ["--target", str(chat_target), "--data", str(data), *SMALL, *TINY, "--conversations", "1", "--steps", "2"]

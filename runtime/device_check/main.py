@@ -254,11 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)")
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
+        "--threads", type=int, default=0, metavar="N", help="CPU threads (default: as many as compiling found fastest)"
     )
     parser.add_argument(
         "--out",
