@@ -14,7 +14,7 @@ from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines
 from tests.pairs import RandomPair
 from tests.seal import update
-from tools import cross_check, parity
+from tools import cross_check, measure, parity
 
 
 def row(out: str, start: str) -> dict[str, str]:
@@ -98,3 +98,12 @@ def test_cross_check_without_its_compiler(capsys: pytest.CaptureFixture[str]) ->
         pytest.skip("PyTorch sees a GPU here")
     assert cross_check.main(["--ckpt", "x", "--compiler", "eager"]) == 1
     assert "--torch-device cpu" in capsys.readouterr().err
+
+
+def test_measured_memory_and_cycles(demo_bundle: Path) -> None:
+    sizes = measure.memory(demo_bundle)
+    assert 0 < sizes["weights"] + sizes["caches"] < sizes["loaded"]
+    plain, whole, planned, with_lookup = measure.decode(demo_bundle, measure.prompts(1), 16)
+    assert plain.cycles == 15
+    assert whole.cycles < 15
+    assert plain.tokens == whole.tokens == planned.tokens == with_lookup.tokens

@@ -7,7 +7,6 @@ compare runs that alternated in one process.
 """
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -65,24 +64,21 @@ def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
 
 
 def memory(bundle: Path) -> dict[str, float]:
-    """Resident MB of a new process after loading a bundle and generating, and the MB of its weights, caches and buffers."""
+    """Resident MB of a new process after loading a bundle and generating, and the MB of its weights and caches."""
     code = f"""
-import json, runtime
-def resident(kind):
-    return sum(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(kind)) / 1024
+import runtime
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
 import onnxruntime, tokenizers
-before = resident("VmRSS")
+before = resident()
 model = runtime.load({str(bundle)!r})
 list(model.generate([0, 5, 6, 7], 200).cycles())
-d = model.decoder
-caches = (d.target.data.nbytes + d.drafter.data.nbytes) / 2**20
-buffers = sum(a.nbytes for a in (d.logits, d.hidden, d.store, d.later)) / 2**20
-print(json.dumps({{"before": before, "loaded": resident("VmRSS"), "caches": caches, "buffers": buffers}}))
+print(before, resident())
 """
     process = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
-    sizes: dict[str, float] = json.loads(process.stdout)
-    sizes["weights"] = Bundle(bundle).weights() / 2**20
-    return sizes
+    sizes = dict(zip(("before", "loaded"), map(float, process.stdout.split()), strict=True))
+    read = Bundle(bundle)
+    return sizes | {"weights": read.weights() / 2**20, "caches": read.caches(read.manifest.default) / 2**20}
 
 
 def main() -> None:
