@@ -79,11 +79,13 @@ class Session:
         with self._model.exclusive() as decoder:
             decoder.catch_up()
             shared, drafted = decoder.shared(self.ids)
+            begin = decoder.history.begin if drafted else 0
             content: dict[str, Any] = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),
                 "target": decoder.passes.target_cache.rows(shared),
-                "drafter": decoder.passes.draft_cache.rows(drafted),
+                "drafter": decoder.passes.draft_cache.rows(drafted - begin),
+                "begin": np.array(begin),
             }
             with replaced(Path(path)) as file:
                 np.savez(file, **content)
@@ -108,7 +110,7 @@ class Session:
                 reason = getattr(error, "strerror", None) or error
                 raise DamageError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
             text = parts["ids"].tolist()
-            decoder.restore(text, parts["target"], parts["drafter"])
+            decoder.restore(text, parts["target"], parts["drafter"], int(parts["begin"]))
         self._ids, self._turn = text, None
 
 
@@ -128,12 +130,12 @@ def _read(path: Path, most: int) -> dict[str, np.ndarray]:
     parts = unpacked(archive, most)
     if missing := [name for name in _PARTS if name not in parts]:
         raise Damage(f"it holds no {missing[0]}")
-    return parts
+    return {"begin": np.array(0, np.int64)} | parts  # files of older versions have rows from the text's first token on
 
 
 def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
     """Raises Damage if the contents are impossible, which a checksum does not exclude."""
-    ids, target, drafter = (parts[name] for name in ("ids", "target", "drafter"))
+    ids, target, drafter, begin = (parts[name] for name in ("ids", "target", "drafter", "begin"))
     if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > manifest.capacity + 1:
         raise Damage(f"ids are {ids.dtype} {list(ids.shape)}, expected int64 [{manifest.capacity + 1}] at most")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < manifest.vocabulary:
@@ -145,5 +147,9 @@ def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
             )
         if not np.isfinite(rows).all():
             raise Damage(f"rows of the {name} hold NaN or infinity")
-    if not max(0, target.shape[1] - 1) >= drafter.shape[1] or target.shape[1] > len(ids):
-        raise Damage(f"it has {len(ids)} tokens, {target.shape[1]} rows of the target and {drafter.shape[1]} of the drafter")
+    if begin.dtype != np.int64 or begin.shape:
+        raise Damage(f"begin is {begin.dtype} {list(begin.shape)}, expected one int64")
+    if not 0 <= int(begin) <= max(0, target.shape[1] - 1) - drafter.shape[1] or target.shape[1] > len(ids):
+        raise Damage(
+            f"it has {len(ids)} tokens, {target.shape[1]} rows of the target and {drafter.shape[1]} of the drafter from {begin} on"
+        )

@@ -54,7 +54,7 @@ class Any:
     def choose_rows(self, scores: np.ndarray, depths: np.ndarray) -> int:
         return self._rows(self.cycles)
 
-    def behind(self, positions: int) -> None:
+    def behind(self, positions: int, drafter: int) -> None:
         pass
 
     def drafted(self, *_: object) -> None:
@@ -124,7 +124,7 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     decoder.catch_up()
     length = int(decoder.passes.draft_cache.length[0])
     found = decoder.passes.draft_cache.rows(length)
-    assert length == decoder.history.length == len(text) - 2
+    assert length == decoder.history.position == len(text) - 2
     decoder.planner = None
     session = model.session()
     session.generate(text, 1)
@@ -137,14 +137,14 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     assert ids(model, prompt, count) == emitted
     assert (decoder.planner.steps, int(decoder.passes.accepted_count[0])) == (3, 1)  # type: ignore[union-attr]
     decoder.catch_up()
-    assert (decoder.history.length, decoder.history.pending_range) == (len(text) - 2, range(0))
+    assert (decoder.history.position, decoder.history.pending_range) == (len(text) - 2, range(0))
     np.testing.assert_allclose(decoder.passes.draft_cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
     decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
     ids(model, prompt, 100)
     decoder.catch_up()
-    assert (decoder.history.length, int(decoder.passes.draft_cache.length[0])) == (begun, begun + 32)
+    assert (decoder.history.position, int(decoder.passes.draft_cache.length[0])) == (begun, begun + 32)
     decoder.planner = None
 
 
@@ -620,7 +620,7 @@ def test_a_planner_reckons_with_the_length_of_the_text(lengths: list[int]) -> No
     """Whatever it was before, and what was measured behind another length is scaled."""
     planner, slow = Planner(LONG, 7), 1.5
     for i, length in enumerate(lengths):
-        planner.behind(length)
+        planner.behind(length, length)
         fresh = Planner(LONG.at(length), 7)
         near = 64 * 1.5e6 / 384  # nanoseconds of a plain pass that lengths apart by less than 64 positions differ in
         if not i:
@@ -634,7 +634,7 @@ def test_what_trees_promise_follows_the_length_of_the_text() -> None:
     planner, scores, depths = Planner(LONG, 7), -0.1 * np.arange(8.0), np.arange(8)
     planner.choose_rows(scores, depths)
     promised, plain = planner._draft_rate, planner.plain_pass_ns
-    planner.behind(4096)
+    planner.behind(4096, 4096)
     assert planner._draft_rate == pytest.approx(promised * plain / planner.plain_pass_ns)
     assert planner.plain_pass_ns == pytest.approx(3 * plain)
 
@@ -643,7 +643,7 @@ def test_rows_that_are_dear_behind_a_long_text_are_not_verified() -> None:
     scores, depths = -0.1 * np.arange(8.0), np.arange(8)  # every row is expected to be accepted
     for length, rows in ((128, 8), (4096, 4)):
         planner, here = Planner(LONG, 7), LONG.at(length)
-        planner.behind(length)
+        planner.behind(length, length)
         assert planner.choose_rows(scores, depths) == rows
         assert rows == max(here.target, key=lambda n: n / (here.target[n] + here.draft + here.host))
 

@@ -99,7 +99,7 @@ class Decoder:
                 raise MisuseError("the caches of this generation were used for something else: start it again")
             self.device.enter()
             if planner:
-                planner.behind(int(self.passes.target_cache.length[0]))
+                planner.behind(int(self.passes.target_cache.length[0]), int(self.passes.draft_cache.length[0]))
             proposer = self._choose(draft_tree, continuation, planner, emitted)
             proposal = proposer.propose(self.room)
             proposal.verify()
@@ -221,33 +221,40 @@ class Decoder:
         return self._ids()[: min(self.valid_target_length, int(self.passes.target_cache.length[0]))]
 
     def shared(self, text: Sequence[int]) -> tuple[int, int]:
-        """Leading rows of the target's and of the drafter's cache that belong to a text.
+        """Leading tokens of a text whose rows the target's cache holds, and those up to which the drafter's does, from
+        ``DraftHistory.begin`` on; 0 if it holds none.
 
         The drafter's row of a token depends on the next token, so it shares one less.
         """
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
-        return shared, min(self.history.length, max(0, shared - 1))
+        drafted = min(self.history.position, max(0, shared - 1))
+        return shared, drafted if drafted > self.history.begin else 0
 
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
         """Truncates the caches to the prefix they share with a prompt. Returns how many of its tokens need not be read again.
 
-        Rows that the drafter has not read yet are read now if their hidden rows are still there, otherwise together with the target.
+        Rows that the drafter has not read yet are read now if their hidden rows are still there, otherwise together with the target,
+        but no more than it reads of a prompt.
         """
         shared, drafted = self.shared(prompt)
         history, speculate = self.history, speculate and self.manifest.has_drafter
-        if speculate and history.pending_range.start == drafted < shared - 1:
-            history.pending_range = range(drafted, min(history.pending_range.stop, shared - 1))
+        unread = history.pending_range
+        if speculate and history.begin + history.rows == unread.start < shared - 1:
+            history.pending_range = range(unread.start, min(unread.stop, shared - 1))
             self.catch_up()
             shared, drafted = self.shared(prompt)
-        history.forget()
         self.valid_target_length = self.manifest.capacity
-        start = min(drafted if speculate else shared, len(prompt) - 1)
-        self.passes.target_cache.length[0], self.passes.draft_cache.length[0] = start, min(drafted, start)
+        window = max(0, len(prompt) - 1 - history.WINDOW)
+        start = min(max(drafted, min(shared, window)) if speculate else shared, len(prompt) - 1)
+        self.passes.target_cache.length[0] = start
+        history.keep(0 if speculate and start > drafted else min(drafted, start), start if speculate else 0)
         return start
 
-    def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray) -> None:
-        """Fills the caches with the leading rows of a text, as ``KVCache.rows`` returned them. Raises GumihoError if they do not fit."""
+    def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, begin: int) -> None:
+        """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's from
+        the position ``begin`` on. Raises GumihoError if they do not fit."""
         self.clear()
+        self.history.begin = begin
         self.passes.target_cache.fill(target)
         self.passes.draft_cache.fill(drafter)
         self.text = text, ()
@@ -255,9 +262,9 @@ class Decoder:
     def clear(self) -> None:
         """Empties the caches; a running generation cannot continue."""
         self.selector, self.text = None, ((), ())
-        self.passes.target_cache.length[0] = self.passes.draft_cache.length[0] = 0
+        self.passes.target_cache.length[0] = 0
         self.valid_target_length = self.manifest.capacity
-        self.history.forget()
+        self.history.keep(0)
 
     def close(self) -> None:
         """Frees engines and buffers."""

@@ -1,6 +1,7 @@
 """Which tokens of the text the drafter has read, and which accepted tokens it still has to read."""
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,9 +18,15 @@ class DraftHistory:
     The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
+    Of a long prompt it reads the last part only: reading all of it would delay short answers, every draft reads the whole cache,
+    and drafters are trained on short texts. Which tokens it has read costs acceptance and nothing else.
+
     hidden_history: [1, capacity, H], the target's hidden rows by position. pending_range: positions in it that the drafter
-    still has to read. valid_length: rows of the drafter's cache, from the first, that follow the text without a gap.
+    still has to read. begin: the text's position of the drafter's first row. valid_rows: rows of the drafter's cache, from the
+    first, that follow the text without a gap.
     """
+
+    WINDOW: ClassVar[int] = 1024  # tokens of a prompt that the drafter reads at most, the last ones
 
     def __init__(self, passes: EnginePasses) -> None:
         manifest = passes.manifest
@@ -27,22 +34,34 @@ class DraftHistory:
         self._last_hidden = passes.hidden.reshape(1, len(passes.tokens), manifest.hidden)
         positions = manifest.capacity if manifest.has_drafter else 0
         self.hidden_history = self._device.zeros((1, positions, manifest.hidden), manifest.dtype)
-        self.forget()
+        self.begin = self.valid_rows = 0
+        self.keep(0)
 
-    def forget(self) -> None:
-        """Leaves nothing to read."""
-        self.pending_range = range(0)
-        self.valid_length = self._passes.manifest.capacity
+    def keep(self, position: int, begin: int = 0) -> None:
+        """Keeps the drafter's rows of tokens before a position, and leaves nothing to read. begin: where the drafter begins if there are
+        none."""
+        rows = max(0, min(position, self.position) - self.begin)
+        self.begin = self.begin if rows else begin
+        self._passes.draft_cache.length[0] = rows
+        self.pending_range, self.valid_rows = range(0), self._passes.manifest.capacity
 
     @property
-    def length(self) -> int:
+    def rows(self) -> int:
         """Rows of the drafter's cache, from the first, that belong to the text without a gap."""
-        return min(self.valid_length, int(self._passes.draft_cache.length[0]))
+        return min(self.valid_rows, int(self._passes.draft_cache.length[0]))
+
+    @property
+    def position(self) -> int:
+        """The text's position behind those rows; 0 without any."""
+        return self.begin + self.rows if self.rows else 0
 
     def record(self, position: int, rows: int, pending: range) -> None:
         """Copies the first ``rows`` hidden rows of the last pass, which began at ``position``, to ``hidden_history``. pending:
-        the new ``pending_range``."""
+        what the drafter still has to read; of more than WINDOW positions it reads the last, and gives up what it has read before."""
         self._device.move(self.hidden_history, position, self._last_hidden, 0, rows)
+        if len(pending) > self.WINDOW:
+            pending = range(pending.stop - self.WINDOW, pending.stop)
+            self.keep(0, pending.start)
         self.pending_range = pending
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
@@ -65,7 +84,7 @@ class DraftHistory:
             self._device.move(self.hidden_history, end - count + at, self._last_hidden, row, n)
         begin = self.pending_range.start if self.pending_range else end - count
         if end - begin > _MOST_DEFERRED:
-            self.valid_length, begin = self.length, end - _MOST_DEFERRED
+            self.valid_rows, begin = self.rows, end - _MOST_DEFERRED
         self.pending_range = range(begin, end)
         passes.accepted_count[0] = kept
         rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]

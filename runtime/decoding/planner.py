@@ -68,10 +68,10 @@ class Planner:
         self._catch_up_ns = 0.0  # nanoseconds that the drafter takes to read what came without it, a moving average
         self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
 
-    def behind(self, positions: int) -> None:
-        """The next pass is behind so many positions of the text."""
+    def behind(self, positions: int, drafter: int) -> None:
+        """The target's next pass is behind so many positions, the drafter's behind so many of its own."""
         before = self.plain_pass_ns
-        if self._text_length.now(positions):
+        if self._text_length.now(positions, drafter):
             self._draft_rate *= before / self.plain_pass_ns
 
     def begin(self, prompt: Sequence[int] = ()) -> None:

@@ -263,13 +263,16 @@ class TextLength:
     def __init__(self, costs: Costs, target: Prices, draft: Price) -> None:
         """costs: from which the prices come."""
         self._costs, self._target, self._draft = costs, target, draft
-        self._here, self._positions = costs, CONTEXT
+        self._here, self._positions = costs, (CONTEXT, CONTEXT)
 
-    def now(self, positions: int) -> bool:
-        """The next pass is behind so many positions. Returns whether prices have changed."""
-        if not self._costs.longer or abs(positions - self._positions) < _STRIDE:
+    def now(self, positions: int, drafter: int) -> bool:
+        """The target's next pass is behind so many positions, the drafter's behind so many of its own. Returns whether prices have
+        changed."""
+        last = self._positions
+        if not self._costs.longer or max(abs(positions - last[0]), abs(drafter - last[1])) < _STRIDE:
             return False
-        before, self._here, self._positions = self._here, self._costs.at(positions), positions
+        before, self._positions = self._here, (positions, drafter)
+        self._here = replace(self._costs.at(positions), draft=self._costs.at(drafter).draft)
         self._target.scale({rows: price / before.target[rows] for rows, price in self._here.target.items()})
         if before.draft and self._here.draft:
             self._draft.scale(self._here.draft / before.draft)
