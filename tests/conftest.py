@@ -70,9 +70,9 @@ def whole_trees() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Where a test names no number of threads: those of two processes would wait for one another, spinning."""
-    options = onnxruntime._options
+    options = onnxruntime.session_options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime, "_options", lambda bundle, threads: options(bundle, threads or 1))
+        patch.setattr(onnxruntime, "session_options", lambda bundle, threads: options(bundle, threads or 1))
         yield
 
 

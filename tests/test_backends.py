@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 from runtime import GumihoError, Model, doctor, load
-from runtime.backends import Backend, backend
+from runtime.backends import Backend, backend, onnxruntime_cuda
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
@@ -270,7 +270,7 @@ def test_an_onnxruntime_that_is_too_old(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "target.onnx").touch()
     monkeypatch.setattr(ort, "InferenceSession", refuse)
     with pytest.raises(GumihoError, match=r"is too old for .*target\.onnx: install onnxruntime 1\.25 or newer"):
-        ort_backend._session(tmp_path / "target.onnx", ort.SessionOptions(), "CPUExecutionProvider", {})
+        ort_backend.open_session(tmp_path / "target.onnx", ort.SessionOptions(), "CPUExecutionProvider", {})
 
 
 def distribution(site: Path, name: str) -> None:
@@ -312,7 +312,7 @@ def test_int4_on_cuda_is_multiplied_as_it_is(
     monkeypatch.setattr(read, "manifest", replace(read.manifest, weights={"draft": weights}))
     if mine:
         monkeypatch.setenv("ORT_FPA_INTB_GEMM", mine)
-    options = ort_backend.Cuda._options(read)
+    options = onnxruntime_cuda.Cuda._options(read)
     if expected:
         assert options.get_session_config_entry("ep.cuda.fpa_intb_gemm") == expected
     else:
@@ -322,11 +322,11 @@ def test_int4_on_cuda_is_multiplied_as_it_is(
 
 def test_a_provider_that_falls_back_is_refused(demo_bundle: Path) -> None:
     """ONNX Runtime takes the CPU for a provider that it cannot load, with no more than a warning."""
-    if ort_backend._CUDA in ort.get_available_providers():
+    if onnxruntime_cuda.CUDA in ort.get_available_providers():
         pytest.skip("CUDA's provider is here")
-    options = ort_backend._options(Bundle(demo_bundle), 1)
+    options = ort_backend.session_options(Bundle(demo_bundle), 1)
     with pytest.raises(GumihoError, match="placed .* on CPUExecutionProvider instead of CUDAExecutionProvider"):
-        ort_backend._session(demo_bundle / "graphs/cpu/extend.onnx", options, ort_backend._CUDA, {})
+        ort_backend.open_session(demo_bundle / "graphs/cpu/extend.onnx", options, onnxruntime_cuda.CUDA, {})
 
 
 def test_devices_are_closed_once(running: tuple[str, str], bundle: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -29,7 +30,12 @@ from tests.end_to_end.test_quantized import fp8_bundle
 from tests.seal import edit
 from tests.weights_inside import as_older_exports_wrote_it
 
-IMPORTERS = ("runtime.backends.tensorrt", "runtime.backends.migraphx", "runtime.devices.cuda")
+IMPORTERS = (
+    "runtime.backends.tensorrt",
+    "runtime.backends.migraphx",
+    "runtime.backends.onnxruntime_cuda",
+    "runtime.devices.cuda",
+)
 SHORT = [5, 6, 7]
 PROMPTS = ((SHORT, 12), (list(range(2, 70)), 8), (list(range(9, 199)), 50))  # less than a pass, more than a chunk, to the end
 
@@ -312,6 +318,73 @@ def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Pa
     device.close()
     with pytest.raises(GumihoError, match="no NVIDIA GPU 2: this machine shows 2"):
         load(bundle, "tensorrt", "2")
+
+
+@pytest.fixture
+def onnxruntime_gpu(nvidia: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in for ONNX Runtime with CUDA; every test has to free all."""
+    provider = fresh(monkeypatch, "onnxruntime_cuda")
+    monkeypatch.setattr("runtime.backends.onnxruntime.ort", provider)
+    return provider
+
+
+def test_cuda_gives_the_cpus_tokens(
+    nvidia: ModuleType, onnxruntime_gpu: ModuleType, bundle: Path, expected: list[list[int]]
+) -> None:
+    """Over one set of weights, with a target of several sizes."""
+    compiled(bundle, "cuda")
+    read = Bundle(bundle)
+    form, runs = read.manifest.form("cuda"), onnxruntime_gpu.RUNS
+    smallest, *trees, chunk = form.targets
+    assert (smallest, trees[-1]) == (1, read.manifest.rows)
+    with load(bundle, "cuda") as model:
+        held = sum(nbytes for nbytes, *_ in nvidia.cuda.LIVE.values())
+        # Beside weights and what is counted there are the inputs of every bound call, and a copy of outputs that go to the host.
+        assert 0 <= held - backend("cuda").memory(read).running.device < 4 << 20
+        allocated = len(nvidia.cuda.LIVE)
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            runs.clear()
+            assert ids(model, *prompt, speculate=False) == wanted
+            last = next(size for size in form.targets if size >= len(prompt[0]) % chunk)
+            assert runs == Counter([last, *[chunk] * (len(prompt[0]) // chunk), *[1] * (len(wanted) - 1)])
+            runs.clear()
+            assert ids(model, *prompt) == wanted
+            assert runs.keys() <= {chunk, *trees, 1}
+            assert runs[trees[-1]]
+        assert len(nvidia.cuda.LIVE) == allocated
+
+
+def test_cuda_keeps_int4_inside(onnxruntime_gpu: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
+    """The fast product of int4 rearranges constants only, so each session has its own weights, and the target one size."""
+    made = make_bundle(DEMO, "--backend", "cuda", "--weights", "int4", "--dtype", "fp32", "--rows", "8")
+    bundle = Path(shutil.copytree(made, tmp_path / "bundle", ignore=shutil.ignore_patterns("engines")))
+    form = Bundle(bundle).manifest.form("cuda")
+    assert (form.weights, list(form.targets)) == ({}, [8])
+    compiled(bundle, "cuda")
+    assert all(entries["ep.cuda.fpa_intb_gemm"] == "1" for entries in onnxruntime_gpu.ENTRIES)
+    with load(bundle, "cuda") as model:
+        for prompt in PROMPTS:
+            assert ids(model, *prompt) == ids(model, *prompt, speculate=False)
+        assert onnxruntime_gpu.RUNS.keys() == {8}
+
+
+def test_cudas_engines_keep_their_promises(onnxruntime_gpu: ModuleType, bundle: Path) -> None:
+    compiled(bundle, "cuda")
+    keeps_its_promises(bundle, "cuda")
+
+
+def test_cuda_refuses_nodes_on_the_host(onnxruntime_gpu: ModuleType, bundle: Path) -> None:
+    onnxruntime_gpu.ELSEWHERE.append("TopK")
+    with pytest.raises(GumihoError, match=r"does not run all of .*onnx on CUDA \(TopK on CPUExecutionProvider\): try another"):
+        compiled(bundle, "cuda")
+    assert not kept(bundle)
+
+
+def test_cuda_frees_all_if_an_engine_does_not_load(onnxruntime_gpu: ModuleType, bundle: Path) -> None:
+    folder, _ = compiled(bundle, "cuda")
+    (folder / "extend.onnx").write_bytes(b"no graph")
+    with pytest.raises(GumihoError, match=r"cannot load .*extend\.onnx"):
+        backend("cuda").open(Bundle(bundle), folder)
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ def as_older_exports_wrote_it(bundle: Path, backend: str) -> None:
 
     def change(manifest: dict[str, Any]) -> None:
         del manifest["forms"][backend]["weights"]
-        manifest["requires"].remove(BOUND_WEIGHTS)
+        if not any(form["weights"] for form in manifest["forms"].values() if "weights" in form):
+            manifest["requires"].remove(BOUND_WEIGHTS)
 
     edit(bundle, change)
     update(bundle, *(graph.file for graph in form.graphs.values()))

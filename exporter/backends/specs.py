@@ -40,8 +40,8 @@ class BackendSpec:
     """What a backend supports.
 
     rows: of the default tree. static: whether passes have numbers of rows that are fixed at export. bound: dtypes in which weights
-    are inputs of the graphs, so that these share them, and the target has graphs of several sizes. dtypes: those that it computes
-    in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
+    are inputs of the graphs, so that these share them, and the target has graphs of several sizes; with quantized weights only if
+    bound_codes. dtypes: those that it computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
     device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
     whether weights need aligned addresses. zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter:
     default format of the drafter's weights, the best one measured, or ``none`` if nothing was measured.
@@ -59,6 +59,7 @@ class BackendSpec:
     zeros: bool = False
     drafter: str = "none"
     bound: tuple[torch.dtype, ...] = ()
+    bound_codes: bool = False
 
 
 # ONNX Runtime's CUDA provider has a fast TopK kernel for up to 32 entries; the paper uses 35.
@@ -72,10 +73,13 @@ BACKENDS: Mapping[str, BackendSpec] = {
     "cpu": BackendSpec(
         Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), zeros=True, drafter="int4"
     ),
-    # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes.
-    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True),
+    # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes. The fast product of int4 and
+    # fp16 takes codes that were rearranged when the session was made, so they must be constants.
+    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True, bound=_GPU),
     # It supports MatMulNBits only with 4 bits, and 4 bits as an input only with MatMulNBits. Its Python module cannot pass bfloat16.
-    "migraphx": BackendSpec(Basic, rows=64, static=True, dtypes=_BF16, codes=Codes(torch.uint8, torch.int8), bound=_GPU),
+    "migraphx": BackendSpec(
+        Basic, rows=64, static=True, dtypes=_BF16, codes=Codes(torch.uint8, torch.int8), bound=_GPU, bound_codes=True
+    ),
     # TensorRT's documentation of quantized types lists only blocks of 64 and 128 for int4.
     # Releases before 10.15 support neither attention nor caches in place.
     "tensorrt": BackendSpec(
@@ -129,7 +133,7 @@ def trace_spec(
         return TraceSpec(
             target_dialect, drafting, capacity, min(_CHUNK, capacity), False, False, {n: {} for n in ("target", *drafter)}
         )
-    bound = dtype in spec.bound
+    bound = dtype in spec.bound and (spec.bound_codes or not quantized)
     # Only graphs that share their weights come in several sizes.
     chunk = max(tree.rows, min(_CHUNK, capacity)) if bound else tree.rows
     # A padded pass also writes its padding, after the real rows, so the last pass of a text needs room for it.

@@ -78,7 +78,7 @@ class Backend(Protocol):
 
 _MODULES = {
     "cpu": "onnxruntime:Cpu",
-    "cuda": "onnxruntime:Cuda",
+    "cuda": "onnxruntime_cuda:Cuda",
     "migraphx": "migraphx:MIGraphX",
     "tensorrt": "tensorrt:TensorRT",
 }
