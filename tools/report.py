@@ -167,15 +167,19 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
 
 
 def _plot_lengths(run: Mapping[str, Any], figure: Any, folder: Path) -> None:
+    from matplotlib import colormaps
+
+    twenty = [colormaps["tab20"](i) for i in range(20)]  # the usual ten would come twice
     lengths = run["lengths"]
     tables = [{row["way"]: row for row in rows(run, of_length(length))} for length in lengths]
     left, right = figure.subplots(1, 2)
     for name, axes in (("tokens/s", left), ("first token, ms", right)):
-        for way in run["ways"]:
+        for i, way in enumerate(run["ways"]):
             values = [table[way["name"]].get(name) for table in tables]
             if None not in values:
-                axes.plot(lengths, values, "o--" if way["plain"] else "o-", label=way["name"])
+                axes.plot(lengths, values, "o--" if way["plain"] else "o-", color=twenty[i % 20], label=way["name"])
         axes.set(title=name, xlabel="positions of the prompt", xscale="log", yscale="log", xticks=lengths, xticklabels=lengths)
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
     right.legend(bbox_to_anchor=(1, 1), loc="upper left", fontsize=8)
     for kind in ("png", "svg"):
         figure.savefig(folder / f"bench-lengths.{kind}")
