@@ -78,14 +78,17 @@ class Session:
         """Writes the text and its cached rows to a file, followed by their SHA-256. The file is written whole or not at all."""
         with self._model.exclusive() as decoder:
             decoder.catch_up()
-            shared, drafted = decoder.shared(self.ids)
-            begin = decoder.history.begin if drafted else 0
+            shared = decoder.shared(self.ids)
+            positions = decoder.history.positions
+            positions = positions[
+                : positions.searchsorted(shared - 1)
+            ]  # the drafter's row of a token depends on the next token
             content: dict[str, Any] = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),
                 "target": decoder.passes.target_cache.rows(shared),
-                "drafter": decoder.passes.draft_cache.rows(drafted - begin),
-                "begin": np.array(begin),
+                "drafter": decoder.passes.draft_cache.rows(len(positions)),
+                "positions": positions,
             }
             with replaced(Path(path)) as file:
                 np.savez(file, **content)
@@ -110,14 +113,14 @@ class Session:
                 reason = getattr(error, "strerror", None) or error
                 raise DamageError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
             text = parts["ids"].tolist()
-            decoder.restore(text, parts["target"], parts["drafter"], int(parts["begin"]))
+            decoder.restore(text, parts["target"], parts["drafter"], parts["positions"])
         self._ids, self._turn = text, None
 
 
 def _size(decoder: Decoder) -> int:
     """The most bytes that the arrays of a saved session can have."""
     graphs, capacity = decoder.passes.graphs, decoder.manifest.capacity
-    ids = (capacity + 1) * np.dtype(np.int64).itemsize
+    ids = 2 * (capacity + 1) * np.dtype(np.int64).itemsize  # with the drafter's positions
     return ids + sum(graphs[name].cache_bytes(capacity) for name in ("target", "draft") if name in graphs)
 
 
@@ -130,12 +133,12 @@ def _read(path: Path, most: int) -> dict[str, np.ndarray]:
     parts = unpacked(archive, most)
     if missing := [name for name in _PARTS if name not in parts]:
         raise Damage(f"it holds no {missing[0]}")
-    return {"begin": np.array(0, np.int64)} | parts  # files of older versions have rows from the text's first token on
+    return {"positions": np.arange(parts["drafter"].shape[1] if parts["drafter"].ndim > 1 else 0)} | parts  # of older versions
 
 
 def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
     """Raises Damage if the contents are impossible, which a checksum does not exclude."""
-    ids, target, drafter, begin = (parts[name] for name in ("ids", "target", "drafter", "begin"))
+    ids, target, drafter, positions = (parts[name] for name in ("ids", "target", "drafter", "positions"))
     if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > manifest.capacity + 1:
         raise Damage(f"ids are {ids.dtype} {list(ids.shape)}, expected int64 [{manifest.capacity + 1}] at most")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < manifest.vocabulary:
@@ -147,9 +150,10 @@ def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
             )
         if not np.isfinite(rows).all():
             raise Damage(f"rows of the {name} hold NaN or infinity")
-    if begin.dtype != np.int64 or begin.shape:
-        raise Damage(f"begin is {begin.dtype} {list(begin.shape)}, expected one int64")
-    if not 0 <= int(begin) <= max(0, target.shape[1] - 1) - drafter.shape[1] or target.shape[1] > len(ids):
-        raise Damage(
-            f"it has {len(ids)} tokens, {target.shape[1]} rows of the target and {drafter.shape[1]} of the drafter from {begin} on"
-        )
+    if target.shape[1] > len(ids):
+        raise Damage(f"it has {len(ids)} tokens and {target.shape[1]} rows of the target")
+    if positions.dtype != np.int64 or positions.shape != drafter.shape[1:2]:
+        raise Damage(f"positions are {positions.dtype} {list(positions.shape)}, expected int64 [{drafter.shape[1]}]")
+    ascending = bool((positions[1:] > positions[:-1]).all())
+    if positions.size and not (ascending and positions[0] >= 0 and positions[-1] < target.shape[1] - 1):
+        raise Damage(f"positions are not ascending from 0 to {target.shape[1] - 2} at most")

@@ -124,7 +124,7 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     decoder.catch_up()
     length = int(decoder.passes.draft_cache.length[0])
     found = decoder.passes.draft_cache.rows(length)
-    assert length == decoder.history.position == len(text) - 2
+    assert decoder.history.positions.tolist() == list(range(len(text) - 2))
     decoder.planner = None
     session = model.session()
     session.generate(text, 1)
@@ -137,30 +137,31 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     assert ids(model, prompt, count) == emitted
     assert (decoder.planner.steps, int(decoder.passes.accepted_count[0])) == (3, 1)  # type: ignore[union-attr]
     decoder.catch_up()
-    assert (decoder.history.position, decoder.history.pending_range) == (len(text) - 2, range(0))
+    assert (decoder.history.positions.tolist(), decoder.history.pending) == (list(range(len(text) - 2)), [])
     np.testing.assert_allclose(decoder.passes.draft_cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
     decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
     ids(model, prompt, 100)
     decoder.catch_up()
-    assert (decoder.history.position, int(decoder.passes.draft_cache.length[0])) == (begun, begun + 32)
+    assert decoder.history.positions.tolist() == [*range(begun), *range(begun + 99 - 32, begun + 99)]
     decoder.planner = None
 
 
-def test_sessions_go_on_from_what_is_whole(model: Model) -> None:
-    """Where the drafter left a piece out, a resumed turn has it read again."""
+def test_sessions_leave_out_what_was_left_out(model: Model) -> None:
+    """A resumed turn has the target read nothing again for a drafter that lacks a piece of the text."""
     decoder, session = model.decoder, model.session()
     decoder.planner = Any(lambda i: i >= 80, lambda i: 8)  # type: ignore[assignment]
     turn = session.generate(PROMPTS[0], 120)
     list(turn.cycles())
     decoder.planner = None
-    more = [*session.ids, 5, 6, 7]
-    turn = session.generate(more, 40)
-    cycles = [cycle.path for cycle in turn.cycles()]
-    fresh = model.generate(more, 40)
-    assert [cycle.path for cycle in fresh.cycles()] == cycles
-    assert fresh.ids == turn.ids
+    begun, more = len(model.encode(PROMPTS[0])) - 1, [*session.ids, 5, 6, 7]
+    list((again := session.generate(more, 40)).cycles())
+    assert again.stats.cached_tokens >= len(turn.prompt) + len(turn.ids) - 2
+    held = decoder.history.positions.tolist()
+    assert held == [*range(begun), *range(held[begun], held[-1] + 1)]
+    assert held[begun] == begun + 80 - 32  # the first draft came after 80 tokens
+    assert again.ids == ids(model, more, 40, speculate=False)
 
 
 def costs(draft: float, row: float = 0.0, base: float = 1e6, rows: int = 8) -> Costs:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from runtime import Generation, GumihoError, Model, load
+from runtime.decoding.draft_history import DraftHistory
 from runtime.session import Session
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
@@ -78,10 +79,10 @@ def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of both ways in any order, greedy and sampled, some stopped within a block. A plain turn reads the tokens behind the last
     one that was passed through the target. One that drafts goes back to where the drafter is: the last accepted block, and
-    whatever plain turns left."""
+    whatever plain turns left, but for the hidden rows of the first tokens, which they keep."""
     draw, session = np.random.default_rng(0), model.session()
     forget(model)
-    target = drafter = stopped = blocks = 0  # positions in the caches
+    target = drafter = known = stopped = blocks = 0  # positions in the caches; known: those the drafter has read or can read
     prompt = model.encode(TEXT)[:20]
     for turn in range(40):
         speculate = bool(draw.random() < 0.6)
@@ -95,7 +96,7 @@ def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytes
         assert found == steps(other.generate(prompt, 8, speculate, **asked))
         assert session.ids == prompt + generation.ids
 
-        start = drafter if speculate else target
+        start = known if speculate else target
         assert generation.stats.cached_tokens == start
         assert rows == {"target": len(prompt) - start, "drafter": len(prompt) - 1 - drafter if speculate else 0}
         target = len(session.ids) - 1
@@ -103,11 +104,14 @@ def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytes
         if speculate:
             # The last block is accepted, and not yet read by the drafter.
             drafter = target - len(found[-1][1] or [0])
+            known = drafter
             stopped, blocks = stopped + (generation.finish_reason == "stop"), blocks + (len(found[-1][1]) > 1)
+        elif start < DraftHistory.FIRST:
+            known = max(known, min(DraftHistory.FIRST, len(prompt) - 1))
         assert int(model.decoder.passes.draft_cache.length[0]) == drafter
         if rewound := len(session.ids) > 90:
             session.rewind(40)
-            target, drafter = 40, min(drafter, 39)
+            target, drafter, known = 40, min(drafter, 39), min(known, 39)
         # The last token of a turn is new to the caches, as is what the user says then.
         said = model.encode(TEXT)[5 * turn % 40 :][: int(draw.integers(rewound, 6))]
         prompt = session.ids + said

@@ -89,7 +89,7 @@ class Decoder:
             stats.tokens, stats.finish_reason = len(selector.ids), selector.finish_reason
             yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup, logprobs)
             started, self.passes.engine_ns = perf_counter_ns(), [0, 0]
-            if not rows and self.selector is selector and not selector.ended():
+            if not rows and self.selector is selector and selector.settings.speculate and not selector.ended():
                 self.device.enter()
                 self.catch_up(selector.interrupted)  # with the prompt, after the first token, so that it does not delay it
             if selector.ended():
@@ -197,8 +197,10 @@ class Decoder:
             part = prompt[start : start + self.form.chunk]
             n = len(part)
             self.feed(part, last=True)
-            if speculate and self.manifest.has_drafter:  # the last row is the first draft's
-                self.history.record(start, n, range(begin, min(start + n, len(prompt) - 1)))
+            # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
+            end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
+            if self.manifest.has_drafter and start < end:
+                self.history.record(start, end - start, range(start, end))
         return n - 1
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> None:
@@ -220,43 +222,32 @@ class Decoder:
         """The tokens whose rows in the target's cache are those of plain decoding."""
         return self._ids()[: min(self.valid_target_length, int(self.passes.target_cache.length[0]))]
 
-    def shared(self, text: Sequence[int]) -> tuple[int, int]:
-        """Leading tokens of a text whose rows the target's cache holds, and those up to which the drafter's does, from
-        ``DraftHistory.begin`` on; 0 if it holds none.
-
-        The drafter's row of a token depends on the next token, so it shares one less.
-        """
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
-        drafted = min(self.history.position, max(0, shared - 1))
-        return shared, drafted if drafted > self.history.begin else 0
+    def shared(self, text: Sequence[int]) -> int:
+        """Leading tokens of a text whose rows the target's cache holds."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
 
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
         """Truncates the caches to the prefix they share with a prompt. Returns how many of its tokens need not be read again.
 
-        Rows that the drafter has not read yet are read now if their hidden rows are still there, otherwise together with the target,
-        but no more than it reads of a prompt.
+        The target reads tokens again that the drafter lacks, but no more than that reads of a prompt.
         """
-        shared, drafted = self.shared(prompt)
-        history, speculate = self.history, speculate and self.manifest.has_drafter
-        unread = history.pending_range
-        if speculate and history.begin + history.rows == unread.start < shared - 1:
-            history.pending_range = range(unread.start, min(unread.stop, shared - 1))
-            self.catch_up()
-            shared, drafted = self.shared(prompt)
+        shared, history = self.shared(prompt), self.history
+        history.keep(shared - 1)  # the drafter's row of a token depends on the next token
+        start = min(shared, len(prompt) - 1)
+        if speculate and self.manifest.has_drafter:
+            known = [-1, *history.positions[-1:].tolist(), *history.pending[-1:]]
+            start = min(start, max(known[-1] + 1, len(prompt) - 1 - history.LAST))
         self.valid_target_length = self.manifest.capacity
-        window = max(0, len(prompt) - 1 - history.WINDOW)
-        start = min(max(drafted, min(shared, window)) if speculate else shared, len(prompt) - 1)
         self.passes.target_cache.length[0] = start
-        history.keep(0 if speculate and start > drafted else min(drafted, start), start if speculate else 0)
+        history.keep(start)
         return start
 
-    def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, begin: int) -> None:
-        """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's from
-        the position ``begin`` on. Raises GumihoError if they do not fit."""
+    def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, positions: np.ndarray) -> None:
+        """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's of the
+        tokens at so many positions. Raises GumihoError if they do not fit."""
         self.clear()
-        self.history.begin = begin
         self.passes.target_cache.fill(target)
-        self.passes.draft_cache.fill(drafter)
+        self.history.restore(drafter, positions)
         self.text = text, ()
 
     def clear(self) -> None:

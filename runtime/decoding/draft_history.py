@@ -18,15 +18,16 @@ class DraftHistory:
     The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
-    Of a long prompt it reads the last part only: reading all of it would delay short answers, every draft reads the whole cache,
-    and drafters are trained on short texts. Which tokens it has read costs acceptance and nothing else.
+    Of a long prompt it reads the first few tokens and the last part: reading all of it would delay short answers, every draft reads the
+    whole cache, and drafters are trained on short texts. The first tokens are there because attention that has nowhere else to go
+    rests on them (attention sinks, arXiv 2309.17453). Which tokens it has read costs acceptance and nothing else.
 
-    hidden_history: [1, capacity, H], the target's hidden rows by position. pending_range: positions in it that the drafter
-    still has to read. begin: the text's position of the drafter's first row. valid_rows: rows of the drafter's cache, from the
-    first, that follow the text without a gap.
+    hidden_history: [1, capacity, H], the target's hidden rows by position. pending: positions in it that the drafter still has to read,
+    ascending and behind those it has read.
     """
 
-    WINDOW: ClassVar[int] = 1024  # tokens of a prompt that the drafter reads at most, the last ones
+    FIRST: ClassVar[int] = 4  # tokens of a prompt that the drafter reads in any case
+    LAST: ClassVar[int] = 252  # tokens behind those that it reads at most, the last ones
 
     def __init__(self, passes: EnginePasses) -> None:
         manifest = passes.manifest
@@ -34,35 +35,44 @@ class DraftHistory:
         self._last_hidden = passes.hidden.reshape(1, len(passes.tokens), manifest.hidden)
         positions = manifest.capacity if manifest.has_drafter else 0
         self.hidden_history = self._device.zeros((1, positions, manifest.hidden), manifest.dtype)
-        self.begin = self.valid_rows = 0
-        self.keep(0)
-
-    def keep(self, position: int, begin: int = 0) -> None:
-        """Keeps the drafter's rows of tokens before a position, and leaves nothing to read. begin: where the drafter begins if there are
-        none."""
-        rows = max(0, min(position, self.position) - self.begin)
-        self.begin = self.begin if rows else begin
-        self._passes.draft_cache.length[0] = rows
-        self.pending_range, self.valid_rows = range(0), self._passes.manifest.capacity
+        self.pending: list[int] = []
+        self._positions = np.zeros(passes.draft_cache.capacity, np.int64)  # in the text, by row of the drafter's cache
 
     @property
-    def rows(self) -> int:
-        """Rows of the drafter's cache, from the first, that belong to the text without a gap."""
-        return min(self.valid_rows, int(self._passes.draft_cache.length[0]))
+    def positions(self) -> np.ndarray:
+        """The positions in the text of the tokens that the drafter has read, int64, ascending."""
+        return self._positions[: int(self._passes.draft_cache.length[0])]
 
-    @property
-    def position(self) -> int:
-        """The text's position behind those rows; 0 without any."""
-        return self.begin + self.rows if self.rows else 0
+    def keep(self, position: int) -> None:
+        """Forgets what the drafter has read, or was to read, from a position of the text on."""
+        self._passes.draft_cache.length[0] = self.positions.searchsorted(position)
+        self.pending = [unread for unread in self.pending if unread < position]
+
+    def restore(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Fills the drafter's cache with rows of a text, as ``KVCache.rows`` returned them, and leaves nothing to read. positions: of
+        their tokens, int64 by row. Raises DamageError if they do not fit."""
+        self.pending = []
+        self._passes.draft_cache.fill(rows)
+        self._positions[: len(positions)] = positions
+
+    def committed(self, graph: str, positions: Sequence[int]) -> None:
+        """The drafter has read so many tokens in the first rows of its last pass. positions: in the text."""
+        cache, n = self._passes.draft_cache, len(positions)
+        start = int(cache.length[0])
+        self._positions[start : start + n] = positions
+        cache.commit(self._passes.graphs[graph], range(n))
 
     def record(self, position: int, rows: int, pending: range) -> None:
-        """Copies the first ``rows`` hidden rows of the last pass, which began at ``position``, to ``hidden_history``. pending:
-        what the drafter still has to read; of more than WINDOW positions it reads the last, and gives up what it has read before."""
+        """Copies the first ``rows`` hidden rows of the last pass, which began at ``position``, to ``hidden_history``. pending: those
+        positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
+        it has read before, all but the first tokens of the text."""
         self._device.move(self.hidden_history, position, self._last_hidden, 0, rows)
-        if len(pending) > self.WINDOW:
-            pending = range(pending.stop - self.WINDOW, pending.stop)
-            self.keep(0, pending.start)
-        self.pending_range = pending
+        self.pending += pending
+        first = [unread for unread in self.pending if unread < self.FIRST]
+        if len(self.pending) > len(first) + self.LAST:
+            last = self.pending[-self.LAST :]
+            self.keep(self.FIRST)
+            self.pending = first + last
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Sets what the next draft reads. rows: accepted ones of the target's last pass; tokens: the one after each row."""
@@ -82,34 +92,33 @@ class DraftHistory:
         end, count = int(passes.target_cache.length[0]) - kept, int(passes.accepted_count[0]) - kept
         for at, row, n in runs(rows[:count].tolist(), True):
             self._device.move(self.hidden_history, end - count + at, self._last_hidden, row, n)
-        begin = self.pending_range.start if self.pending_range else end - count
-        if end - begin > _MOST_DEFERRED:
-            self.valid_rows, begin = self.rows, end - _MOST_DEFERRED
-        self.pending_range = range(begin, end)
+        self.pending = [*self.pending, *range(end - count, end)][-_MOST_DEFERRED:]
         passes.accepted_count[0] = kept
         rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]
 
     def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> None:
-        """The drafter reads ``pending_range``, until it is interrupted between two chunks. The rows that ``accept`` has set
+        """The drafter reads what is pending, until it is interrupted between two chunks. The rows that ``accept`` has set
         stay for the next draft.
 
         text: gives all token ids so far.
         """
-        if not self.pending_range:
+        if not self.pending:
             return
         passes, token_ids = self._passes, text()
         rows, tokens, count = passes.accepted_rows, passes.accepted_tokens, passes.accepted_count
         accepted = rows.copy(), tokens.copy(), int(count[0])
-        while self.pending_range:
-            at, n = self.pending_range.start, min(passes.form.chunk, len(self.pending_range))
+        while self.pending:
+            chunk = self.pending[: passes.form.chunk]
+            n = len(chunk)
             count[0] = n
-            self._device.move(passes.history_chunk, 0, self.hidden_history, at, n)
-            rows[:n], tokens[:n] = np.arange(n), token_ids[at + 1 : at + 1 + n]
+            for at, position, length in runs(chunk, True):
+                self._device.move(passes.history_chunk, at, self.hidden_history, position, length)
+            rows[:n], tokens[:n] = np.arange(n), [token_ids[position + 1] for position in chunk]
             passes.run_draft(passes.extend(n))
             # The pass returns nothing, so nothing else waits for it; its inputs change in the next turn.
             passes.run_draft(self._device.synchronize)
-            passes.draft_cache.commit(passes.graphs["extend"], range(n))
-            self.pending_range = range(at + n, self.pending_range.stop)
-            if self.pending_range and interrupted():
+            self.committed("extend", chunk)
+            self.pending = self.pending[n:]
+            if self.pending and interrupted():
                 break
         rows[:], tokens[:], count[0] = accepted

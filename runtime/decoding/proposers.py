@@ -52,12 +52,12 @@ class DraftTree:
         self, passes: EnginePasses, history: DraftHistory, text: Callable[[], Sequence[int]], planner: Planner | None, rows: int
     ) -> None:
         """text: gives all token ids so far. rows: to verify of every tree without a planner."""
-        self.passes, self._history, self._text, self._planner, self._rows = passes, history, text, planner, rows
+        self.passes, self.history, self._text, self._planner, self._rows = passes, history, text, planner, rows
         self.host_ns = 0  # of the last cycle, outside the engines; 0 if unknown
 
     def propose(self, most: int) -> Proposal:
         passes = self.passes
-        self._history.catch_up(self._text)
+        self.history.catch_up(self._text)
         catch_up_ns, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
         draft, verify_all = passes.draft_and_verify(accepted)
         passes.run_draft(draft)
@@ -101,8 +101,10 @@ class _DraftedRows:
         return self._proposer.passes.drafted_tree(self.count)
 
     def committed(self, path: Sequence[int]) -> None:
-        passes = self._proposer.passes
-        passes.draft_cache.commit(passes.graphs["draft"], range(self._accepted))
+        read = int(self._proposer.passes.target_cache.length[0]) - len(
+            path
+        )  # tokens in the target's cache when the drafter read
+        self._proposer.history.committed("draft", range(read - self._accepted, read))
         self._proposer.learn(self.count, len(path) - 1, self._catch_up_ns)
 
 
