@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, Engine, backend, close, require
+from .backends.processor import physical_cores
 from .bundle.manifest import Form
 from .bundle.reader import Bundle
 from .decoding.cycle import Cycle
@@ -224,12 +225,14 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     """
     started, opened = perf_counter(), Bundle(bundle)
     most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
-    if not 0 <= threads <= most:
-        raise InputError(f"threads is {threads}: give 0 for as many as compiling found fastest, or 1 to {most}")
+    if not hasattr(threads, "__index__") or not 0 <= (threads := index(threads)) <= most:
+        raise InputError(f"threads is {threads!r}: give 0 for as many as compiling found fastest, or 1 to {most}")
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)
     chosen = backend(name, device)
+    if threads and not chosen.THREADS:
+        raise InputError(f"threads is {threads}, and engines of {name} do not compute with CPU threads: leave it out")
     opened.verify(quick=True)
     form, engines, memory, costs = _open(opened, chosen, threads)
     try:
@@ -254,7 +257,7 @@ def _open(bundle: Bundle, backend: Backend, threads: int) -> tuple[Form, Mapping
         try:
             form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
             require_memory(bundle, backend)
-            measured = min(costs.threads, os.cpu_count() or 1) if costs else 0  # engines may come from a larger machine
+            measured = costs.threads_on(physical_cores()) if costs else 0
             return form, *backend.open(bundle, folder, threads or measured), costs
         except GumihoError:
             if folder.exists():

@@ -14,6 +14,7 @@ from runtime import GumihoError, load
 from runtime.backends import backend
 from runtime.bundle.hashes import File
 from runtime.bundle.reader import Bundle
+from runtime.engines import store
 from runtime.engines.store import RECORD, compile_engines, find_engines, read_record
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
@@ -170,3 +171,33 @@ def test_engines_that_are_replaced_while_they_load_are_looked_for_again(copy: Pa
     monkeypatch.setattr(Cpu, "open", opened)
     load(copy).close()
     assert len(calls) == 2
+
+
+def test_engines_that_are_replaced_while_they_are_looked_for_are_looked_for_again(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compile ends after their folder was listed: before its record is read, or while its files are compared."""
+    for name in ("read_record", "first_damaged"):
+        real, compiled = getattr(store, name), list[Path]()
+
+        def meanwhile(*given: object, real: Callable[..., object] = real, compiled: list[Path] = compiled) -> object:
+            if not compiled:
+                compiled.append(copy)
+                compiled.append(compile_engines(Bundle(copy), backend("cpu"))[0])
+            return real(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, name, meanwhile)
+            found = folder(copy)
+        assert found == compiled[1]
+        assert whole(copy)
+
+
+def test_replaced_engines_that_cannot_be_removed_are_removed_later(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.engines.store.shutil.rmtree", lambda *given, **more: None)
+        compile_engines(Bundle(copy), backend("cpu"))
+    load(copy).close()
+    assert not whole(copy)
+    compile_engines(Bundle(copy), backend("cpu"))
+    assert whole(copy)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime import GumihoError, load
-from runtime.backends import backend, memory
+from runtime.backends import backend, control_groups, memory
 from runtime.backends.memory import Free, MemoryNeeds, Space
 from runtime.backends.shared_weights import nbytes
 from runtime.bundle.reader import Bundle
@@ -30,8 +30,9 @@ class Linux:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.group = root, root / "cgroup/machine/service"
         self.group.mkdir(parents=True)
-        for name, file in (("_MEMINFO", "meminfo"), ("_CGROUP", "own"), ("_CGROUPS", "cgroup")):
-            monkeypatch.setattr(memory, name, root / file)
+        monkeypatch.setattr(memory, "_MEMINFO", root / "meminfo")
+        monkeypatch.setattr(control_groups, "_OWN", root / "own")
+        monkeypatch.setattr(control_groups, "_ROOT", root / "cgroup")
         (root / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\nSwapFree:  100 kB\nHugePages_Total:  0\n")
         (root / "own").write_text("1:cpu:/other\n0::/machine/service\n")
 

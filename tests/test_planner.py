@@ -681,3 +681,23 @@ def test_rows_that_mean_nothing() -> None:
 
     with pytest.raises(GumihoError, match="rows is 1: give 2 or more"):
         Settings(rows=1)
+
+
+@pytest.mark.parametrize(
+    ("ladder", "guess"), [((1, 16, 64), {1: 1e6, 16: 1.5e6, 64: 3e6}), ((16, 64), {1: 1e6, 16: 1e6, 64: 2e6})]
+)
+def test_passes_of_fixed_sizes_have_the_price_of_the_size_that_took_them(
+    ladder: tuple[int, ...], guess: dict[int, float]
+) -> None:
+    """Lookups have any number of rows. If larger passes take far longer than guessed, they are soon no longer chosen."""
+    planner, period, looked_up, emitted = Planner(Costs(guess, 0.0, 1e4), 1, drafts=False, fixed=True), 10, 0, [0]
+    planner.begin([*range(period)] * 3)
+    position = 3 * period + 1
+    for _ in range(1000):
+        found = planner.lookup(emitted, 0 if planner.plain_pass_due else 6)
+        size = next(size for size in ladder if size > len(found))
+        planner.decoded(15_000_000 if size > 1 and found else 1_000_000, 1 + len(found))
+        looked_up += bool(found)
+        emitted = [(position + i) % period for i in range(len(found) + 1)]
+        position += len(emitted)
+    assert 0 < looked_up < 50

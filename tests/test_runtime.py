@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -196,7 +197,7 @@ def test_cycles_bind_and_allocate_nothing(demo_bundle: Path, monkeypatch: pytest
 
 
 def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter reads the prompt behind it, all of it, before anything else is read."""
+    """The drafter reads its part of the prompt behind it, all of it, before anything else is read."""
     prompt, passes = [0, *range(5, 400)], list[tuple[str, int]]()
     with load(demo_bundle) as model:
         names, bind = {id(engine): name for name, engine in model.decoder.passes.engines.items()}, Engine.bind
@@ -214,8 +215,8 @@ def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypat
         next(cycles)
         assert passes == [("target", 128)] * 3 + [("target", 12)]
         next(cycles)
-        assert passes[4:] == [("extend", 128)] * 3 + [("extend", 11), ("draft", 1), ("target", 8)]
-        assert int(decoder.passes.draft_cache.length[0]) == len(prompt)
+        assert passes[4:] == [("extend", 128)] * 2 + [("draft", 1), ("target", 8)]
+        assert int(decoder.passes.draft_cache.length[0]) == 4 + 252 + 1
 
 
 @pytest.mark.parametrize(
@@ -391,6 +392,13 @@ def test_numbers_of_numpy_are_numbers(demo_bundle: Path) -> None:
             list(generation.cycles())
             ids.append(generation.ids)
         assert ids[0] == ids[1]
+    load(demo_bundle, threads=np.int64(1)).close()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1.0, "2", None, -1, 1 << 40, np.float32(1)])
+def test_threads_that_are_no_number_of_threads(demo_bundle: Path, threads: object) -> None:
+    with pytest.raises(InputError, match=re.escape(f"threads is {threads!r}: give 0 for as many as")):
+        load(demo_bundle, threads=threads)  # type: ignore[arg-type]
 
 
 def test_causes_have_their_own_exceptions(demo_bundle: Path) -> None:

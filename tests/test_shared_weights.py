@@ -1,5 +1,10 @@
 """Weights that graphs take as inputs are in memory once."""
 
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +15,12 @@ import pytest
 from runtime import DamageError
 from runtime.backends import shared_weights
 from runtime.backends.shared_weights import SharedWeights, nbytes
-from runtime.bundle.manifest import Form, Weight
+from runtime.bundle.manifest import MANIFEST, Form, Weight
+from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
+from runtime.bundle.records import SEAL, sealed
 from runtime.devices import DeviceArray
+from runtime.engines.store import key
 from tests.accelerator import Lazy
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 
@@ -65,10 +73,54 @@ def test_a_device_has_them_once(bundle: Any, monkeypatch: pytest.MonkeyPatch, st
     assert not ((starts - starts[0]) % 256).any()
 
 
-def test_a_file_that_became_shorter_is_named(bundle: Any) -> None:
-    (bundle.path / "two.bin").write_bytes(bytes(40))
-    with pytest.raises(DamageError, match=r"two\.bin ends before its weights do: copy the bundle again"):
-        SharedWeights(bundle, FORM, Lazy())
+@pytest.mark.parametrize("device", [None, Lazy()], ids=["host", "device"])
+@pytest.mark.parametrize(("file", "left"), [("two.bin", 71), ("two.bin", 0), ("one.bin", 4999)])
+def test_a_file_that_became_shorter_is_named(bundle: Any, device: Lazy | None, file: str, left: int) -> None:
+    os.truncate(bundle.path / file, left)
+    with pytest.raises(DamageError, match=rf"{file} ends before its weights do: copy the bundle again"):
+        SharedWeights(bundle, FORM, device)
+
+
+@pytest.mark.parametrize("device", [None, Lazy()], ids=["host", "device"])
+def test_a_file_that_is_gone_is_named(bundle: Any, device: Lazy | None) -> None:
+    (bundle.path / "two.bin").unlink()
+    with pytest.raises(DamageError, match=r"two\.bin cannot be read \(No such file or directory\): copy the bundle again"):
+        SharedWeights(bundle, FORM, device)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda weights: weights.update(past_length=weights.popitem()[1]), "has 'past_length', which is an input or output"),
+    (lambda weights: weights.update({"past_key.0": weights.popitem()[1]}), "has 'past_key.0', which is an input or output"),
+    (lambda weights: weights.update(logits=weights.popitem()[1]), "has 'logits', which is an input or output"),
+    (lambda weights: next(iter(weights.values())).update(offset=1), "begins at 1, which no float32 does"),
+    (lambda weights: next(iter(weights.values())).update(offset=1 << 40), "ends behind"),
+])  # fmt: skip
+def test_weights_that_cannot_be_are_refused(
+    make_bundle: MakeBundle, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    manifest = (make_bundle(DEMO, *EVERY_BACKEND) / MANIFEST).read_text()
+    raw = json.loads(manifest)
+    raw.pop(SEAL)
+    change(raw["forms"]["migraphx"]["weights"]["target"])
+    with pytest.raises(DamageError, match=message):
+        parse_manifest(sealed(raw), Path(MANIFEST))
+
+
+def test_engines_are_not_used_with_weights_from_elsewhere(make_bundle: MakeBundle) -> None:
+    """Two matrices of one shape change places: the files and the graphs are the same."""
+    bundle = Bundle(make_bundle(DEMO, *EVERY_BACKEND))
+    form = bundle.manifest.form("migraphx")
+    weights = dict(form.weights["target"])
+    one, other = next(
+        (one, other) for one, other in combinations(weights, 2)
+        if weights[one].shape == weights[other].shape and weights[one] != weights[other]
+    )  # fmt: skip
+    weights[one], weights[other] = weights[other], weights[one]
+    swapped = replace(form, weights={**form.weights, "target": weights})
+    edited = SimpleNamespace(manifest=replace(bundle.manifest, forms={"migraphx": swapped}))
+    library: Any = SimpleNamespace(NAME="migraphx", versions=lambda: {"migraphx": "1"})
+    before, after = key(bundle, library), key(edited, library)  # type: ignore[arg-type]
+    assert [part for part in before if before[part] != after[part]] == ["weights"]
 
 
 def test_all_sizes_share_one_set(make_bundle: MakeBundle, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from types import ModuleType
 
 import pytest
 
-from runtime import GumihoError, Model, load
+from runtime import GumihoError, InputError, Model, load
 from runtime.backends import backend
 from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines, find_engines
@@ -616,6 +616,26 @@ def test_migraphx_gives_the_cpus_tokens(amd: ModuleType, bundle: Path, expected:
         assert ids(model, *PROMPTS[0]) == expected[0]
         assert len(device.blocks) == allocated
     assert not device.blocks
+
+
+def test_a_failed_run_of_migraphx_is_told(amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(bundle, "migraphx")
+
+    def failing(*_: object) -> object:
+        raise RuntimeError("hip_error: out of memory\nat line 9")
+
+    monkeypatch.setattr(amd.program, "run_async", failing)
+    told = r"MIGraphX failed to run an engine \(hip_error: out of memory\): free memory or"
+    with load(bundle, "migraphx") as model, pytest.raises(GumihoError, match=told):
+        ids(model, [5, 6], 4)
+
+
+@pytest.mark.parametrize("name", ["migraphx", "tensorrt", "cuda"])
+def test_cpu_threads_are_refused_where_none_compute(request: pytest.FixtureRequest, bundle: Path, name: str) -> None:
+    request.getfixturevalue({"migraphx": "amd", "tensorrt": "nvidia", "cuda": "onnxruntime_gpu"}[name])
+    compiled(bundle, name)
+    with pytest.raises(InputError, match=f"threads is 2, and engines of {name} do not compute with CPU threads: leave it out"):
+        load(bundle, name, threads=2)
 
 
 @pytest.mark.parametrize(("name", "how"), [

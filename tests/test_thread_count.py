@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import load
-from runtime.backends import backend, processor
+from runtime.backends import backend, control_groups, processor
 from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
 from runtime.decoding.decoder import Decoder
 from runtime.decoding.prices import Costs
+from runtime.engines import thread_count
 from runtime.engines.store import compile_engines, find_engines
-from runtime.engines.thread_count import fewer_threads
+from runtime.engines.thread_count import OtherPrograms, fewer_threads
 from runtime.errors import DamageError
 
 
@@ -57,6 +58,8 @@ class Opened:
         patch.setattr(Cpu, "open", opened)
         patch.setattr("runtime.engines.store.measure", measure)
         patch.setattr("runtime.engines.store.physical_cores", lambda: cores)
+        patch.setattr("runtime.model.physical_cores", lambda: cores)
+        patch.setattr(OtherPrograms, "in_the_way", False)
         patch.setattr("runtime.engines.store.text_time", lambda decoder: times[self.threads[-1]])
 
 
@@ -84,23 +87,76 @@ def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
     assert (costs.threads, costs.target[max(costs.target)]) == (chosen, 1e6 + chosen)
     assert any("clearly faster" in line for line in costs.lines()) == bool(chosen)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     load(bundle).close()
-    load(bundle, threads=3).close()
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # a copy of the bundle on a smaller machine
+    load(bundle, threads=2).close()
+    monkeypatch.setattr(
+        "runtime.model.physical_cores", lambda: cores + 1
+    )  # a copy of the bundle, or another share of the machine
     load(bundle).close()
-    assert opened.threads[-3:] == [chosen, 3, min(chosen, 2)]
+    assert opened.threads[-3:] == [chosen, 2, 0]
 
 
-@pytest.mark.parametrize("threads", [-1, 1 << 20, 1.0, "2", True, None, [2]])
-def test_a_stored_number_that_is_none_is_refused(demo_bundle: Path, tmp_path: Path, threads: object) -> None:
+def test_beside_other_programs_no_fewer_threads_are_tried(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cores look slow then, and the choice would stay when they are idle."""
+    bundle, steps = Path(shutil.copytree(demo_bundle, tmp_path / "bundle")), list[str]()
+    opened = Opened(monkeypatch, 8, {0: 10.0, 4: 1.0, 2: 0.5, 1: 0.1})
+    monkeypatch.setattr(OtherPrograms, "in_the_way", True)
+    compile_engines(Bundle(bundle), backend("cpu"), progress=steps.append)
+    assert opened.threads == [0]
+    assert any("compile again while the machine is idle" in step for step in steps)
+    costs = Costs.load(find_engines(Bundle(bundle), backend("cpu")))
+    assert costs is not None
+    assert costs.threads == 0
+
+
+@pytest.mark.parametrize(("busy", "own", "waited", "expected"), [
+    (100, 100, 0, False),
+    (100, 100, 90, False),  # threads that wait for each other
+    (200, 100, 1, False),  # other programs on other cores
+    (200, 100, 50, True),
+    (105, 100, 50, False),
+])  # fmt: skip
+def test_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: int, own: int, waited: int, expected: bool
+) -> None:
+    """In hundredths of a second, over one second."""
+    stat, task, clock = tmp_path / "stat", tmp_path / "task/1", [0, 0]
+    task.mkdir(parents=True)
+    monkeypatch.setattr(thread_count, "_STAT", stat)
+    monkeypatch.setattr(thread_count, "_TASKS", task.parent)
+    monkeypatch.setattr(thread_count, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(thread_count, "process_time_ns", lambda: clock[1])
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def at(wall: int, busy: int, own: int, waited: int) -> None:
+        clock[:] = wall * 10**7, own * 10**7
+        stat.write_text(f"cpu  {busy * tick // 100} 0 0 999999 5 0 0 0 0 0\ncpu0 1 2 3\n")
+        (task / "schedstat").write_text(f"{own * 10**7} {waited * 10**7} 12\n")
+
+    at(1000, 5000, 300, 70)
+    others = OtherPrograms()
+    at(1100, 5000 + busy, 300 + own, 70 + waited)
+    assert others.in_the_way == expected
+
+
+def test_other_programs_where_the_system_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_count, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(thread_count, "_TASKS", tmp_path / "task")
+    assert not OtherPrograms().in_the_way
+
+
+@pytest.mark.parametrize("name", ["threads", "cores"])
+@pytest.mark.parametrize("count", [-1, 1 << 20, 1.0, "2", True, None, [2]])
+def test_a_stored_number_that_is_none_is_refused(tmp_path: Path, name: str, count: object) -> None:
     folder = tmp_path
     Costs({1: 1e6}, 0.0, 6e4).save(folder)
     content = json.loads((folder / "costs.json").read_text())
-    (folder / "costs.json").write_text(json.dumps(content | {"threads": threads}))
-    with pytest.raises(DamageError, match="threads is not a number of threads"):
+    (folder / "costs.json").write_text(json.dumps(content | {name: count}))
+    with pytest.raises(DamageError, match="threads or cores is not a number of them"):
         Costs.read(folder)
-    del content["threads"]  # engines that were compiled before it was chosen
+    del content["threads"], content["cores"]  # engines that were compiled before it was chosen
     (folder / "costs.json").write_text(json.dumps(content))
     costs = Costs.read(folder)
     assert costs is not None
@@ -118,6 +174,24 @@ def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: p
     assert processor.physical_cores() == 3
     monkeypatch.setattr(processor, "_SIBLINGS", str(tmp_path / "none/{}"))
     assert processor.physical_cores() == 4
+    own, group = tmp_path / "own", tmp_path / "groups/machine/service"
+    group.mkdir(parents=True)
+    own.write_text("3:cpu,cpuacct:/docker/1\n1:name=systemd:/x\n0::/machine/service\n")
+    monkeypatch.setattr(control_groups, "_OWN", own)
+    monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "groups")
+    for cpu_max, cores in (("max 100000", 4), ("250000 100000", 3), ("200000 100000", 2), ("1000 100000", 1)):
+        (group / "cpu.max").write_text(f"{cpu_max}\n")
+        assert processor.physical_cores() == cores
+    (group / "cpu.max").unlink()
+    (group.parent / "cpu.max").write_text("200000 100000\n")  # of a group around it
+    assert processor.physical_cores() == 2
+    (group.parent / "cpu.max").unlink()
+    older = tmp_path / "groups/cpu,cpuacct"  # version 1; in a container, its own group is the root
+    older.mkdir()
+    (older / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in ((-1, 4), (300_000, 3), (50_000, 1)):
+        (older / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert processor.physical_cores() == cores
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert processor.physical_cores() == 8

@@ -72,7 +72,7 @@ class Backend(Protocol):
     def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
 
-        threads: of the CPU, 0 for one per physical core; ignored unless ``THREADS``.
+        threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``.
         """
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .control_groups import groups, text
+
 if TYPE_CHECKING:
     from ..bundle.reader import Bundle
 
 IGNORE = "GUMIHO_IGNORE_MEMORY"  # environment variable that skips the memory checks
-_MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def host_free() -> int | None:
     systems.
     """
     meminfo = {}
-    for line in _read(_MEMINFO).splitlines():
+    for line in text(_MEMINFO).splitlines():
         name, _, rest = line.partition(":")
         meminfo[name] = 1024 * int(rest.split()[0])
     if "MemAvailable" not in meminfo:
@@ -74,30 +76,17 @@ def host_free() -> int | None:
 def _group_limits(swap: int) -> Iterator[int]:
     """Bytes that each control group (v2) around the process still allows. swap: free bytes of the machine's swap."""
     yield 1 << 62
-    path = next((line[3:].strip("/") for line in _read(_CGROUP).splitlines() if line.startswith("0::")), None)
-    if path is None:
-        return
-    folder = _CGROUPS / path
-    for group in (folder, *folder.parents):
+    for group in groups():
         limit, used = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is not None and used is not None:
-            stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            stat = dict(line.split() for line in text(group / "memory.stat").splitlines())
             cached = sum(
                 int(stat.get(name, 0)) for name in ("active_file", "inactive_file")
             )  # Linux frees it when memory is needed
             swap_limit, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
             yield limit - used + cached + (swap if swap_limit is None else max(0, min(swap, swap_limit - (swapped or 0))))
-        if group == _CGROUPS:
-            return
 
 
 def _number(file: Path) -> int | None:
-    text = _read(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text("ascii")
-    except (OSError, ValueError):
-        return ""
+    number = text(file).strip()
+    return int(number) if number.isdigit() else None

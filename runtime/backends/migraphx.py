@@ -84,8 +84,7 @@ class MIGraphX:
             shared = nbytes(form) + work
             return MemoryNeeds(Space(0), Space(0, shared) if self._device else Space(shared))
         weights = [graph.weights for graph in form.graphs.values()]
-        # Programs are loaded one after another, and each keeps a copy of its weights on the host, even on a GPU
-        # (``hip_copy_literal``).
+        # Programs are loaded one after another, and each keeps a copy of its weights on the host, even on a GPU (hip_copy_literal).
         loading = max(sum(weights[:i]) + _LOADING * nbytes for i, nbytes in enumerate(weights))
         if self._device:
             return MemoryNeeds(Space(_SAVING * max(weights), max(weights)), Space(loading, sum(weights) + work))
@@ -196,9 +195,9 @@ def _version() -> tuple[int, ...]:
 def _output_parameters(program: Any, graph: Graph, weights: Set[str]) -> dict[str, str]:
     """The graph's output name for each parameter of a program that is an output. Programs of the reference target have none.
 
-    weights: names of inputs besides the graph's. An output that is a constant, an input or the same as another output has no parameter. Source: MIGraphX,
-    src/replace_allocate.cpp and src/param_utils.cpp. Raises UnavailableError for a parameter that is neither an input nor an
-    output of the graph, since the program would read or write the wrong memory.
+    weights: names of inputs besides the graph's. An output that is a constant, an input or the same as another output has no
+    parameter (MIGraphX, src/replace_allocate.cpp and src/param_utils.cpp). Raises UnavailableError for a parameter that is neither an
+    input nor an output of the graph, since the program would read or write the wrong memory.
     """
     inputs, names = {tensor.name for tensor in graph.inputs} | weights, dict[str, str]()
     parameters, outputs = program.get_parameter_shapes(), program.get_output_shapes()
@@ -208,9 +207,7 @@ def _output_parameters(program: Any, graph: Graph, weights: Set[str]) -> dict[st
 
     if len(outputs) != len(graph.outputs):
         raise wrong(f"{len(outputs)} outputs instead of {len(graph.outputs)}")
-    for parameter, shape in parameters.items():
-        if parameter in inputs:
-            continue
+    for parameter, shape in ((name, shape) for name, shape in parameters.items() if name not in inputs):
         match = _OUTPUT.fullmatch(parameter)
         index = int(match[1]) if match else len(outputs)
         if index >= len(outputs):
@@ -224,7 +221,16 @@ def _output_parameters(program: Any, graph: Graph, weights: Set[str]) -> dict[st
     return names
 
 
-def _require_layout(shape: Any, array: DeviceArray | Weight, name: str) -> None:
+def _run(run: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return run(*arguments)
+    except RuntimeError as error:
+        raise GumihoError(
+            f"MIGraphX failed to run an engine ({_first_line(error)}): free memory or try another version"
+        ) from None
+
+
+def _require_layout(shape: Any, array: DeviceArray | np.ndarray | Weight, name: str) -> None:
     if (shape.bytes(), shape.standard()) != (array.nbytes, True):
         raise UnavailableError(
             f"MIGraphX {migraphx.__version__} lays out '{name}' differently from the bundle: try another version"
@@ -256,12 +262,13 @@ class Engine:
 
     def _on_host(self, buffers: Mapping[str, np.ndarray]) -> Call:
         """A call of the reference target, which copies its outputs to their buffers."""
-        inputs = self._weights | {name: buffers[name] for name in self._inputs}
+        inputs, run = self._weights | {name: buffers[name] for name in self._inputs}, self._program.run
         outputs = [(i, buffers[name]) for i, name in enumerate(self._outputs) if name in buffers]
-        run = self._program.run
+        for name in self._inputs:
+            _require_layout(self._shapes[name], buffers[name], name)
 
         def call() -> None:
-            results = run(inputs)
+            results = _run(run, inputs)
             for i, buffer in outputs:
                 buffer[...] = np.asarray(results[i]).reshape(buffer.shape)
 
@@ -275,7 +282,7 @@ class Engine:
         copied = [(i, name) for i, name in enumerate(self._outputs) if name in buffers and name not in with_parameter]
 
         def launch(arrays: Mapping[str, DeviceArray]) -> None:
-            results = run(arguments, stream, "ihipStream_t")
+            results = _run(run, arguments, stream, "ihipStream_t")
             for i, name in copied:
                 _require_layout(results[i].get_shape(), arrays[name], name)
                 device.copy(arrays[name].address, results[i].data_ptr(), arrays[name].nbytes)

@@ -2,20 +2,25 @@
 
 import os
 import platform
+from math import ceil
 from pathlib import Path
+
+from .control_groups import quotas
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def physical_cores() -> int:
-    """The cores that this process may use. Two threads of one core count once, where the system tells (Linux)."""
+    """The cores that this process may use. Two threads of one core count once, where the system tells (Linux). Control groups that
+    limit processor time (containers' ``--cpus``, systemd's ``CPUQuota``) leave as many cores as can run all the time, at least one.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(_SIBLINGS.format(cpu))
         cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
-    return len(cores)
+    return min([len(cores), *(max(1, ceil(quota)) for quota in quotas())])
 
 
 def overflows() -> bool:

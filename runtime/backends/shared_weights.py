@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from mmap import ACCESS_READ, mmap
+from os import SEEK_END
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,16 @@ class SharedWeights:
     """A form's weights: on the host mapped from the bundle's files, on a device copied to one block of its memory."""
 
     def __init__(self, bundle: Bundle, form: Form, device: Accelerator | None) -> None:
-        """Raises DamageError if a file has become shorter, and GumihoError if the device's memory does not suffice."""
+        """Raises DamageError if a file is gone or has become shorter, and GumihoError if the device's memory does not suffice."""
         places = _places(form)
-        self._files = {name: _mapped(bundle.path / name) for name, _, _ in places} if device is None else {}
-        if device is None:
-            self._addresses = {(name, offset): self._files[name].ctypes.data + offset for name, offset, _ in places}
-        else:
-            self._addresses = dict(_copied(bundle.path, places, device))
+        try:
+            if device is None:
+                self._files = {name: _mapped(bundle.path, name, end) for name, end in _ends(places).items()}
+                self._addresses = {(name, offset): self._files[name].ctypes.data + offset for name, offset, _ in places}
+            else:
+                self._addresses = dict(_copied(bundle.path, places, device))
+        except OSError as error:
+            raise DamageError(f"{error.filename} cannot be read ({error.strerror}): copy the bundle again") from None
 
     def addresses(self, weights: Mapping[str, Weight]) -> dict[str, int]:
         """The address of each of some weights, by name."""
@@ -51,9 +55,23 @@ def _padded(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def _mapped(path: Path) -> np.ndarray:
-    with path.open("rb") as file:
+def _ends(places: list[tuple[str, int, int]]) -> dict[str, int]:
+    """Bytes up to which weights need each file."""
+    ends: dict[str, int] = {}
+    for name, offset, length in places:
+        ends[name] = max(ends.get(name, 0), offset + length)
+    return ends
+
+
+def _mapped(folder: Path, name: str, end: int) -> np.ndarray:
+    with (folder / name).open("rb") as file:
+        if file.seek(0, SEEK_END) < end:
+            raise _too_short(folder, name)
         return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), np.uint8)
+
+
+def _too_short(folder: Path, name: str) -> DamageError:
+    return DamageError(f"{folder / name} ends before its weights do: copy the bundle again")
 
 
 def _copied(folder: Path, places: list[tuple[str, int, int]], device: Accelerator) -> Iterator[tuple[tuple[str, int], int]]:
@@ -67,7 +85,7 @@ def _copied(folder: Path, places: list[tuple[str, int, int]], device: Accelerato
             for at in range(0, length, _STAGING):
                 piece = staging[pieces % 2, : min(_STAGING, length - at)]
                 if file.readinto(piece.data) != len(piece):
-                    raise DamageError(f"{folder / name} ends before its weights do: copy the bundle again")
+                    raise _too_short(folder, name)
                 device.synchronize()  # the other block is free now
                 device.copy(address + at, piece.ctypes.data, len(piece))
                 pieces += 1

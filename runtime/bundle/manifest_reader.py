@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from ..errors import DamageError, InputError
 from . import contract
 from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Form, Manifest
@@ -69,13 +71,19 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_weights(manifest: Manifest, form: Form, at: str) -> None:
-    """Raises Damage unless weights lie within files of the bundle."""
+    """Raises Damage unless weights lie within files of the bundle, aligned, and have names of their own."""
+    graphs = [graph for graphs in form.variants().values() for graph in graphs.values()]
+    taken = {tensor.name for graph in graphs for tensor in (*graph.inputs, *graph.outputs)}
     for model, weights in form.weights.items():
         for name, weight in weights.items():
             if weight.file not in manifest.files:
                 raise Damage(f"{at}.{model}.{name} names {shown(weight.file)}, which is not among the files")
             if weight.offset + weight.nbytes > manifest.files[weight.file].size:
                 raise Damage(f"{at}.{model}.{name} ends behind {shown(weight.file)}")
+            if weight.offset % np.dtype(weight.dtype).itemsize:
+                raise Damage(f"{at}.{model}.{name} begins at {weight.offset}, which no {weight.dtype} does")
+            if name in taken:
+                raise Damage(f"{at}.{model} has '{shown(name)}', which is an input or output of a graph")
 
 
 def _require_feature(manifest: Manifest, feature: str) -> None:

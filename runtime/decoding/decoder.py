@@ -62,7 +62,7 @@ class Decoder:
         self.passes = EnginePasses(manifest, form, engines, device)
         self.history = DraftHistory(self.passes)
         padded = 0 if self.passes.splits else form.chunk
-        self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter) if costs else None
+        self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter, form.static) if costs else None
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.valid_target_length = manifest.capacity

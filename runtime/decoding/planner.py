@@ -52,12 +52,12 @@ class Planner:
     In plain Python: right after a pass, which empties the processor's caches, numpy took three times as long.
     """
 
-    def __init__(self, costs: Costs, depth: int, padded: int = 0, drafts: bool = True) -> None:
-        """depth: of the deepest row. padded: rows of every pass if the passes have a fixed size, otherwise 0. drafts: whether
-        there is a drafter."""
+    def __init__(self, costs: Costs, depth: int, padded: int = 0, drafts: bool = True, fixed: bool = False) -> None:
+        """depth: of the deepest row. padded: rows of every pass if there is one size of passes, otherwise 0. drafts: whether there is a
+        drafter. fixed: whether passes have the sizes of ``costs`` only, so that other numbers of rows are padded."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
         self._text_length = TextLength(costs, self._target, self._draft)
-        self._padded, self._drafts = padded, drafts
+        self._padded, self._drafts, self._fixed = padded, drafts, fixed
         self._calibration = _Calibration(depth)
         self._balance = _DraftBalance()
         self._lookups = _LookupForecast()
@@ -129,8 +129,7 @@ class Planner:
             self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
             self._caught_up = True
         self._until_plain_pass -= 1
-        if self._probes:
-            self._probes -= 1
+        self._probes = max(0, self._probes - 1)
         draft, target, host = times
         held_up = target > _OUTLIER * self._target.now.get(len(scores), target)
         self._draft.measured(draft)
@@ -176,6 +175,7 @@ class Planner:
 
     def _measured(self, rows: int, elapsed: int) -> float:
         """Takes in the nanoseconds of a target pass. Returns the price of such passes."""
+        rows = min((size for size in self._target.now if size >= rows), default=rows) if self._fixed else rows
         if rows not in self._target.now:
             return float(elapsed)
         if self._target.measured(rows, elapsed):

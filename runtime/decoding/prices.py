@@ -44,13 +44,18 @@ class Longer:
 class Costs:
     """Nanoseconds. target: of a pass behind CONTEXT positions, by its number of rows; draft: of drafting a tree; host: of a cycle,
     outside the engines. longer: the same behind more positions, ascending. threads: CPU threads they were measured with, which the
-    engines then use; 0 for one per physical core."""
+    engines then use where there are as many ``cores``; 0 for one per physical core."""
 
     target: Mapping[int, float]
     draft: float
     host: float
     longer: tuple[Longer, ...] = ()
     threads: int = 0
+    cores: int = 0
+
+    def threads_on(self, cores: int) -> int:
+        """The CPU threads to use on so many cores; 0 for one on each."""
+        return self.threads if cores == self.cores else 0
 
     def at(self, context: int) -> "Costs":
         """What passes cost behind so many positions: between the measured ones on a line, and never less than behind CONTEXT."""
@@ -71,7 +76,7 @@ class Costs:
         content = {
             "target": list(self.target.items()), "draft": self.draft, "host": self.host,
             "longer": [[longer.context, list(longer.target.items()), longer.draft] for longer in self.longer],
-            "threads": self.threads,
+            "threads": self.threads, "cores": self.cores,
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(content), "utf-8")
 
@@ -92,9 +97,10 @@ class Costs:
                 raise ValueError("target, draft or host is missing")
             target = _table(raw["target"], rows)
             longer = _longer(raw.get("longer", []), target, rows)
-            if type(threads := raw.get("threads", 0)) is not int or not 0 <= threads <= _MOST_THREADS:
-                raise ValueError("threads is not a number of threads")
-            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads)
+            threads, cores = (raw.get(name, 0) for name in ("threads", "cores"))
+            if not all(type(count) is int and 0 <= count <= _MOST_THREADS for count in (threads, cores)):
+                raise ValueError("threads or cores is not a number of them")
+            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads, cores)
         except (OSError, ValueError, RecursionError) as error:
             raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
 
@@ -112,7 +118,9 @@ class Costs:
             f"draft {self.draft / 1e6:.3g}, host {self.host / 1e6:.3g}" if drafts else f"host {self.host / 1e6:.3g}",
         ]
         if self.threads:
-            lines.append(f"{self.threads} CPU thread{'s are' if self.threads > 1 else ' is'} clearly faster than one per core")
+            lines.append(
+                f"{self.threads} CPU thread{'s were' if self.threads > 1 else ' was'} clearly faster than one for each of {self.cores} cores"
+            )
         for longer in self.longer:
             prices = ", ".join(f"{n}: {ns / 1e6:.3g}" for n, ns in sorted(longer.target.items()))
             lines.append(

@@ -62,7 +62,7 @@ class Check:
         """The model, loaded on first use and warmed up by two short texts."""
         if not self._model:
             self.say("loading")
-            self._model = load(self.bundle.path, self.name, self.device, self.threads)
+            self._model = load(self.bundle.path, self.name, self.device, self.threads if self.backend.THREADS else 0)
             for speculate in (True, False):
                 selftest.generated(self._model, prompts(self._model)[0], 8, speculate, {})
         return self._model

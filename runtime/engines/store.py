@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..errors import DamageError, GumihoError, UnavailableError
 from . import golden_replay as golden
 from .memory_check import require
 from .pass_times import measure
-from .thread_count import fewer_threads, text_time
+from .thread_count import OtherPrograms, fewer_threads, text_time
 
 RECORD = "engine.json"
 MEASURING = "measuring passes"  # the step of ``compile_engines`` after compiling
@@ -45,7 +45,11 @@ def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
     files = [graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     hashes = {name: bundle.manifest.files[name] for name in files}
-    return {"backend": backend.NAME, **backend.versions(), **{n: file.sha256 or file.sample for n, file in hashes.items()}}
+    found = {"backend": backend.NAME, **backend.versions(), **{n: file.sha256 or file.sample for n, file in hashes.items()}}
+    if weights := bundle.manifest.form(backend.NAME).weights:  # where in those files engines find what they take as inputs
+        places = {model: {name: asdict(weight) for name, weight in of.items()} for model, of in weights.items()}
+        found["weights"] = hashlib.sha256(json.dumps(places, sort_keys=True).encode()).hexdigest()
+    return found
 
 
 def compile_engines(
@@ -107,6 +111,8 @@ def _install(partial: Path, root: Path, name: str) -> Path:
     folder = root / next(n for n in (name, *(f"{name}~{i}" for i in range(1, len(old) + 2))) if n not in used)
     partial.rename(folder)
     for replaced in old:
+        with suppress(OSError):  # under this name the next compile removes what is left of it
+            replaced = replaced.rename(root / f".{replaced.name}.partial-replaced")
         shutil.rmtree(replaced, ignore_errors=True)
     return folder
 
@@ -123,7 +129,8 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         decoder = Decoder(bundle.manifest, form, engines, device)
         stack.pop_all()
         stack.callback(decoder.close)
-        costs, most = measure(decoder), text_time(decoder) if cores > 1 else 0.0
+        costs, others = measure(decoder), OtherPrograms()
+        most, comparable = (text_time(decoder), not others.in_the_way) if cores > 1 else (0.0, False)
 
     @contextmanager
     def opened(threads: int) -> Iterator[Decoder]:
@@ -138,9 +145,13 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         with opened(threads) as decoder:
             return text_time(decoder)
 
-    if threads := fewer_threads(most, time, cores):
+    if cores > 1 and not comparable:
+        progress(
+            "other programs use the cores: engines get a thread for each; compile again while the machine is idle to try fewer"
+        )
+    if comparable and (threads := fewer_threads(most, time, cores)):
         with opened(threads) as decoder:
-            costs = replace(measure(decoder), threads=threads)
+            costs = replace(measure(decoder), threads=threads, cores=cores)
     costs.save(folder)
     return errors
 
@@ -151,10 +162,21 @@ def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
     quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or only ones
     that were compiled for something else, and DamageError if they are damaged.
     """
+    while True:
+        folders = _newest_first(bundle.path / "engines", backend.NAME)
+        try:
+            return _first_current(bundle, backend, folders, quick)
+        except GumihoError:
+            if all(folder.exists() for folder in folders):
+                raise  # otherwise another process has just replaced them
+
+
+def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], quick: bool) -> Path:
+    """``find_engines`` among some folders."""
     kind: type[GumihoError] = UnavailableError
     current, reason = key(bundle, backend), ""
     command = f"run `gumiho compile {bundle.path} --backend {backend.NAME}`"
-    for folder in _newest_first(bundle.path / "engines", backend.NAME):
+    for folder in folders:
         try:
             record = read_record(folder)
         except Damage as error:
