@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 
 from graphs.dialects.plain import Plain
+from graphs.target import Target
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import FEATURES, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape, Weight
 
@@ -22,6 +23,7 @@ from .backends.specs import BACKENDS, Codes
 from .checkpoints.pair import Pair
 from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
 from .progress import Progress
+from .symbolic_rows import of_any_rows, of_rows
 from .trace import as_inputs, io_dtype, trace
 from .weights.notes import NOTES
 from .weights.packer import Packer
@@ -81,10 +83,15 @@ def _graphs(
         progress.tell(f"{name} for {kind}")
         model_name, _, _ = name.partition("-")
         module = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)[model_name]
-        model = trace(module, locations[model_name], folder, plan.dtype, sizes)
-        operators.check(model, kind if kind in operators.PARSERS else backend)
-        tensors = _tensor_specs(model.graph.inputs), _tensor_specs(model.graph.outputs)
-        graphs[name] = Graph(f"graphs/{kind}/{name}.onnx", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
+        if spec.profiles and isinstance(module, Target):
+            file, model = "target.onnx", of_any_rows(module, locations[model_name], folder, plan.dtype)
+            sized = of_rows(model, sizes["rows"])
+        else:
+            file, model = f"{name}.onnx", trace(module, locations[model_name], folder, plan.dtype, sizes)
+            sized = model
+        operators.check(sized, kind if kind in operators.PARSERS else backend)
+        tensors = _tensor_specs(sized.graph.inputs), _tensor_specs(sized.graph.outputs)
+        graphs[name] = Graph(f"graphs/{kind}/{file}", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
         if spec.bound:
             weights.setdefault("target" if model_name == "target" else "draft", {}).update(as_inputs(model))
         (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())

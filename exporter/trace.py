@@ -60,7 +60,7 @@ def signature(
     """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
 
     dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic. A target of
-    symbolic rows has the input ``wanted``.
+    symbolic rows has the input ``wanted``, unless ``sizes`` names that axis.
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
@@ -82,7 +82,7 @@ def signature(
     if isinstance(module, Target):
         ids = [spec(name, torch.int64, "rows") for name in ("tokens", "depth")]
         mask = spec("mask", torch.bool, "rows", "rows")
-        wanted = [] if "rows" in sizes else [spec("wanted", torch.int64, "wanted")]
+        wanted = [] if sizes.keys() & {"rows", "wanted"} else [spec("wanted", torch.int64, "wanted")]
         return [*ids, mask, *wanted, length, *cached], ["choice", "logits", "hidden", *written]
     tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
     rows = spec("hidden", dtype, "rows", width=hidden)

@@ -85,7 +85,7 @@ def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
         decoder.passes.choice[last],
         1,
     )
-    decoder.passes.draft_and_verify(1)[0]()
+    decoder.passes.draft(1)()
     decoder.device.synchronize()
     scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
     return scores, int(decoder.passes.accepted_tokens[0])

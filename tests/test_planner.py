@@ -651,15 +651,16 @@ def test_rows_that_are_dear_behind_a_long_text_are_not_verified() -> None:
 
 def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does while they are measured."""
-    taken = {"cpu": [9e6, 8e6, 5e6, 6e6, 4e6, 7e6, 8.5e6, 1e6], "migraphx": [9e6, 8e6, 7e6, 1e6], "tensorrt": [9e6, 8e6]}
+    taken = {"cpu": [9e6, 8e6, 5e6, 6e6, 4e6, 7e6, 8.5e6, 1e6], "migraphx": [9e6, 8e6, 7e6, 1e6], "cuda": [9e6, 8e6]}
     wanted = {
         "cpu": {1: 4e6, 2: 4e6, 3: 4e6, 4: 4e6, 5: 7e6, 6: 8e6, 8: 8e6},
         "migraphx": {1: 7e6, 2: 7e6, 8: 8e6},  # sizes that it has graphs for
-        "tensorrt": {1: 8e6, 8: 8e6},  # the second with the draft
+        "cuda": {1: 8e6, 8: 8e6},  # in int4 it has one size; the second is with the draft
     }
     for form in taken:
         times = chain(taken[form], repeat(1e9))  # behind more positions
-        with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:
+        options = (*EVERY_BACKEND, "--weights", "int4") if form == "cuda" else EVERY_BACKEND
+        with opened(make_bundle(DEMO, *options), form, lazy=form != "cpu") as model:
             lengths = list[tuple[int, int]]()
 
             def fastest(call: object, times: chain[float] = times, model: Model = model, lengths: list = lengths) -> float:  # type: ignore[type-arg]
@@ -670,7 +671,7 @@ def test_measured_costs_never_fall_with_rows(make_bundle: MakeBundle, monkeypatc
             monkeypatch.setattr("runtime.engines.pass_times.fastest", fastest)
             found, most = measure(model.decoder), model.capacity - 8
             assert dict(sorted(found.target.items())) == wanted[form]
-            assert found.draft == (0 if form == "tensorrt" else 1e6)
+            assert found.draft == (0 if form == "cuda" else 1e6)
             contexts = [n for n in (512, 2048) if n < most] + [most] if form == "cpu" else []
             assert [longer.context for longer in found.longer] == contexts
             assert lengths[len(taken[form]) :] == [(n, n) for n in contexts for _ in range(3)]

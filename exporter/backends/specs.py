@@ -41,8 +41,9 @@ class BackendSpec:
 
     rows: of the default tree. static: whether passes have numbers of rows that are fixed at export. bound: dtypes in which weights
     are inputs of the graphs, so that these share them, and the target has graphs of several sizes; with quantized weights only if
-    bound_codes. dtypes: those that it computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on if the
-    device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
+    bound_codes. profiles: whether the target has one graph of symbolic rows, of which one engine for several sizes is made. dtypes:
+    those that it computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on
+    if the device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
     whether weights need aligned addresses. zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter:
     default format of the drafter's weights, the best one measured, or ``none`` if nothing was measured.
     """
@@ -60,6 +61,7 @@ class BackendSpec:
     drafter: str = "none"
     bound: tuple[torch.dtype, ...] = ()
     bound_codes: bool = False
+    profiles: bool = False
 
 
 # ONNX Runtime's CUDA provider has a fast TopK kernel for up to 32 entries; the paper uses 35.
@@ -91,6 +93,7 @@ BACKENDS: Mapping[str, BackendSpec] = {
         spare=(Decomposed, Basic),
         codes=SIGNED,
         block=64,
+        profiles=True,
     ),
 }
 
@@ -100,7 +103,8 @@ class TraceSpec:
     """How a backend's graphs are traced.
 
     dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: see
-    ``Form``. bound: whether weights are inputs. pinned: by graph, the sizes of its static axes.
+    ``Form``. bound: whether weights are inputs. profiles: whether the target's graphs are one of symbolic rows. pinned: by graph, the
+    sizes of its static axes.
     """
 
     dialect: type[Plain]
@@ -109,6 +113,7 @@ class TraceSpec:
     chunk: int
     static: bool
     bound: bool
+    profiles: bool
     pinned: Mapping[str, Mapping[str, int]]
 
 
@@ -131,20 +136,28 @@ def trace_spec(
         target_dialect = unquantized if "target" not in quantized else Exact if exact else Standard
         drafting = Rounded if odd and "draft" in quantized else unquantized
         return TraceSpec(
-            target_dialect, drafting, capacity, min(_CHUNK, capacity), False, False, {n: {} for n in ("target", *drafter)}
+            target_dialect,
+            drafting,
+            capacity,
+            min(_CHUNK, capacity),
+            False,
+            False,
+            False,
+            {n: {} for n in ("target", *drafter)},
         )
     bound = dtype in spec.bound and (spec.bound_codes or not quantized)
     # Only graphs that share their weights come in several sizes.
-    chunk = max(tree.rows, min(_CHUNK, capacity)) if bound else tree.rows
+    shared = bound or spec.profiles
+    chunk = max(tree.rows, min(_CHUNK, capacity)) if shared else tree.rows
     # A padded pass also writes its padding, after the real rows, so the last pass of a text needs room for it.
     slots = capacity if dialect.appends else -(-(capacity + chunk) // _STEP) * _STEP
-    smaller = {f"target-{size}": {"rows": size} for size in _smaller(tree.rows, chunk)} if bound else {}
+    smaller = {f"target-{size}": {"rows": size} for size in _smaller(tree.rows, chunk)} if shared else {}
     of_drafter = {
         "draft": {"accepted": tree.depth + 1, "rows": chunk},
         "extend": {"accepted": chunk, "rows": chunk},
     }
     pinned = {"target": {"rows": chunk}, **smaller, **{name: of_drafter[name] for name in drafter}}
-    return TraceSpec(dialect, dialect, slots, chunk, True, bound, pinned)
+    return TraceSpec(dialect, dialect, slots, chunk, True, bound, spec.profiles, pinned)
 
 
 def _smaller(rows: int, chunk: int) -> list[int]:

@@ -40,9 +40,10 @@ class TensorSpec:
 class Graph:
     """A graph of the bundle.
 
-    file: path relative to the bundle, as are the paths of its weights. weights: bytes of its weights. reads: bytes of weights
-    that a pass reads; a matrix that is multiplied twice counts twice, an embedding not at all. precision: of its matrix
-    products, that of the weights, or int8 if a pass rounds its rows to int8 to multiply them with quantized weights.
+    file: path relative to the bundle, as are the paths of its weights; graphs of several sizes may share one of symbolic rows.
+    weights: bytes of its weights. reads: bytes of weights that a pass reads; a matrix that is multiplied twice counts twice, an
+    embedding not at all. precision: of its matrix products, that of the weights, or int8 if a pass rounds its rows to int8 to
+    multiply them with quantized weights.
     """
 
     file: str
@@ -51,6 +52,11 @@ class Graph:
     precision: Annotated[str, OneOf(("float32", "float16", "bfloat16", "int8"))]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def sized(self) -> tuple[str, int | str]:
+        """What tells the graph from the others: its file, which graphs of several sizes may share, and how many tokens it takes."""
+        return self.file, self.inputs[0].shape[0]
 
     @property
     def caches(self) -> tuple[TensorSpec, ...]:

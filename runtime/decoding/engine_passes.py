@@ -19,8 +19,7 @@ class EnginePasses:
 
     If the form is static, passes have fixed sizes: padding rows are computed and ignored.
 
-    splits: whether the target can verify a part of a tree; otherwise all of it is verified, and the device may launch draft and
-    verification together.
+    splits: whether the target can verify a part of a tree; otherwise all of it is verified.
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
     [widest, H]: outputs of the target's last pass by row; while a prompt is read, choice and logits may be those of the last row
     only. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
@@ -60,12 +59,11 @@ class EnginePasses:
         for size in form.targets:
             if size < manifest.rows:
                 self.verification(size)
-        verify = self.verification(manifest.rows)
+        self.verification(manifest.rows)
         self.extend(form.chunk)
         most = manifest.depth + 1
         accepted = [most] if form.static else range(1, most + 1)
-        drafts = [self._bind_draft("draft", n, self.tree, self.hidden) for n in accepted]
-        self._cycles = [(draft, verify) if self.splits else device.fuse(draft, verify) for draft in drafts]
+        self._drafts = [self._bind_draft("draft", n, self.tree, self.hidden) for n in accepted]
 
     def causal(self, rows: int, last: bool = False) -> Call:
         """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
@@ -89,10 +87,9 @@ class EnginePasses:
         hidden = self.history_chunk.reshape(self.form.chunk, self.manifest.hidden)
         return self._once("extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
 
-    def draft_and_verify(self, accepted: int) -> tuple[Call, Call]:
-        """Two calls: drafting a tree after so many accepted rows, and verifying all of it. Unless the target ``splits``, some
-        devices launch both with the first call; the second one then waits for the result."""
-        return self._cycles[min(accepted, len(self._cycles)) - 1]
+    def draft(self, accepted: int) -> Call:
+        """The drafter's pass that reads so many accepted rows and drafts a tree."""
+        return self._drafts[min(accepted, len(self._drafts)) - 1]
 
     def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
         """Binds at the first use. Not ``functools.cache``, which would keep the engines alive until garbage is collected."""

@@ -31,11 +31,12 @@ class KVCache:
         self.length = np.zeros(1, np.int64)
         self.moves = 0
         self._slab = device.zeros((self._groups, self.capacity, self.head_dim), self._dtype)
-        self._new_rows: dict[str, Array] = {}  # where each appending graph leaves its rows, [layers * 2 * kv heads, n, d]
+        # Where each appending graph leaves its rows, [layers * 2 * kv heads, n, d].
+        self._new_rows: dict[tuple[str, int | str], Array] = {}
         for graph in graphs:
             if graph.appends:
                 shape = self._groups, int(graph.fresh[0].shape[2]), self.head_dim
-                self._new_rows[graph.file] = device.zeros(shape, self._dtype)
+                self._new_rows[graph.sized] = device.zeros(shape, self._dtype)
         self._open = bool(graphs) and graphs[0].open_caches
         self._lay_out(BLOCK if self._open else self.capacity)
 
@@ -45,15 +46,15 @@ class KVCache:
         if positions < self.capacity:
             whole = whole.reshape(-1)[: self._groups * positions * self.head_dim]
         self.data = whole.reshape(self._groups, positions, self.head_dim)
-        self._bindings: dict[str, dict[str, Array]] = {}
+        self._bindings: dict[tuple[str, int | str], dict[str, Array]] = {}
         for graph in self._graphs:
             past = dict(zip((tensor.name for tensor in graph.caches), self._views(self.data), strict=True))
             if graph.appends:
-                views = self._views(self._new_rows[graph.file])
+                views = self._views(self._new_rows[graph.sized])
                 written = {tensor.name: view for tensor, view in zip(graph.fresh, views, strict=True)}
             else:
                 written = {name.replace("past", "present"): view for name, view in past.items()}
-            self._bindings[graph.file] = past | written | {"past_length": self.length}
+            self._bindings[graph.sized] = past | written | {"past_length": self.length}
 
     def _views(self, data: Array) -> list[Array]:
         count = self._groups // self._kv_heads
@@ -84,14 +85,14 @@ class KVCache:
 
     def bindings(self, graph: Graph) -> Mapping[str, Array]:
         """The buffers of a graph's cache inputs and outputs."""
-        return self._bindings[graph.file]
+        return self._bindings[graph.sized]
 
     def commit(self, graph: Graph, path: Sequence[int]) -> None:
         """Appends the rows of a path to the cache, in the path's order. path: rows of the graph's last pass.
 
         ``path[i] >= i``, so copying in order never overwrites a row that is still needed.
         """
-        start, new_rows = int(self.length[0]), self._new_rows.get(graph.file, self.data)
+        start, new_rows = int(self.length[0]), self._new_rows.get(graph.sized, self.data)
         first = 0 if graph.appends else start
         for at, row, count in runs(path, graph.appends):
             if graph.appends or row != at:

@@ -59,15 +59,13 @@ class DraftTree:
         passes = self.passes
         self.history.catch_up(self._text)
         catch_up_ns, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
-        draft, verify_all = passes.draft_and_verify(accepted)
-        passes.run_draft(draft)
+        passes.run_draft(passes.draft(accepted))
         rows = self._rows
         if self._planner and passes.splits:
             passes.run_draft(passes.device.synchronize)
             rows = self._planner.choose_rows(*passes.scored())
         rows = min(rows, most)
-        verify = passes.verification(rows) if passes.splits and rows < passes.manifest.rows else verify_all
-        return _DraftedRows(self, rows, verify, accepted, catch_up_ns)
+        return _DraftedRows(self, rows, passes.verification(rows), accepted, catch_up_ns)
 
     def learn(self, rows: int, accepted: int, catch_up_ns: int) -> None:
         """Tells the planner how a tree did. accepted: drafted tokens; catch_up_ns: time to read the tokens without a draft."""

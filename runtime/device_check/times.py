@@ -68,15 +68,13 @@ def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
     at: dict[str, Any] = {"context": context}
     if decoder.manifest.has_drafter:
         passes.draft_cache.length[0], passes.accepted_count[0] = context, 1
-        draft, verify = passes.draft_and_verify(1)
+        draft, verify = passes.draft(1), passes.verification(rows)
 
         def cycle() -> None:
             draft()
             verify()
 
-        at["cycle"] = measured(cycle)
-        if verify is passes.verification(rows):  # otherwise draft and verification are one launch
-            at["draft"] = measured(draft)
+        at["cycle"], at["draft"] = measured(cycle), measured(draft)
     at["plain"] = measured(passes.causal(1))
     verification = passes.verification if decoder.manifest.has_drafter else passes.causal
     sizes = [n for n in decoder.form.targets if n <= rows] or sorted({n for n in _ROWS if n < rows} | {rows})

@@ -141,14 +141,6 @@ class Accelerator(ABC):
             source.address + row * width, source.shape[1] * width, count * width, height,
         )  # fmt: skip
 
-    def fuse(self, first: Callable[[], None], second: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
-        assert isinstance(first, Staging)
-        assert isinstance(second, Staging)
-        if not (first.capturable and second.capturable):
-            return first, second
-        fused = Fused(self, (first, second))
-        return fused.start, fused.finish
-
 
 class Staging:
     """A bound call of an engine on an accelerator.
@@ -171,6 +163,7 @@ class Staging:
         self.buffers: dict[str, DeviceArray] = {name: buffer for name, buffer in bound.items() if name not in host}
         self._host_inputs, self._upload = self._block({name: array for name, array in host.items() if name in inputs})
         self._host_outputs, self._download = self._block({name: array for name, array in host.items() if name in outputs})
+        self._run = Recorded(device) if capturable else None
         self._mirrored = [array for name, array in self.buffers.items() if name in outputs and array.mirror is not None]
 
     def _block(self, arrays: Mapping[str, np.ndarray]) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
@@ -220,31 +213,25 @@ class Staging:
 
     def __call__(self) -> None:
         self.stage()
-        self.enqueue()
+        if self._run:
+            self._run(self.enqueue)
+        else:
+            self.enqueue()
         self.finish()
 
 
-class Fused:
-    """Several bound calls in order; the first run records them, later runs replay the recording in one launch."""
+class Recorded:
+    """Work for the stream that the first run records, and later runs replay in one launch."""
 
-    def __init__(self, device: Accelerator, calls: tuple[Staging, ...]) -> None:
-        self._device, self._calls = device, calls
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
         self._replay: Callable[[], None] | None = None
 
-    def _enqueue(self) -> None:
-        for call in self._calls:
-            call.enqueue()
-
-    def start(self) -> None:
-        for call in self._calls:
-            call.stage()
+    def __call__(self, enqueue: Callable[[], None]) -> None:
+        """enqueue: puts the work on the stream, the same each time."""
         if self._replay is None:
-            self._enqueue()  # an engine's first run also sets it up, which must not be recorded
+            enqueue()  # an engine's first run also sets it up, which must not be recorded
             self._device.synchronize()
-            self._replay = self._device.capture(self._enqueue)
+            self._replay = self._device.capture(enqueue)
         else:
             self._replay()
-
-    def finish(self) -> None:
-        for call in self._calls:
-            call.finish()

@@ -42,12 +42,6 @@ class Device(Protocol):
         Both arrays are [n, rows, d] with the same n and d. The rows read and the rows written must not overlap.
         """
 
-    def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
-        """Two calls that replace two bound calls, if the host writes nothing between them.
-
-        A device may launch both in the first and wait in the second.
-        """
-
     def enter(self) -> None:
         """Prepares the calling thread for calls and copies; needed whenever the thread changes."""
 
@@ -72,9 +66,6 @@ class Host:
 
     def move(self, destination: np.ndarray, at: int, source: np.ndarray, row: int, count: int) -> None:
         destination[:, at : at + count] = source[:, row : row + count]
-
-    def fuse(self, first: Call, second: Call) -> tuple[Call, Call]:
-        return first, second
 
     def enter(self) -> None:
         pass

@@ -18,8 +18,8 @@ def measure(decoder: Decoder) -> Costs:
     """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few runs
     counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
 
-    If a pass over fewer rows took longer than one over more rows, it gets the lower time. On devices that launch draft and
-    verification together (``EnginePasses.splits``), their time counts as the target's and the draft's is 0.
+    If a pass over fewer rows took longer than one over more rows, it gets the lower time. Where every tree is verified whole
+    (``EnginePasses.splits``), the time of both counts as the target's and the draft's is 0.
     """
     decoder.clear()
     most = decoder.manifest.capacity - decoder.manifest.rows
@@ -47,14 +47,14 @@ def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
     passes.causal(1)()  # untimed: caches may be laid out anew for it
     drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
     target = {n: fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
-    return Longer(context, rising(target), fastest(passes.draft_and_verify(1)[0]) if drafts else 0.0)
+    return Longer(context, rising(target), fastest(passes.draft(1)) if drafts else 0.0)
 
 
 def _cycles(decoder: Decoder) -> Costs:
     """The costs of drafting and verifying."""
     rows, passes = decoder.manifest.rows, decoder.passes
     passes.accepted_count[0] = 1
-    draft, verify = passes.draft_and_verify(1)
+    draft, verify = passes.draft(1), passes.verification(rows)
 
     def cycle() -> None:
         draft()

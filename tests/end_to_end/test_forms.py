@@ -18,6 +18,7 @@ from runtime import GumihoError, Model, load
 from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
 from runtime.devices import Device, Host
+from runtime.devices.accelerator import Recorded
 from runtime.engines.store import compile_engines
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
@@ -102,20 +103,29 @@ def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, f
             assert tokens(model, prompt, count, speculate=False)[0] == expected[0]
 
 
-def test_a_cycle_is_put_on_the_stream_in_one_piece(make_bundle: MakeBundle) -> None:
-    """Where calls may be recorded, draft and verification are one launch."""
+def test_every_call_is_one_launch(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where calls may be recorded: each kind is run once, and then recorded."""
+    run, calls = Recorded.__call__, list[Recorded]()
+
+    def logged(recorded: Recorded, enqueue: Callable[[], None]) -> None:
+        calls.append(recorded)
+        run(recorded, enqueue)
+
     with opened(make_bundle(DEMO, *EVERY_BACKEND), "tensorrt", lazy=True) as model:
+        monkeypatch.setattr(Recorded, "__call__", logged)
         generation = model.generate([5, 6, 7], 60)
         list(generation.cycles())
         device = model.decoder.device
         assert isinstance(device, Lazy)
-        assert device.launches == generation.stats.cycles - 1  # the first one is run, and then recorded
+        assert len(calls) >= 2 * generation.stats.cycles
+        assert device.launches == len(calls) - len(set(map(id, calls)))
 
 
 def test_sizes_are_pinned(make_bundle: MakeBundle) -> None:
     manifest = Bundle(make_bundle(DEMO, *EVERY_BACKEND)).manifest
     assert list(manifest.forms) == list(BACKENDS)
     for name in ("migraphx", "tensorrt"):
+        assert list(manifest.forms[name].targets) == [1, 2, 8, 128]
         tensors = [p for g in manifest.forms[name].graphs.values() for p in (*g.inputs, *g.outputs)]
         assert all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
     assert manifest.forms["migraphx"].graphs["target"].appends

@@ -4,12 +4,13 @@ It holds its caller to TensorRT's rules: subclasses of loggers and monitors call
 in a process; exceptions of a monitor are swallowed and cancel the build; plans without weights run once they are refitted with
 what they were built from; a context is made and run on the device its engine was loaded on, with scratch memory of its own; every
 tensor has an address, at a multiple of 256 bytes, in memory of the device; aliased outputs are at their inputs'; a context runs
-once with its addresses before it is recorded. Failures are None or False, and their reason is in the log.
+once with its addresses before it is recorded; what has symbolic shapes is built and run with profiles, one for each context. Failures are None or False, and their reason is in the log.
 
-What is wrong with this TensorRT is set in ``UNBUILDABLE``, ``WRONG``, ``ON_HOST``, ``ALIASES`` and ``SIGNAL``.
+What is wrong with this TensorRT is set in ``UNBUILDABLE``, ``UNSIZED``, ``WRONG``, ``ON_HOST``, ``ALIASES`` and ``SIGNAL``.
 """
 
 import ctypes
+import json
 import os
 from collections.abc import Callable
 from enum import Enum
@@ -24,6 +25,7 @@ from cuda.bindings import runtime as cuda
 __version__ = "10.15.1.29"
 
 UNBUILDABLE: set[str] = set()  # attention, "fused" or "decomposed", that no plan is built with
+UNSIZED: set[str] = set()  # attention that takes no optimization profiles
 WRONG: set[str] = set()  # attention that computes something else
 ON_HOST: set[str] = set()  # tensors that have to be in the host's memory
 ALIASES = True  # whether caches are updated in place
@@ -129,8 +131,35 @@ def _is_graph(graph: bytes) -> bool:
     return True
 
 
+class ITensor:
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name, self.shape = name, shape
+
+
 class INetworkDefinition:
     graph: bytes
+
+    def _inputs(self) -> list[ITensor]:
+        graph = onnx.load_model_from_string(self.graph).graph
+        shapes = [[-1 if dim.dim_param else dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in graph.input]
+        return [ITensor(value.name, tuple(shape)) for value, shape in zip(graph.input, shapes, strict=True)]
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs())
+
+    def get_input(self, index: int) -> ITensor:
+        return self._inputs()[index]
+
+
+class IOptimizationProfile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def set_shape(self, name: str, least: tuple[int, ...], usual: tuple[int, ...], most: tuple[int, ...]) -> None:
+        assert least == usual == most, "kernels would be chosen for sizes that are never run"
+        assert all(type(size) is int for size in least)
+        self.shapes[name] = least
 
 
 class ITimingCache:
@@ -142,11 +171,21 @@ class ITimingCache:
 
 
 class IBuilderConfig:
-    def __init__(self) -> None:
+    def __init__(self, builder: "Builder") -> None:
+        self.builder = builder
         self.flags = {BuilderFlag.TF32}
         self.cache: ITimingCache | None = None
         self.progress_monitor: Any = None
         self.builder_optimization_level = 3
+        self.profiles: list[IOptimizationProfile] = []
+
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+        attention = _attention(self.builder.network.graph)
+        if attention in UNSIZED:
+            self.builder.logger.log(Severity.ERROR, f"[optimizationProfile.cpp] no profile for {attention} attention")
+            return -1
+        self.profiles.append(profile)
+        return len(self.profiles) - 1
 
     def set_flag(self, flag: BuilderFlag) -> None:
         self.flags.add(flag)
@@ -171,17 +210,27 @@ class IBuilderConfig:
 class Builder:
     def __init__(self, logger: ILogger) -> None:
         self.logger = _use(logger)
+        self.network = INetworkDefinition()
 
     def create_network(self, flags: int = 0) -> INetworkDefinition:
         assert flags == 1 << int(NetworkDefinitionCreationFlag.STRONGLY_TYPED), "types would be chosen, not kept"
-        return INetworkDefinition()
+        return self.network
 
     def create_builder_config(self) -> IBuilderConfig:
-        return IBuilderConfig()
+        return IBuilderConfig(self)
+
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return IOptimizationProfile()
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
         assert config.flags == {BuilderFlag.STRIP_PLAN, BuilderFlag.REFIT_IDENTICAL}
         monitor, attention = config.progress_monitor, _attention(network.graph)
+        symbolic = {tensor.name for tensor in network._inputs() if -1 in tensor.shape}
+        if symbolic and not config.profiles:
+            self.logger.log(Severity.ERROR, "network has dynamic or shape inputs, but no optimization profile has been defined")
+            return None
+        assert all(profile.shapes.keys() == symbolic for profile in config.profiles), "a profile lacks an input"
+        assert symbolic or not config.profiles
         assert monitor.base
         _swallowing(monitor.phase_start, "Building", None, STEPS)
         for step in range(STEPS):
@@ -195,7 +244,8 @@ class Builder:
             self.logger.log(Severity.ERROR, f"no kernel for {attention} attention\n")
             return None
         BUILT.append(attention)
-        return b"plan" + network.graph
+        profiles = json.dumps([profile.shapes for profile in config.profiles]).encode()
+        return b"plan" + profiles + b"\n" + network.graph
 
 
 class OnnxParser:
@@ -218,17 +268,19 @@ class Runtime:
         self.logger = _use(logger)
 
     def deserialize_cuda_engine(self, plan: bytes) -> "ICudaEngine | None":
-        if plan[:4] != b"plan" or not _is_graph(plan[4:]):
+        profiles, _, graph = plan[4:].partition(b"\n")
+        if plan[:4] != b"plan" or not _is_graph(graph):
             self.logger.log(Severity.ERROR, "the magic tag does not match")
             return None
-        return ICudaEngine(plan[4:])
+        return ICudaEngine(graph, json.loads(profiles))
 
 
 class ICudaEngine:
     device_memory_size_v2 = 4096
 
-    def __init__(self, graph: bytes) -> None:
+    def __init__(self, graph: bytes, profiles: list[dict[str, list[int]]]) -> None:
         self.graph, self.device, self.attention = graph, cuda.current(), _attention(graph)
+        self.profiles, self.taken = profiles, set[int]()  # profiles of living contexts
         self.inputs: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.session: ort.InferenceSession | None = None
@@ -261,7 +313,7 @@ class ICudaEngine:
         return _TYPES[self.tensors[name].type]
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        return self.tensors[name].shape
+        return [size if isinstance(size, int) else -1 for size in self.tensors[name].shape]
 
     def get_tensor_location(self, name: str) -> TensorLocation:
         return TensorLocation.HOST if name in ON_HOST else TensorLocation.DEVICE
@@ -301,7 +353,7 @@ class IExecutionContext:
     def __init__(self, engine: ICudaEngine) -> None:
         global CONTEXTS
         CONTEXTS += 1
-        self.engine, self.scratch = engine, 0
+        self.engine, self.scratch, self.profile, self.sizes = engine, 0, 0, dict[str, int]()
         self.addresses: dict[str, int] = {}
         self.ran = False  # with these addresses
 
@@ -317,11 +369,32 @@ class IExecutionContext:
         assert cuda.allocated(address, nbytes)
         self.scratch = address
 
+    def set_optimization_profile_async(self, index: int, handle: int) -> bool:
+        assert cuda.stream_of(handle).device == self.engine.device
+        if not 0 <= index < len(self.engine.profiles):
+            raise RuntimeError("Error in set optimization profile async.")
+        assert not self.sizes, "the shapes of inputs come behind their profile"
+        self.profile = index
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        if not self.sizes:
+            assert self.profile not in self.engine.taken, "two contexts use one profile"
+            self.engine.taken.add(self.profile)
+        if list(shape) != self.engine.profiles[self.profile].get(name):
+            return False
+        named = zip(self.engine.inputs[name].shape, shape, strict=True)
+        self.sizes |= {axis: size for axis, size in named if not isinstance(axis, int)}
+        return True
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [size if isinstance(size, int) else self.sizes.get(size, -1) for size in self.engine.tensors[name].shape]
+
     def set_tensor_address(self, name: str, address: int) -> bool:
         assert address % cuda.ALIGNMENT == 0, f"'{name}' is not aligned"
         if name not in self.engine.tensors:
             return False
-        nbytes = volume(self.engine.get_tensor_shape(name)) * np.dtype(self.engine.get_tensor_dtype(name)).itemsize
+        nbytes = volume(self.get_tensor_shape(name)) * np.dtype(self.engine.get_tensor_dtype(name)).itemsize
         assert cuda.allocated(address, nbytes), f"'{name}' is not where the device reaches it"
         self.addresses[name], self.ran = address, False
         return True
@@ -339,9 +412,11 @@ class IExecutionContext:
         binding = session.io_binding()
         for name, address in self.addresses.items():
             bind = binding.bind_input if name in engine.inputs else binding.bind_output
-            bind(name, "cpu", 0, np.dtype(engine.get_tensor_dtype(name)), engine.get_tensor_shape(name), address)
+            shape = self.get_tensor_shape(name)
+            assert -1 not in shape, f"'{name}' has no shape yet"
+            bind(name, "cpu", 0, np.dtype(engine.get_tensor_dtype(name)), shape, address)
         stream.put(lambda: session.run_with_iobinding(binding))
         if engine.attention in WRONG and (logits := self.addresses.get("logits")):
-            stream.put(lambda: ctypes.memset(logits, 0, 4 * volume(engine.get_tensor_shape("logits"))))
+            stream.put(lambda: ctypes.memset(logits, 0, 4 * volume(self.get_tensor_shape("logits"))))
         self.ran = True
         return True
