@@ -1,7 +1,9 @@
 """One running generation: pieces of text, or cycles."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Protocol
@@ -90,6 +92,17 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         """Pieces of text without special tokens; none ends inside a character or a stop string. Threads may share it."""
         return self.pieces()
+
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
+        """``__iter__`` for asyncio. The text is computed in a thread of its own; leaving the loop cancels the generation, which ends
+        after the running cycle."""
+        pieces, thread = iter(self), ThreadPoolExecutor(1)
+        try:
+            while (piece := await asyncio.get_running_loop().run_in_executor(thread, next, pieces, None)) is not None:
+                yield piece
+        finally:
+            self.cancel()
+            thread.shutdown(wait=False)
 
     def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
         """Pieces of text as ``__iter__`` gives them; ``watch`` is called with every cycle."""

@@ -1,32 +1,27 @@
 """A loaded bundle: text in and text out, or token ids in and cycles out."""
 
+import asyncio
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from operator import index
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .backends import Backend, Engine, backend, close, require
-from .backends.processor import physical_cores
-from .bundle.manifest import Form
+from .backends import backend, close, require
 from .bundle.reader import Bundle
 from .decoding.cycle import Cycle
 from .decoding.decoder import Decoder, check, check_settings
-from .decoding.grammar import GrammarMatchers
-from .decoding.prices import Costs
 from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
-from .devices import Device
-from .engines.memory_check import require as require_memory
-from .engines.store import find_engines
-from .errors import GumihoError, InputError, MisuseError
+from .engines.memory_check import require_stream
+from .errors import InputError, MisuseError
 from .generation import BUSY, Generation
+from .loaded import Loaded
 from .session import Session
 from .text.encode import encode
 
@@ -37,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gumiho.model")
 _MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
+_MOST_STREAMS = 1024
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -49,27 +45,50 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 class Model:
-    """A bundle with its engines loaded and its buffers allocated.
+    """A bundle with its engines loaded and its buffers allocated: one stream of text, and as many more as ``stream`` makes.
 
-    Safe to use from any thread. It runs one generation at a time: starting another one ends the previous one. For several
-    streams at once, load the bundle once for each.
+    Safe to use from any thread. A stream runs one generation at a time: starting another one ends the previous one. Those of different
+    streams take turns, cycle by cycle, and none changes the output of another.
     """
 
-    def __init__(
-        self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
-    ) -> None:
-        """Use ``load`` to open a bundle on disk. costs: measured prices of the passes, if any."""
-        self.bundle = bundle
-        self.decoder = Decoder(bundle.manifest, form, engines, device, costs)
+    def __init__(self, loaded: Loaded) -> None:
+        """Use ``load`` to open a bundle on disk."""
+        self.bundle, self._loaded = loaded.bundle, loaded
+        self._number, turns = next(loaded.numbers), loaded.turns
+
+        def others(number: int = self._number) -> bool:  # does not hold the model: nothing would free both at once
+            turns.yield_turn(number)
+            return turns.shared(number)
+
+        with turns.of(self._number):
+            self.decoder = Decoder(self.bundle.manifest, loaded.form, loaded.engines, loaded.device, loaded.costs, others)
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
         # Weak, since a generation holds the model; a strong reference would delay freeing both.
         self._current: Callable[[], Generation | None] = lambda: None
+        self._kept: tuple[Model, ...] = ()  # streams that nobody else holds
         self._closed = False
+        loaded.streams.append(weakref.ref(self))
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{state}>"
+
+    def stream(self) -> "Model":
+        """Another stream over the same engines and weights, with caches of its own; a model like this one. Closing it frees its caches,
+        on a GPU once all streams are closed; closing the model that ``load`` returned closes its streams too.
+
+        Raises UnavailableError if memory does not hold its caches.
+        """
+        with self._held():
+            if self._loaded.backend:
+                require_stream(self.bundle, self._loaded.backend)
+        return Model(self._loaded)
+
+    @property
+    def streams(self) -> tuple["Model", ...]:
+        """All open streams over these engines, the one that ``load`` returned first."""
+        return tuple(stream for one in self._loaded.streams if (stream := one()) is not None and not stream._closed)
 
     @property
     def capacity(self) -> int:
@@ -85,17 +104,10 @@ class Model:
         """The token ids that end a text."""
         return self.bundle.manifest.eos_token_ids
 
-    @cached_property
+    @property
     def chat_template(self) -> "ChatTemplate | None":
         """The target's chat template, None if it has none."""
-        from .text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
-
-        return ChatTemplate.of(self.bundle.path)
-
-    @cached_property
-    def _matchers(self) -> GrammarMatchers:
-        manifest = self.bundle.manifest
-        return GrammarMatchers(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
+        return self._loaded.chat_template
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id.
@@ -129,6 +141,16 @@ class Model:
         """
         return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
+    async def agenerate(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
+    ) -> AsyncIterator[str]:
+        """``generate`` for asyncio: pieces of text, computed in another thread. Closing the iterator cancels the generation, and so does
+        cancelling the task that waits for it."""
+        generation = await asyncio.to_thread(self.start, prompt, Settings.of(max_new_tokens, speculate, options))
+        async with aclosing(aiter(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
+
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
         """``generate`` with ready-made settings. resume: reuse the cached rows of the longest common prefix."""
         self._require_open()
@@ -141,7 +163,7 @@ class Model:
         """A new token selector for a prompt."""
         # Stop strings need a tokenizer; a callback works without one.
         needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
-        matcher = self._matchers.start(settings.grammar) if settings.grammar else None
+        matcher = self._loaded.matchers.start(settings.grammar) if settings.grammar else None
         return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, matcher)
 
     def session(self, saved: str | Path | None = None) -> Session:
@@ -152,7 +174,7 @@ class Model:
         return session
 
     def _start(self, generation: Generation, selector: TokenSelector, resume: bool) -> Iterator[Cycle]:
-        with self._held():
+        with self._held(turn=False):
             self._current = weakref.ref(generation)
             return self.decoder.generate(selector, generation.stats, resume)
 
@@ -161,7 +183,7 @@ class Model:
             if generation.broken:
                 raise MisuseError("this generation was broken off by an error: start it again")
             if generation.finish_reason is None and generation is not self._current():
-                raise MisuseError("another generation was started on this model: load the bundle once for each stream")
+                raise MisuseError("another generation was started on this stream: use model.stream() to run several at once")
             try:
                 if cycle := next(cycles, None):
                     generation.ids += cycle.tokens
@@ -177,35 +199,46 @@ class Model:
 
     @contextmanager
     def exclusive(self) -> Iterator[Decoder]:
-        """The decoder, between two cycles; no other thread can use the model while the context is open."""
+        """The decoder, between two cycles; no other thread and no other stream can use the engines while the context is open."""
         with self._held():
             self.decoder.device.enter()
             yield self.decoder
 
     @contextmanager
-    def _held(self, closed: bool = False) -> Iterator[None]:
-        """Locks the model for this thread. closed: allow a closed model."""
-        if self._holder == threading.get_ident():
+    def _held(self, turn: bool = True, closed: bool = False) -> Iterator[None]:
+        """Locks the stream for this thread. turn: the engines too, when its turn has come. closed: allow a closed model."""
+        turns = self._loaded.turns
+        if threading.get_ident() in (self._holder, turns.holder):
             raise MisuseError(BUSY)
         with self._lock:
             if not closed:
                 self._require_open()
             self._holder = threading.get_ident()
             try:
+                if turn:
+                    turns.take(self._number)
                 yield
             finally:
+                turns.give()
                 self._holder = None
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._closed or self._loaded.closed:
             raise MisuseError("the model is closed: load the bundle again")
 
     def close(self) -> None:
-        """Frees engines and buffers; waits for a running cycle. Closing twice is fine."""
+        """Frees buffers, and with those of the model that ``load`` returned the engines and all streams; waits for a running cycle.
+        Closing twice is fine."""
+        owner = self._loaded.streams[0]() is self
+        for stream in self.streams if owner else ():
+            if stream is not self:
+                stream.close()
         with self._held(closed=True):
             if not self._closed:
-                self._closed = True
-                self.decoder.close()
+                self._closed, self._kept = True, ()
+                self._loaded.closed = owner
+                self.decoder.close(engines=owner)
+                self._loaded.turns.forget(self._number)
                 _log.debug("closed %s", self.bundle.path)
 
     def __enter__(self) -> "Model":
@@ -215,11 +248,12 @@ class Model:
         self.close()
 
 
-def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0) -> Model:
+def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0, streams: int = 1) -> Model:
     """Loads a bundle with the engines compiled for a backend.
 
     backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU threads of the
-    engines, 0 for as many as compiling found fastest. Raises DamageError if the bundle is damaged, InputError if it has no graphs for
+    engines, 0 for as many as compiling found fastest. streams: how many texts can be decoded at once, ``Model.streams``; memory for their
+    caches is checked before anything is loaded. Raises DamageError if the bundle is damaged, InputError if it has no graphs for
     the backend, and UnavailableError if the backend cannot run here or has no current engines; the message names the command that
     compiles them.
     """
@@ -227,6 +261,8 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
     if not hasattr(threads, "__index__") or not 0 <= (threads := index(threads)) <= most:
         raise InputError(f"threads is {threads!r}: give 0 for as many as compiling found fastest, or 1 to {most}")
+    if not hasattr(streams, "__index__") or not 1 <= (streams := index(streams)) <= _MOST_STREAMS:
+        raise InputError(f"streams is {streams!r}: give 1 to {_MOST_STREAMS}")
     name = backend_name or opened.manifest.default
     require(name)
     opened.manifest.form(name)
@@ -234,31 +270,13 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     if threads and not chosen.THREADS:
         raise InputError(f"threads is {threads}, and engines of {name} do not compute with CPU threads: leave it out")
     opened.verify(quick=True)
-    form, engines, memory, costs = _open(opened, chosen, threads)
+    loaded = Loaded.open(opened, chosen, threads, streams)
     try:
-        model = Model(opened, form, engines, memory, costs)
-        _log.info(
-            "loaded %s for %s in %.2f s, with %s prices",
-            opened.path,
-            name,
-            perf_counter() - started,
-            "measured" if costs else "no",
-        )
-        return model
+        model = Model(loaded)
+        model._kept = tuple(Model(loaded) for _ in range(streams - 1))
     except BaseException:
-        close(engines, memory)
+        close(loaded.engines, loaded.device)
         raise
-
-
-def _open(bundle: Bundle, backend: Backend, threads: int) -> tuple[Form, Mapping[str, Engine], Device, Costs | None]:
-    """Opens the current engines: the form they were compiled from, the engines, their device and the measured costs."""
-    while True:
-        folder = find_engines(bundle, backend)
-        try:
-            form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
-            require_memory(bundle, backend)
-            measured = costs.threads_on(physical_cores()) if costs else 0
-            return form, *backend.open(bundle, folder, threads or measured), costs
-        except GumihoError:
-            if folder.exists():
-                raise  # otherwise a compile has just replaced them
+    prices = "measured" if loaded.costs else "no"
+    _log.info("loaded %s for %s in %.2f s, with %s prices", opened.path, name, perf_counter() - started, prices)
+    return model

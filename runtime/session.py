@@ -37,7 +37,7 @@ class _Model(Protocol):
 class Session:
     """Several turns over one cache, created by ``Model.session``.
 
-    A prompt is the whole text so far; the prefix that is still in the caches is not read again. The model has one pair of caches:
+    A prompt is the whole text so far; the prefix that is still in the caches is not read again. A stream has one pair of caches:
     if it generated something else in between, the next turn reads its whole prompt, with the same result.
     """
 

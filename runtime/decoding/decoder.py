@@ -21,6 +21,10 @@ from .settings import Settings
 from .stats import Stats
 from .token_selector import TokenSelector
 
+# While other streams decode, a prompt's passes take so many nanoseconds at most, since two of them may come one after the other.
+_PATIENCE_NS = 0.125e9
+_FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
+
 
 def check(manifest: Manifest, prompt: Sequence[int]) -> None:
     """Raises InputError for a prompt that is empty, too long or outside the vocabulary."""
@@ -55,14 +59,18 @@ class Decoder:
     """
 
     def __init__(
-        self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None
-    ) -> None:
-        """costs: measured on this device, for the planner; without them every tree is verified whole."""
+        self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
+        others: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """costs: measured on this device, for the planner; without them every tree is verified whole. others: called between the
+        passes over a prompt; lets other streams use the engines, and says whether there are any."""
         self.manifest, self.form, self.device = manifest, form, device
         self.passes = EnginePasses(manifest, form, engines, device)
         self.history = DraftHistory(self.passes)
         padded = 0 if self.passes.splits else form.chunk
         self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter, form.static) if costs else None
+        self._others, self._shares = others, False  # whether there are other streams now
+        self._rows_in_time = 0  # of a pass over a prompt that takes _PATIENCE_NS, as far as the last one shows
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.valid_target_length = manifest.capacity
@@ -91,7 +99,7 @@ class Decoder:
             started, self.passes.engine_ns = perf_counter_ns(), [0, 0]
             if not rows and self.selector is selector and selector.settings.speculate and not selector.ended():
                 self.device.enter()
-                self.catch_up(selector.interrupted)  # with the prompt, after the first token, so that it does not delay it
+                self.catch_up(self._pause(selector))  # with the prompt, after the first token, so that it does not delay it
             if selector.ended():
                 stats.finish_reason = selector.finish_reason
                 return
@@ -179,7 +187,7 @@ class Decoder:
         self.selector, self.text = selector, (prompt, selector.ids)
         if self.planner:
             self.planner.begin(prompt if settings.looks_up else ())
-        last = self.prefill(prompt, settings.speculate, selector.interrupted)
+        last = self.prefill(prompt, settings.speculate, self._pause(selector))
         if last is not None:
             self.next_token(last)
             self.history.accept([last], selector.ids[-1:])
@@ -190,18 +198,32 @@ class Decoder:
 
         Returns which row of the last pass is the prompt's last, or None if it was interrupted between two chunks.
         """
-        begin, n = int(self.passes.target_cache.length[0]), 0
-        for start in range(begin, len(prompt), self.form.chunk):
+        start, n = int(self.passes.target_cache.length[0]), 0
+        while start < len(prompt):
             if interrupted():
                 return None
-            part = prompt[start : start + self.form.chunk]
+            part, started = prompt[start : start + self._chunk()], perf_counter_ns()
             n = len(part)
             self.feed(part, last=True)
             # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
             if self.manifest.has_drafter and start < end:
                 self.history.record(start, end - start, range(start, end))
+            start, self._rows_in_time = start + n, int(n * _PATIENCE_NS / (perf_counter_ns() - started))
         return n - 1
+
+    def _chunk(self) -> int:
+        """How many tokens of a prompt the next pass reads: fewer if other streams would wait for it too long."""
+        return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self._shares else self.form.chunk
+
+    def _pause(self, selector: TokenSelector) -> Callable[[], bool]:
+        """What to call between two passes over a prompt; returns whether the text has been interrupted."""
+
+        def pause() -> bool:
+            self._shares = self._others()
+            return selector.interrupted()
+
+        return pause
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> None:
         """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``EnginePasses.causal``."""
@@ -257,8 +279,8 @@ class Decoder:
         self.valid_target_length = self.manifest.capacity
         self.history.keep(0)
 
-    def close(self) -> None:
-        """Frees engines and buffers."""
+    def close(self, engines: bool = True) -> None:
+        """Frees buffers, and the engines unless other decoders use them."""
         passes = self.passes
         self.__dict__.clear()
-        passes.close()
+        passes.close(engines)

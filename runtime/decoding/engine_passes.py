@@ -172,16 +172,17 @@ class EnginePasses:
         names = ("tree_tokens", "tree_parent", "tree_depth", "tree_score")
         return Tree(*(tuple(self.device.read(self.tree[name])[:rows].tolist()) for name in names))
 
-    def close(self) -> None:
+    def close(self, engines: bool = True) -> None:
         """Frees bindings, engines and buffers, in this order: bound calls hold the engines, and both use the device's
-        stream."""
-        engines, device = self.engines, self.device
+        stream. engines: False if others use them, and the device."""
+        opened, device = self.engines, self.device
         device.enter()
         try:
             device.synchronize()
         finally:
             self.__dict__.clear()
-            close(engines, device)
+            if engines:
+                close(opened, device)
 
 
 def _growing(cache: KVCache, rows: int, bind: Callable[[], Call]) -> Call:

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..backends import memory
-from ..backends.memory import IGNORE, Free, Space, size
+from ..backends.memory import IGNORE, Free, Space, buffers, size
 from ..errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ..bundle.reader import Bundle
 
 
-def require(bundle: "Bundle", backend: "Backend", compiling: bool = False) -> Space:
-    """The peak memory of loading engines, or of compiling and then loading them.
+def require(bundle: "Bundle", backend: "Backend", compiling: bool = False, streams: int = 1) -> Space:
+    """The peak memory of loading engines, with the caches of so many streams, or of compiling and then loading them.
 
     Raises UnavailableError if less memory is free. The environment variable ``GUMIHO_IGNORE_MEMORY`` skips this check, since
     the needs of GPUs were derived from the libraries' sources and never measured.
@@ -22,13 +22,32 @@ def require(bundle: "Bundle", backend: "Backend", compiling: bool = False) -> Sp
     need = needs.running
     if compiling:
         need = Space(max(need.host, needs.compiling.host), max(need.device, needs.compiling.device))
+    if streams > 1:
+        one = of_stream(bundle, backend)
+        need = Space(need.host + (streams - 1) * one.host, need.device + (streams - 1) * one.device)
     shortage = _shortage(need, memory.host_free(), backend.free())
     if shortage and not os.environ.get(IGNORE):
         raise UnavailableError(
             f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {shortage}: free some, add swap, or "
-            f"export again with --weights int4 or a smaller --capacity ({IGNORE}=1 skips this check)"
+            f"export again with --weights int4 or a smaller --capacity{', or load fewer streams' if streams > 1 else ''} "
+            f"({IGNORE}=1 skips this check)"
         )
     return need
+
+
+def of_stream(bundle: "Bundle", backend: "Backend") -> Space:
+    """The memory of one stream's caches and buffers."""
+    nbytes = buffers(bundle, backend.NAME)
+    return Space(nbytes) if backend.free() is None else Space(0, nbytes)
+
+
+def require_stream(bundle: "Bundle", backend: "Backend") -> None:
+    """Raises UnavailableError if the memory that is free does not hold another stream."""
+    shortage = _shortage(of_stream(bundle, backend), memory.host_free(), backend.free())
+    if shortage and not os.environ.get(IGNORE):
+        raise UnavailableError(
+            f"another stream needs about {shortage}: close one, or export again with a smaller --capacity ({IGNORE}=1 skips this check)"
+        )
 
 
 def _shortage(need: Space, host_bytes: int | None, device: Free | None) -> str:

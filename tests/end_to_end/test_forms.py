@@ -20,6 +20,7 @@ from runtime.bundle.reader import Bundle
 from runtime.devices import Device, Host
 from runtime.devices.accelerator import Recorded
 from runtime.engines.store import compile_engines
+from runtime.loaded import Loaded
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
 from tests.pairs import RandomPair
@@ -72,7 +73,7 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
     assert max(errors.values()) < 5e-4
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
-    return Model(read, read.manifest.form(form), engines, device)  # type: ignore[arg-type]
+    return Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
 
 
 def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) -> tuple[list[int], list[tuple[int, ...]]]:

@@ -1,0 +1,20 @@
+"""Several texts at once over one set of weights, with asyncio: python examples/streams.py BUNDLE [PROMPT ...]"""
+
+import asyncio
+import sys
+
+from runtime import Model, load
+
+
+async def text(stream: Model, prompt: str) -> str:
+    return "".join([piece async for piece in stream.agenerate(prompt, max_new_tokens=32)])
+
+
+async def main(bundle: str, prompts: list[str]) -> None:
+    with load(bundle, streams=len(prompts)) as model:
+        texts = await asyncio.gather(*(text(*pair) for pair in zip(model.streams, prompts, strict=True)))
+    for prompt, continuation in zip(prompts, texts, strict=True):
+        print(f"{prompt!r} {continuation!r}")
+
+
+asyncio.run(main(sys.argv[1], sys.argv[2:] or ["import ", "def main():"]))

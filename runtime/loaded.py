@@ -1,0 +1,72 @@
+"""A bundle's engines in memory, and what all streams over them share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING
+
+from .backends import Backend, Engine
+from .backends.processor import physical_cores
+from .bundle.manifest import Form
+from .bundle.reader import Bundle
+from .decoding.grammar import GrammarMatchers
+from .decoding.prices import Costs
+from .devices import Device
+from .engines.memory_check import require
+from .engines.store import find_engines
+from .errors import GumihoError
+from .turns import Turns
+
+if TYPE_CHECKING:
+    from .model import Model
+    from .text.chat_template import ChatTemplate
+
+
+@dataclass(eq=False)
+class Loaded:
+    """The engines of a bundle by graph name, their device, and the measured prices of their passes, if any.
+
+    streams: those that exist, the first one the model that owns the engines. Weak, since each of them holds this. numbers: of streams to come. closed: the engines
+    are freed.
+    """
+
+    bundle: Bundle
+    form: Form
+    engines: Mapping[str, Engine]
+    device: Device
+    costs: Costs | None = None
+    backend: Backend | None = None
+    turns: Turns = field(default_factory=Turns)
+    streams: list[weakref.ref[Model]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
+    closed: bool = False
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        from .text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
+
+        return ChatTemplate.of(self.bundle.path)
+
+    @cached_property
+    def matchers(self) -> GrammarMatchers:
+        manifest = self.bundle.manifest
+        return GrammarMatchers(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
+
+    @staticmethod
+    def open(bundle: Bundle, backend: Backend, threads: int, streams: int) -> Loaded:
+        """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the caches of so many
+        streams."""
+        while True:
+            folder = find_engines(bundle, backend)
+            try:
+                form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
+                require(bundle, backend, streams=streams)
+                measured = costs.threads_on(physical_cores()) if costs else 0
+                return Loaded(bundle, form, *backend.open(bundle, folder, threads or measured), costs, backend)
+            except GumihoError:
+                if folder.exists():
+                    raise  # otherwise a compile has just replaced them

@@ -1,0 +1,312 @@
+"""Several streams over one set of engines: each gives what it gives by itself, they take turns, and none waits long for another."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import InputError, MisuseError, Model, UnavailableError, load
+from runtime.backends import memory
+from runtime.backends.memory import buffers
+from runtime.bundle.reader import Bundle
+from runtime.turns import Turns
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.end_to_end.test_forms import opened
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"speculate": False},
+    {"temperature": 1.2, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.1},
+    {"rows": 4},
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle: MakeBundle) -> Path:
+    """Of a target whose rows are the same in every pass: what runs beside a text cannot change it by a bit."""
+    return make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with load(bundle, "cpu", threads=1, streams=3) as model:
+        yield model
+
+
+def test_texts_do_not_depend_on_what_runs_beside_them(model: Model) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 900, size).tolist() for size in (1, 17, 150, 40, 9, 66)]
+    jobs = [(prompt, 40, settings) for prompt in prompts for settings in SETTINGS]
+    alone = [list(finished(model, *job)) for job in jobs]
+    found: dict[int, list[int]] = {}
+    left, lock = list(enumerate(jobs)), threading.Lock()
+
+    def work(stream: Model) -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                number, job = left.pop()
+            found[number] = finished(stream, *job)
+
+    run(*(lambda stream=stream: work(stream) for stream in model.streams))
+    assert [found[number] for number in range(len(jobs))] == alone
+
+
+def finished(model: Model, prompt: list[int], count: int, settings: dict[str, Any]) -> list[int]:
+    generation = model.generate(prompt, count, **settings)
+    for _ in generation.cycles():
+        pass
+    return generation.ids
+
+
+def run(*work: Any) -> None:
+    threads = [threading.Thread(target=one) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=40))
+def test_cycles_of_streams_in_any_order(model: Model, order: list[tuple[int, int]]) -> None:
+    """One thread drives them, so that every order of cycles can come up."""
+    prompts = [[5, 6, 7], list(range(3, 90)), [800] * 12]
+    expected = [finished(model, prompt, 24, {}) for prompt in prompts]
+    running = [stream.generate(prompt, 24) for stream, prompt in zip(model.streams, prompts, strict=True)]
+    cycles = [generation.cycles() for generation in running]
+    for at, count in order:
+        for _ in range(count):
+            next(cycles[at], None)
+    for rest in cycles:
+        list(rest)
+    assert [generation.ids for generation in running] == expected
+
+
+def test_sessions_of_streams_keep_their_caches(model: Model) -> None:
+    first, second = (stream.session() for stream in model.streams[:2])
+    one, other = list(range(10, 80)), list(range(300, 340))
+    list(first.generate(one, 8).cycles())
+    list(second.generate(other, 8).cycles())
+    turn = first.generate([*first.ids, 4, 5], 8)
+    list(turn.cycles())
+    assert turn.stats.cached_tokens >= len(one)
+    assert turn.ids == finished(model.streams[2], turn.prompt, 8, {})
+
+
+def test_turns_go_to_those_who_wait_longest() -> None:
+    turns, order, ready = Turns(), list[int](), threading.Semaphore(0)
+    turns.take(0)
+
+    def want(number: int) -> None:
+        ready.release()
+        with turns.of(number):
+            order.append(number)
+
+    threads = []
+    for number in range(1, 6):
+        threads.append(threading.Thread(target=want, args=(number,)))
+        threads[-1].start()
+        ready.acquire()
+        while len(turns._waiting) < number:
+            pass
+    turns.yield_turn(0)
+    assert order == [1, 2, 3, 4, 5]  # all of them, before the one that had it gets it again
+    turns.give()
+    for thread in threads:
+        thread.join()
+    assert turns.holder is None
+    assert turns.shared(0)
+    assert not Turns().shared(0)
+
+
+def test_turns_survive_an_interruption_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        """A lock whose second ``acquire``, the one that waits, is interrupted."""
+
+        acquired = 0
+
+        def acquire(self) -> None:
+            self.acquired += 1
+            if self.acquired == 2:
+                raise KeyboardInterrupt
+
+    turns = Turns()
+    thread = threading.Thread(target=turns.take, args=(1,))
+    thread.start()
+    thread.join()  # it never gives its turn back
+    monkeypatch.setattr(threading, "Lock", Interrupted)
+    with pytest.raises(KeyboardInterrupt), turns.of(2):
+        pytest.fail("there was no turn to take")
+    assert not turns._waiting
+    assert turns.holder == thread.ident
+
+
+def test_a_long_prompt_lets_other_streams_decode(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is read, another stream's tokens come between its passes; and those become shorter if passes are slow."""
+    long, other = model.streams[1:3]
+    events, sizes = list[str](), list[int]()
+    feed = long.decoder.feed
+
+    def fed(tokens: Any, last: bool = False) -> None:
+        events.append("chunk")
+        sizes.append(len(tokens))
+        feed(tokens, last)
+        if len(sizes) == 1:
+            started.set()
+            while not long._loaded.turns._waiting:  # the other stream asks for its turn
+                pass
+
+    started = threading.Event()
+    monkeypatch.setattr(long.decoder, "feed", fed)
+    monkeypatch.setattr(long.decoder, "form", SimpleNamespace(chunk=16))
+    beside = other.generate([1, 2, 3], 30, speculate=False)
+    cycles = beside.cycles()
+    next(cycles)
+
+    def decode() -> None:
+        started.wait()
+        for _ in cycles:
+            events.append("token")
+
+    run(decode, lambda: finished(long, list(range(3, 180)), 2, {}))
+    between = "".join(event[0] for event in events).strip("t").split("c")
+    assert sum("t" in part for part in between) > 3, events
+    assert max(sizes) == 16
+    assert sum(sizes) == 177
+
+
+def test_passes_over_a_prompt_shrink_while_others_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = model.decoder
+    for shares, speed, expected in ((False, 0, 128), (True, 0, 8), (True, 3, 8), (True, 50, 50), (True, 10**6, 128)):
+        monkeypatch.setattr(decoder, "_shares", shares)
+        monkeypatch.setattr(decoder, "_rows_in_time", speed)
+        assert decoder._chunk() == expected == min(expected, decoder.form.chunk)
+
+
+def test_memory_is_that_of_the_caches(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Bundle(bundle)
+    one, weights = buffers(read, "cpu"), read.weights() + read.caches("cpu")
+    monkeypatch.setattr(memory, "host_free", lambda: weights + 3 * one)
+    with load(bundle, streams=4) as model:
+        monkeypatch.setattr(memory, "host_free", lambda: one - 1)
+        with pytest.raises(UnavailableError, match="another stream needs about"):
+            model.stream()
+    monkeypatch.setattr(memory, "host_free", lambda: weights + 3 * one - 1)
+    with pytest.raises(UnavailableError, match="load fewer streams"):
+        load(bundle, streams=4)
+    for count in (0, -1, "two", 4000):
+        with pytest.raises(InputError, match="streams is"):
+            load(bundle, streams=count)  # type: ignore[arg-type]
+
+
+def test_closing(bundle: Path) -> None:
+    model = load(bundle, streams=2)
+    second, third = model.streams[1], model.stream()
+    generation = third.generate([1, 2, 3], 50)
+    next(iter(generation.cycles()))
+    second.close()
+    second.close()
+    assert model.streams == (model, third)
+    with pytest.raises(MisuseError, match="closed"):
+        second.generate([1], 1)
+    assert finished(third, [1, 2, 3], 5, {}) == finished(model, [1, 2, 3], 5, {})
+    model.close()
+    for stream in (model, third):
+        with pytest.raises(MisuseError, match="closed"):
+            stream.generate([1], 1)
+        with pytest.raises(MisuseError, match="closed"):
+            stream.stream()
+    assert model.streams == ()
+
+
+def test_a_stream_that_nobody_holds_is_freed(bundle: Path) -> None:
+    with load(bundle) as model:
+        stream = model.stream()
+        finished(stream, [1, 2], 4, {})
+        gone = weakref.ref(stream.decoder.passes.target_cache)
+        del stream
+        gc.collect()
+        assert gone() is None
+        assert model.streams == (model,)
+
+
+def test_a_cycle_cannot_start_another_streams(model: Model) -> None:
+    first, second = model.streams[:2]
+    other = second.generate([1, 2], 4)
+
+    def callback(token: int, piece: str) -> None:
+        next(iter(other.cycles()))
+
+    with pytest.raises(MisuseError, match="in the middle of a cycle"):
+        list(first.generate([1, 2], 4, callback=callback).cycles())
+    assert finished(second, [1, 2], 4, {}) == finished(first, [1, 2], 4, {})
+
+
+def test_asyncio(model: Model) -> None:
+    prompts = ["def main():\n", "import os\n", "class A:\n"]
+    expected = ["".join(model.generate(prompt, 30)) for prompt in prompts]
+
+    async def text(stream: Model, prompt: str) -> str:
+        return "".join([piece async for piece in stream.agenerate(prompt, 30)])
+
+    async def together() -> list[str]:
+        return list(await asyncio.gather(*(text(*pair) for pair in zip(model.streams, prompts, strict=True))))
+
+    assert asyncio.run(together()) == expected
+
+
+def test_asyncio_cancels_what_nobody_reads(model: Model) -> None:
+    generation = model.generate("def main():\n", 180)
+
+    async def first_piece() -> None:
+        async with aclosing(aiter(generation)) as pieces:
+            async for _ in pieces:
+                break
+
+    asyncio.run(first_piece())
+    list(generation.cycles())
+    assert generation.finish_reason == "cancelled"
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(anext(aiter(model.agenerate("def main():\n", 180))))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+
+    async def wrong() -> None:
+        async for _ in model.agenerate([], 1):
+            pass
+
+    with pytest.raises(InputError, match="no tokens"):
+        asyncio.run(wrong())
+
+
+@pytest.mark.parametrize("form", ["tensorrt", "cuda", "migraphx"])
+def test_streams_of_other_backends(make_bundle: MakeBundle, form: str) -> None:
+    """On one accelerator and one stream of work, with every call bound anew for every stream."""
+    bundle = make_bundle(DEMO, *EVERY_BACKEND)
+    with load(bundle, "cpu", threads=1) as cpu, opened(bundle, form, lazy=True) as model:
+        streams = [model, model.stream(), model.stream()]
+        prompts = [[5, 6, 7], list(range(3, 150)), [800] * 12]
+        running = [stream.generate(prompt, 24) for stream, prompt in zip(streams, prompts, strict=True)]
+        cycles = [generation.cycles() for generation in running]
+        while left := [cycle for one in cycles if (cycle := next(one, None))]:
+            assert len(left) <= 3
+        assert [generation.ids for generation in running] == [finished(cpu, prompt, 24, {}) for prompt in prompts]
+        streams[1].close()
+        assert finished(streams[2], prompts[1], 8, {}) == running[1].ids[:8]
