@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: chat check demo test test-all wheel
+.PHONY: chat check demo serve test test-all wheel
 .DEFAULT_GOAL := demo
 
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
@@ -10,7 +10,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -e .[export,dev]
+	$(BIN)/pip install --quiet -e .[export,serve,dev]
 	touch $@
 
 demo: $(VENV)/ready
@@ -18,11 +18,15 @@ demo: $(VENV)/ready
 	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
 
 # Not quantized: a model this small loses its thread when its numbers are rounded.
-chat: $(VENV)/ready
+build/chat/gumiho.json: $(VENV)/ready
 	$(BIN)/gumiho fetch smollm2 --out build/smollm2
-	test -f build/chat/gumiho.json || $(BIN)/gumiho-export --ckpt demo/smollm2-drafter --target build/smollm2 \
-		--weights none --out build/chat --overwrite
+	test -f $@ || $(BIN)/gumiho-export --ckpt demo/smollm2-drafter --target build/smollm2 --weights none --out build/chat --overwrite
+
+chat: build/chat/gumiho.json
 	$(BIN)/gumiho chat build/chat
+
+serve: build/chat/gumiho.json
+	$(BIN)/gumiho serve build/chat
 
 # A file's tests share fixtures, so one process runs them. Files keep their order: the longest, in end_to_end, come first.
 PYTEST = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder

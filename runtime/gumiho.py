@@ -13,6 +13,7 @@ from .errors import GumihoError
 COMMANDS = {
     "generate": ("runtime.generate", (), "generate text from prompts"),
     "chat": ("runtime.generate", ("--chat",), "chat with the target, using its chat template"),
+    "serve": ("runtime.serve.main", (), "serve a bundle over HTTP with OpenAI's API"),
     "compile": ("runtime.compile", (), "compile a bundle's engines on this machine"),
     "doctor": ("runtime.doctor", (), "show which backends run here, and whether a bundle is intact"),
     "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),

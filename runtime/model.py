@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gumiho.model")
 _MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
 _MOST_STREAMS = 1024
+_PATIENCE = 0.25  # seconds to wait for a cycle of a stream whose rows are to be copied
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -89,6 +90,19 @@ class Model:
     def streams(self) -> tuple["Model", ...]:
         """All open streams over these engines, the one that ``load`` returned first."""
         return tuple(stream for one in self._loaded.streams if (stream := one()) is not None and not stream._closed)
+
+    def adopt(self, other: "Model", prompt: Sequence[int]) -> bool:
+        """Copies the rows of a prompt's beginning from another stream's caches, so that ``start(resume=True)`` need not read it again.
+        Returns False, and does nothing, if that stream reads a prompt itself just now."""
+        try:
+            with other._held(patience=_PATIENCE):
+                other.decoder.device.enter()
+                saved = other.decoder.saved(prompt)
+        except MisuseError:
+            return False
+        with self.exclusive() as decoder:
+            decoder.restore(*saved)
+        return True
 
     @property
     def capacity(self) -> int:
@@ -205,22 +219,25 @@ class Model:
             yield self.decoder
 
     @contextmanager
-    def _held(self, turn: bool = True, closed: bool = False) -> Iterator[None]:
-        """Locks the stream for this thread. turn: the engines too, when its turn has come. closed: allow a closed model."""
+    def _held(self, turn: bool = True, closed: bool = False, patience: float = -1) -> Iterator[None]:
+        """Locks the stream for this thread. turn: the engines too, when its turn has come. closed: allow a closed model. patience:
+        seconds after which a stream that another thread still holds raises MisuseError, -1 to wait."""
         turns = self._loaded.turns
         if threading.get_ident() in (self._holder, turns.holder):
             raise MisuseError(BUSY)
-        with self._lock:
+        if not self._lock.acquire(timeout=patience):
+            raise MisuseError(BUSY)
+        try:
             if not closed:
                 self._require_open()
             self._holder = threading.get_ident()
-            try:
-                if turn:
-                    turns.take(self._number)
-                yield
-            finally:
-                turns.give()
-                self._holder = None
+            if turn:
+                turns.take(self._number)
+            yield
+        finally:
+            turns.give()
+            self._holder = None
+            self._lock.release()
 
     def _require_open(self) -> None:
         if self._closed or self._loaded.closed:

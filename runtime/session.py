@@ -78,16 +78,12 @@ class Session:
         """Writes the text and its cached rows to a file, followed by their SHA-256. The file is written whole or not at all."""
         with self._model.exclusive() as decoder:
             decoder.catch_up()
-            shared = decoder.shared(self.ids)
-            positions = decoder.history.positions
-            positions = positions[
-                : positions.searchsorted(shared - 1)
-            ]  # the drafter's row of a token depends on the next token
+            _, target, drafter, positions = decoder.saved(self.ids)
             content: dict[str, Any] = {
                 "bundle": np.array(self._model.bundle.hash),
                 "ids": np.array(self.ids, np.int64),
-                "target": decoder.passes.target_cache.rows(shared),
-                "drafter": decoder.passes.draft_cache.rows(len(positions)),
+                "target": target,
+                "drafter": drafter,
                 "positions": positions,
             }
             with replaced(Path(path)) as file:

@@ -78,7 +78,7 @@ class Trace:
         position = start = 0
         for index, cycle in enumerate(self._cycles):
             tokens = [
-                {"id": token, "text": texts[position + i], "source": self._source(cycle, i)}
+                {"id": token, "text": texts[position + i], "source": source(cycle, i, self._serial_steps)}
                 for i, token in enumerate(cycle.tokens)
             ]
             draft, target, host = cycle.times
@@ -123,15 +123,6 @@ class Trace:
             "decoding_us": decoding_ns / 1e3,
             "speedup": round(passes * pass_ns / decoding_ns, 3),
         }
-
-    def _source(self, cycle: Cycle, i: int) -> str:
-        """What proposed a cycle's token i."""
-        if i + 1 >= len(cycle.path):
-            return "target"
-        if cycle.lookup:
-            return "lookup"
-        depth = cycle.tree.depths[cycle.path[i + 1]] if cycle.tree else i + 1
-        return f"serial {depth}" if depth <= self._serial_steps else f"head {depth - self._serial_steps}"
 
     def _tree(self, cycle: Cycle, names: dict[int, str]) -> dict[str, Any] | None:
         """names: texts of tokens by id, filled here."""
@@ -186,3 +177,13 @@ class Trace:
             ends.append(end)
         prompt, *texts = (whole[a:b] for a, b in pairwise(ends))
         return prompt, texts
+
+
+def source(cycle: Cycle, i: int, serial_steps: int) -> str:
+    """What proposed a cycle's token i. serial_steps: of the drafter."""
+    if i + 1 >= len(cycle.path):
+        return "target"
+    if cycle.lookup:
+        return "lookup"
+    depth = cycle.tree.depths[cycle.path[i + 1]] if cycle.tree else i + 1
+    return f"serial {depth}" if depth <= serial_steps else f"head {depth - serial_steps}"

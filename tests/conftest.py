@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,18 @@ def with_template(bundle: Path, folder: Path, template: str) -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(make_bundle: MakeBundle) -> Path:
     return make_bundle(DEMO)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, for pages."""
+    api = pytest.importorskip("playwright.sync_api", reason="pages are tested with playwright, which is not installed")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("pages are tested in chromium, which is not installed")
+    options = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=options)  # each launch has a fresh profile
+        yield running
+        running.close()

@@ -3,9 +3,8 @@
 import json
 import math
 import random
-import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -315,22 +314,6 @@ class Page:
         """Nothing went wrong, and nothing but the file was asked for."""
         assert self.complaints == []
         assert self.requests == [self.uri]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="the page of a trace is tested with playwright, which is not installed"
-    )
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("the page of a trace is tested in chromium, which is not installed")
-    options = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=options)  # each launch has a fresh profile
-        yield running
-        running.close()
 
 
 def test_page(browser: Any, tmp_path: Path) -> None:

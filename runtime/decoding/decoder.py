@@ -264,6 +264,13 @@ class Decoder:
         history.keep(start)
         return start
 
+    def saved(self, text: Sequence[int]) -> tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of a text's beginning that the caches hold, for ``restore``, which takes them in this order."""
+        shared, positions = self.shared(text), self.history.positions
+        positions = positions[: positions.searchsorted(shared - 1)]  # the drafter's row of a token depends on the next token
+        rows = self.passes.target_cache.rows(shared), self.passes.draft_cache.rows(len(positions))
+        return text[:shared], *rows, positions.copy()
+
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, positions: np.ndarray) -> None:
         """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's of the
         tokens at so many positions. Raises GumihoError if they do not fit."""

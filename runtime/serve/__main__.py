@@ -1,0 +1,7 @@
+"""``python -m runtime.serve``."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

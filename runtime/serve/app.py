@@ -1,0 +1,193 @@
+"""The server's paths, as an ASGI application that other programs can mount."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from time import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from ..model import Model
+from .answers import Answer, ChatAnswer, Part, TextAnswer
+from .bodies import Body, ChatBody, CompletionBody, decoded
+from .completions import Completions, Request
+from .connection import EventStream, read, unless_gone
+from .guard import Access, Guard, Line
+from .metrics import Metrics
+from .problems import Problem
+from .slots import Slots
+from .spelling import Spelling
+
+_PAGE = Path(__file__).with_name("page.html")
+# The page's own style and script are all that it may run or load.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """body: bytes. tokens: new ones of a text, 0 for what the capacity leaves. prompt: tokens, 0 for the capacity. seconds: of a text,
+    waiting left out. queue: texts that wait for a stream. choices: texts of one request. patience: seconds for a body to arrive, and
+    for a client to read what was sent."""
+
+    body: int = 8 << 20
+    tokens: int = 0
+    prompt: int = 0
+    seconds: float = 600.0
+    queue: int = 32
+    choices: int = 16
+    patience: float = 30.0
+
+
+class Server:
+    """Answers requests for one model."""
+
+    def __init__(self, model: Model, name: str, limits: Limits, access: Access, log_prompts: bool = False) -> None:
+        """name: of the model in requests. log_prompts: log texts too."""
+        self._model, self._name, self._limits, self._access, self._log_prompts = model, name, limits, access, log_prompts
+        self._slots = Slots(model.streams, limits.queue)
+        self._metrics = Metrics(self._slots)
+        self._completions = Completions(model, self._slots, self._metrics)
+        self._spelling = Spelling(model.bundle.tokenizer)
+        self._started = int(time())
+        self._guard = Guard(access, self._metrics)
+
+    def app(self) -> Starlette:
+        guard = self._guard
+        gets = {"/metrics": self._text_metrics, "/v1/models": self._models, "/v1/models/{name:path}": self._one_model}
+        posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._text}
+        routes = [
+            Route("/", guard(self._page, keyed=False), methods=["GET"]),
+            Route("/health", guard(self._health, keyed=False), methods=["GET"]),
+            *(Route(path, guard(work), methods=["GET"]) for path, work in gets.items()),
+            *(Route(path, guard(work), methods=["POST"]) for path, work in posts.items()),
+        ]
+        cors = Middleware(
+            CORSMiddleware, allow_origins=self._access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            self._slots.close()
+
+        return Starlette(
+            routes=routes,
+            middleware=[cors] if self._access.origins else [],
+            exception_handlers={HTTPException: self._refused},
+            lifespan=lifespan,
+        )
+
+    async def _refused(self, request: HttpRequest, error: Exception) -> Response:
+        """Of paths and methods that there are not."""
+        problem = Problem(404, f"{request.url.path} is not supported: see docs/serving.md", code="unsupported_path")
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            problem = Problem(
+                405, f"{request.url.path} does not take {request.method}: see docs/serving.md", headers=error.headers or {}
+            )
+        self._guard.ended(request, Line(), problem.status)
+        return problem.response()
+
+    # --- paths -----------------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: HttpRequest, line: Line) -> Response:
+        return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
+
+    async def _health(self, request: HttpRequest, line: Line) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _text_metrics(self, request: HttpRequest, line: Line) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: HttpRequest, line: Line) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: HttpRequest, line: Line) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        sizes = {"max_model_len": self._model.capacity}
+        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "gumiho", **sizes}
+
+    def _require_model(self, name: str) -> None:
+        if name != self._name:
+            raise Problem(404, f"there is no model {name!r}: this server has {self._name!r}", "model", "model_not_found")
+
+    async def _chat(self, request: HttpRequest, line: Line) -> Response:
+        body = ChatBody.of(await self._body(request, line))
+        self._require_model(body.model)
+        prompt = self._model.chat([message.plain() for message in body.messages])
+        asked = self._asked(body, [prompt], body.limit)
+        return await self._answer(
+            request, line, body, asked, ChatAnswer(self._name, self._spelling, body.logprobs, body.streams_usage)
+        )
+
+    async def _text(self, request: HttpRequest, line: Line) -> Response:
+        body = CompletionBody.of(await self._body(request, line))
+        self._require_model(body.model)
+        prompts = [self._model.encode(one) if isinstance(one, str) else one for one in body.prompts()]
+        asked = self._asked(body, prompts, body.limit)
+        listed = body.logprobs is not None
+        return await self._answer(
+            request, line, body, asked, TextAnswer(self._name, self._spelling, listed, body.streams_usage)
+        )
+
+    async def _body(self, request: HttpRequest, line: Line) -> Any:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Problem(415, "the content type is not application/json: send JSON")
+        content = await read(request, self._limits.body, self._limits.patience)
+        line.body = content if self._log_prompts else b""
+        return decoded(content)
+
+    def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None) -> Request:
+        """What a body asks for, within the limits. Raises Problem and InputError."""
+        limits = self._limits
+        if not prompts or body.n * len(prompts) > limits.choices:
+            raise Problem(400, f"{body.n * len(prompts)} texts in one request: ask for 1 to {limits.choices}", "n")
+        if limits.prompt and (longest := max(map(len, prompts))) > limits.prompt:
+            raise Problem(
+                400,
+                f"the prompt has {longest} tokens and this server takes {limits.prompt}: shorten it",
+                code="context_length_exceeded",
+            )
+        most = min(limit if limit is not None else self._model.capacity, limits.tokens or self._model.capacity)
+        guide, seconds = body.guide(), limits.seconds or inf
+        return Request(prompts, [body.settings(most, seconds, guide, choice) for choice in range(body.n)])
+
+    async def _answer(self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer) -> Response:
+        line.asked, line.streams = asked, body.stream
+        self._completions.check(asked)
+        if body.stream:
+            return EventStream(self._chunks(body, asked, answer), self._limits.patience)
+        choices: list[list[Part]] = [[] for _ in range(asked.choices)]
+
+        async def whole() -> None:
+            async for index, part in self._completions.run(asked):
+                choices[index].append(part)
+
+        await unless_gone(request.receive, whole())
+        return JSONResponse(answer.whole(choices, asked.usage))
+
+    async def _chunks(self, body: Body, asked: Request, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+        for index in range(asked.choices):
+            for chunk in answer.openings(index):
+                yield chunk
+        async for index, part in self._completions.run(asked):
+            for chunk in answer.chunks(index, part):
+                yield chunk
+        if body.streams_usage:
+            yield answer.usage(asked.usage)

@@ -1,0 +1,247 @@
+"""Bodies of requests: the parameters of the API, and a few of our own (``Extensions``).
+
+What is not supported is refused by name. Parameters that ask for nothing (null, or the API's default) pass.
+"""
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..decoding.grammar import Grammar
+from ..decoding.settings import Settings
+from ..errors import InputError
+from .problems import Problem
+
+_MOST_STOPS = 16
+_BIAS_BANS = -100.0  # the API's bias that excludes a token, and at 100 the one that forces it
+_COMPACT = {"whitespace_flexible": False}  # small models otherwise write blanks without end
+_B = TypeVar("_B", bound="Body")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers who see lengths; never added here
+
+
+class JsonSchema(_Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Body(_Strict):
+    """What both endpoints take. ``of`` parses one."""
+
+    # Name -> the values that ask for nothing.
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: str
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1)
+    stop: str | list[str] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    user: str | None = None
+
+    # Extensions: names that llama.cpp's server and vLLM have for the same, and ``sources``: what drafted each token.
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    grammar: str | None = None
+    regex: str | None = None
+    sources: bool = False
+
+    @classmethod
+    def of(cls: type[_B], raw: Any) -> _B:
+        """Raises Problem for what is not valid, or not supported."""
+        if not isinstance(raw, dict):
+            raise Problem(400, f"the body is {type(raw).__name__} instead of a JSON object: send {{...}}")
+        given = {name: value for name, value in raw.items() if value is not None}
+        for name, neutral in cls.UNSUPPORTED.items():
+            if name in given and given.pop(name) not in neutral:
+                raise Problem(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise _problem(error, cls) from None
+
+    @field_validator("stop")
+    @classmethod
+    def _few(cls, stop: str | list[str]) -> str | list[str]:
+        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
+            raise ValueError(f"at most {_MOST_STOPS} strings")
+        return [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+
+    @property
+    def streams_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def guide(self) -> Grammar | None:
+        """The grammar that the text must match, if any. Raises Problem if several are given."""
+        given = [("grammar", Grammar.lark), ("regex", Grammar.regex)]
+        found = [make(text) for name, make in given if (text := getattr(self, name)) is not None]
+        if len(found) > 1:
+            raise Problem(400, "grammar and regex exclude each other: leave one of them out", "regex")
+        return found[0] if found else None
+
+    def settings(self, most: int, seconds: float, guide: Grammar | None, choice: int = 0) -> Settings:
+        """most: new tokens. seconds: of the generation. choice: the index among ``n``, each with a seed of its own."""
+        seed = None if self.seed is None else (self.seed + choice) % (1 << 64)
+        biases = {_token(name): float("-inf") if bias <= _BIAS_BANS else bias for name, bias in self.logit_bias.items()}
+        return Settings(
+            most, max_seconds=seconds, stop=self.stop, logit_bias=biases, repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, temperature=self.temperature,
+            top_k=max(0, self.top_k), top_p=self.top_p, min_p=self.min_p, seed=seed, grammar=guide, trace=self.sources,
+            logprobs=self.alternatives,
+        )  # fmt: skip
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likely tokens to list with each token; None for no log-probabilities."""
+        raise NotImplementedError
+
+
+class Message(BaseModel):
+    """A message; keys that the API does not have go to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it. Raises Problem for content that is no text."""
+        message = self.model_dump(exclude_none=True)
+        message["role"] = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, list):
+            odd = next((part.get("type") for part in self.content if part.get("type") not in ("text", "refusal")), "")
+            if odd != "" or not all(isinstance(part.get("text", ""), str) for part in self.content):
+                raise Problem(400, f"content of type {odd or 'text'!r} is not supported: send text", "messages")
+            message["content"] = "\n".join(part.get("text", "") for part in self.content)
+        elif self.content is None:
+            message["content"] = ""
+        return message
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "prediction": (),
+        "prompt_cache_retention": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
+        "verbosity": ("medium",), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
+    }  # fmt: skip
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool = True
+    # Notes of the caller's, for nobody here.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Problem(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """New tokens that the request allows."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def guide(self) -> Grammar | None:
+        own, asked = super().guide(), self.response_format
+        if asked is None or asked.type == "text":
+            return own
+        if own is not None:
+            raise Problem(400, "response_format excludes grammar and regex: leave one of them out", "response_format")
+        if asked.type == "json_object":
+            return Grammar.json({"type": "object", "x-guidance": _COMPACT})
+        if asked.json_schema is None:
+            raise Problem(400, "response_format has no json_schema", "response_format")
+        return Grammar.json({"x-guidance": _COMPACT, **asked.json_schema.schema_})
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """Text or token ids, one or several."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)  # type: ignore[arg-type]
+
+
+def decoded(content: bytes) -> Any:
+    """JSON, in UTF-8. Raises Problem."""
+
+    def constant(name: str) -> float:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"the body is not JSON ({error}): send a JSON object in UTF-8") from None
+
+
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _token(name: str) -> int:
+    try:
+        return int(name)
+    except ValueError:
+        raise InputError(f"logit_bias names token {name!r}: give token ids") from None
+
+
+def _problem(error: ValidationError, body: type[Body]) -> Problem:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = [str(part) for part in first["loc"]]
+    name = place[0] if place else None
+    if first["type"] == "extra_forbidden":
+        return Problem(400, f"there is no parameter {'.'.join(place)}: leave it out", name, "unknown_parameter")
+    if first["type"] == "missing":
+        return Problem(400, f"{'.'.join(place)} is missing: it is required", name, "missing_required_parameter")
+    where = ".".join(part for part in place if part in body.model_fields or part.isdigit() or "[" not in part)
+    return Problem(400, f"{where}: {first['msg']}", name, "invalid_value")

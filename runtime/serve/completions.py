@@ -1,0 +1,148 @@
+"""Texts for one request: each choice on a stream of its own, as parts of an answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from time import perf_counter
+
+from tokenizers.decoders import DecodeStream
+
+from ..decoding.cycle import Cycle
+from ..decoding.decoder import check, check_settings
+from ..decoding.settings import Settings
+from ..decoding.stats import Stats
+from ..generation import Generation
+from ..model import Model
+from ..trace_page import source
+from .answers import Part, Usage
+from .metrics import Metrics
+from .slots import Slot, Slots
+
+_AHEAD = 4  # parts that decoding may be ahead of what the client has been sent
+
+
+@dataclass
+class Request:
+    """The texts that a request asks for: prompts of token ids, and the settings of each choice of each prompt.
+
+    usage, stats: so far.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    settings: Sequence[Settings]
+    begun: float = field(default_factory=perf_counter)
+    usage: Usage = field(default_factory=Usage)
+    stats: Stats = field(default_factory=lambda: Stats(texts=0))
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * len(self.settings)
+
+
+class Completions:
+    """Decodes requests on the streams of a model."""
+
+    def __init__(self, model: Model, slots: Slots, metrics: Metrics) -> None:
+        self._model, self._slots, self._metrics = model, slots, metrics
+        tree = model.bundle.manifest.tree
+        self._serial_steps = tree.serial_steps if tree else 0
+
+    def check(self, request: Request) -> None:
+        """Raises InputError if the request cannot be decoded, and Problem if there is no room for it."""
+        for prompt in request.prompts:
+            check(self._model.bundle.manifest, prompt)
+        for settings in request.settings[:1]:
+            check_settings(self._model.bundle.manifest, settings)
+            self._model.selector(request.prompts[0], settings)  # its grammar and token ids
+        self._slots.require_room(request.choices)
+
+    async def run(self, request: Request) -> AsyncIterator[tuple[int, Part]]:
+        """Parts of all choices, each with its index, as they come. Closing the iterator ends all of them within a cycle."""
+        parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue(_AHEAD)
+        numbers = count()
+
+        async def choice(prompt: Sequence[int], settings: Settings, index: int) -> None:
+            async with aclosing(self._text(request, prompt, settings, index % len(request.settings) == 0)) as text:
+                async for part in text:
+                    await parts.put((index, part))
+
+        async def everything() -> None:
+            tasks = [
+                asyncio.ensure_future(choice(prompt, settings, next(numbers)))
+                for prompt in request.prompts
+                for settings in request.settings
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for one in tasks:
+                    one.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                ended.set()
+
+        ended = asyncio.Event()
+        task = asyncio.ensure_future(everything())
+        try:
+            while not (ended.is_set() and parts.empty()):
+                getting = asyncio.ensure_future(parts.get())
+                ending = asyncio.ensure_future(ended.wait())
+                try:
+                    await asyncio.wait((getting, ending), return_when=asyncio.FIRST_COMPLETED)
+                    if getting.done():
+                        yield getting.result()
+                finally:
+                    getting.cancel()
+                    ending.cancel()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _text(
+        self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
+    ) -> AsyncGenerator[Part, None]:
+        """One choice. first: of its prompt, whose tokens are counted once."""
+        async with self._slots.slot(prompt) as slot:
+            generation = await slot.run(lambda: slot.stream.start(prompt, settings, resume=True))
+            began: float | None = None
+            try:
+                async for part in self._parts(slot, generation, settings):
+                    began = began or perf_counter()
+                    yield part
+            finally:
+                generation.cancel()  # if it has not ended; the slot is freed once its thread is idle
+                stats = generation.stats
+                request.usage.prompt += len(prompt) if first else 0
+                request.usage.cached += stats.cached_tokens if first else 0
+                request.usage.completion += stats.tokens
+                request.stats.add(stats)
+                self._metrics.count(stats, request.begun, began)
+
+    async def _parts(self, slot: Slot, generation: Generation, settings: Settings) -> AsyncIterator[Part]:
+        cycles: list[Cycle] = []
+        pieces = generation.pieces(cycles.append)
+        texts = DecodeStream(ids=generation.prompt, skip_special_tokens=False) if settings.trace else None
+        listed = 0
+
+        def step() -> str | None:
+            return next(pieces, None)
+
+        while True:
+            piece = await slot.run(step)
+            logprobs = generation.logprobs[listed:]
+            listed += len(logprobs)
+            sources = None
+            if texts is not None:
+                tokenizer = self._model.bundle.tokenizer
+                sources = [
+                    (texts.step(tokenizer, token) or "", source(cycle, i, self._serial_steps))
+                    for cycle in cycles
+                    for i, token in enumerate(cycle.tokens)
+                ]
+            cycles.clear()
+            ended = generation.finish_reason if piece is None else None
+            yield Part(piece or "", logprobs, sources, ended)
+            if piece is None:
+                return

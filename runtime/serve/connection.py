@@ -1,0 +1,105 @@
+"""One client's connection: reading its body, noticing that it has gone, and writing to it however slowly it reads."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import GumihoError
+from .problems import Problem
+
+_T = TypeVar("_T")
+
+
+class GoneError(Exception):
+    """The client has closed the connection, or does not read what it is sent."""
+
+
+async def read(request: Request, most: int, seconds: float) -> bytes:
+    """The body. Raises Problem if it is larger than ``most`` bytes or takes longer, GoneError if the client leaves."""
+    declared = request.headers.get("content-length", "0")
+    too_large = Problem(413, f"the body is larger than {most} bytes: send less, or start the server with a larger --max-body")
+    if declared.isdigit() and int(declared) > most:
+        raise too_large
+    content = bytearray()
+
+    async def receive() -> None:
+        async for piece in request.stream():
+            content.extend(piece)
+            if len(content) > most:
+                raise too_large
+
+    try:
+        await asyncio.wait_for(receive(), seconds)
+    except asyncio.TimeoutError:
+        raise Problem(408, f"the body did not arrive within {seconds:g} seconds: send it faster") from None
+    except ClientDisconnect:
+        raise GoneError from None
+    return bytes(content)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Does some work, and cancels it if the client leaves, with GoneError. The body must have been read."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise GoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        for task in (working, leaving):
+            with suppress(BaseException):
+                await task
+
+
+class EventStream(Response):
+    """Server-sent events, as the API streams chunks: each a JSON object, and at the end ``[DONE]``."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], patience: float) -> None:
+        """patience: seconds that the client may take to read what was sent before it counts as gone."""
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks, self._patience = chunks, patience
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await self._write(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = b"data: [DONE]\n\n"
+        try:
+            async for chunk in self._chunks:
+                await self._body(send, _event(chunk))
+        except Problem as problem:  # the status has been sent already
+            last = _event(problem.body)
+        except GumihoError as error:
+            last = _event(Problem.of(error).body)
+        await self._body(send, last)
+        await self._body(send, b"", more=False)
+
+    async def _body(self, send: Send, content: bytes, more: bool = True) -> None:
+        await self._write(send, {"type": "http.response.body", "body": content, "more_body": more})
+
+    async def _write(self, send: Send, message: dict[str, Any]) -> None:
+        try:
+            await asyncio.wait_for(send(message), self._patience)
+        except (asyncio.TimeoutError, OSError):
+            raise GoneError from None
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")

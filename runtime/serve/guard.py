@@ -1,0 +1,116 @@
+"""What every request goes through: who may ask, errors in the API's form, a line in the log."""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import GumihoError
+from .completions import Request
+from .connection import GoneError
+from .metrics import Metrics
+from .problems import Problem
+
+_log = logging.getLogger("gumiho.serve")
+_GONE = 499  # nginx's status for a client that has closed the connection, in logs and metrics
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask. keys: one of them is required if there are any. origins: of other web pages that may (CORS), ``*`` for all. hosts: names
+    in requests' Host header that are this server's, None for any: a web page can make its own name mean this machine (DNS rebinding).
+    """
+
+    keys: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    hosts: Sequence[str] | None = None
+
+
+class Line:
+    """The log line of one request. asked: the texts that it asks for, if any. body: to be logged too."""
+
+    def __init__(self) -> None:
+        self.begun, self.body, self.streams = perf_counter(), b"", False
+        self.asked: Request | None = None
+
+    def __str__(self) -> str:
+        said = ""
+        if self.asked:
+            usage, stats = self.asked.usage, self.asked.stats
+            said = f", {usage.prompt} + {usage.completion} tokens, {usage.cached} cached, {stats.tau:.2f} a pass"
+            said += ", streamed" if self.streams else ""
+        return said + (f", body {self.body!r}" if self.body else "")
+
+
+class Guard:
+    """Makes ASGI applications of what answers requests."""
+
+    def __init__(self, access: Access, metrics: Metrics) -> None:
+        self._access, self._metrics = access, metrics
+
+    def __call__(self, work: Callable[[HttpRequest, Line], Awaitable[Response]], keyed: bool = True) -> "_Guarded":
+        """keyed: whether it needs a key, if the server has any."""
+        return _Guarded(self, work, keyed)
+
+    def admit(self, request: HttpRequest, keyed: bool) -> None:
+        """Raises Problem for requests that must not be answered."""
+        host = request.headers.get("host", "")
+        name = host[: host.rindex("]") + 1] if "]" in host else host.partition(":")[0]
+        if self._access.hosts is not None and name.lower() not in self._access.hosts:
+            raise Problem(403, f"{name!r} is not this server's name: start it with --allow-host {name}", code="unknown_host")
+        if keyed and self._access.keys:
+            kind, _, given = request.headers.get("authorization", "").partition(" ")
+            same = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]  # all, always
+            if kind.lower() != "bearer" or not any(same):
+                raise Problem(
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+
+    def ended(self, request: HttpRequest, line: Line, status: int) -> None:
+        """A request has ended, with a status of HTTP."""
+        path = getattr(request.scope.get("route"), "path", "other")
+        self._metrics.requests.labels(path, str(status)).inc()
+        _log.info("%s %s %d %.3f s%s", request.method, request.url.path, status, perf_counter() - line.begun, line)
+
+
+class _Guarded:
+    def __init__(self, guard: Guard, work: Callable[[HttpRequest, Line], Awaitable[Response]], keyed: bool) -> None:
+        self._guard, self._work, self._keyed = guard, work, keyed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, line, status = HttpRequest(scope, receive), Line(), _GONE
+
+        async def watched(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            response = await self._respond(request, line)
+            await response(scope, receive, watched)
+        except GoneError:
+            status = _GONE
+        finally:
+            self._guard.ended(request, line, status)
+
+    async def _respond(self, request: HttpRequest, line: Line) -> Response:
+        try:
+            self._guard.admit(request, self._keyed)
+            return await self._work(request, line)
+        except Problem as problem:
+            return problem.response()
+        except GumihoError as error:
+            return Problem.of(error).response()
+        except GoneError:
+            raise
+        except Exception:
+            _log.exception("a request failed")
+            return Problem(500, "the server failed, and its log says why: report it").response()

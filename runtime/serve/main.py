@@ -1,0 +1,151 @@
+"""Serves a bundle over HTTP with OpenAI's API."""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from ..backends import DEVICES, NAMES
+from ..command import argument_parser
+from ..command import run as run_command
+from ..errors import InputError, UnavailableError
+from ..generate_options import read_text
+from ..model import load
+
+_log = logging.getLogger("gumiho.serve")
+_KEY = "GUMIHO_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argument_parser("serve", __doc__)
+    parser.add_argument("bundle", help="folder made by gumiho-export")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
+    parser.add_argument("--streams", type=int, default=4, metavar="N", help="texts decoded at once, each with caches of its own (default: 4)")  # fmt: skip
+    parser.add_argument("--model-name", default="", metavar="NAME", help="the model's name in requests (default: the bundle's folder)")  # fmt: skip
+
+    access = parser.add_argument_group("access")
+    access.add_argument("--api-key", action="append", default=[], metavar="KEY", help=f"key that requests must have; repeatable; better in a file or in {_KEY}, since others see command lines")  # fmt: skip
+    access.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one per line")
+    access.add_argument("--no-api-key", action="store_true", help="listen beyond this machine without a key")
+    access.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="web pages of this origin may send requests (CORS), * for all; repeatable (default: none)")  # fmt: skip
+    access.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="name of this server in requests, besides its address; repeatable (default: any if a key is required)")  # fmt: skip
+
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-tokens", type=int, default=0, metavar="N", help="new tokens of a text at most (default: what the capacity leaves)")  # fmt: skip
+    limits.add_argument(
+        "--max-prompt", type=int, default=0, metavar="N", help="tokens of a prompt at most (default: the capacity)"
+    )
+    limits.add_argument("--max-seconds", type=float, default=600, metavar="S", help="seconds to decode a text at most, 0 for no limit (default: 600)")  # fmt: skip
+    limits.add_argument("--max-body", type=int, default=8 << 20, metavar="BYTES", help="size of a request (default: 8 MiB)")
+    limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="texts of one request (default: 16)")
+    limits.add_argument("--queue", type=int, default=32, metavar="N", help="texts that may wait for a stream; more are refused with status 429 (default: 32)")  # fmt: skip
+    limits.add_argument("--patience", type=float, default=30, metavar="S", help="seconds for a client to send its request, or to read what was sent (default: 30)")  # fmt: skip
+    limits.add_argument("--grace", type=int, default=30, metavar="S", help="seconds for running requests to end after SIGTERM (default: 30)")  # fmt: skip
+
+    parser.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, and with them prompts")
+    parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: as many as compiling found fastest)")  # fmt: skip
+    return parser
+
+
+def _local(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """Raises InputError if a key is needed and none is given, or one is empty or has characters that a header cannot have."""
+    keys = [*args.api_key, *([os.environ[_KEY]] if os.environ.get(_KEY) else [])]
+    if args.api_key_file:
+        keys += [line for line in read_text(args.api_key_file, "the file of API keys").split("\n") if line.strip()]
+    keys = [key.strip() for key in keys]
+    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
+        raise InputError("an API key is empty or has other characters than ASCII's: give another one")
+    if args.api_key_file and not keys:
+        raise InputError(f"'{args.api_key_file}' has no API key: write one per line")
+    if not keys and not args.no_api_key and not _local(args.host):
+        raise InputError(
+            f"--host {args.host} lets other machines in: give --api-key-file FILE or {_KEY}, or --no-api-key to serve everybody"
+        )
+    return keys
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("max_tokens", 0), ("max_prompt", 0), ("max_seconds", 0), ("max_body", 1), ("max_choices", 1), ("queue", 0),
+                        ("grace", 0)):  # fmt: skip
+        if not getattr(args, name) >= least:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give {least} or more")
+    if not args.patience > 0:
+        raise InputError(f"--patience is {args.patience:g}: give more than 0 seconds")
+    if not 0 <= args.port < 1 << 16:
+        raise InputError(f"--port is {args.port}: give 0 to 65535")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{host} port {port} cannot be listened on ({reason}): give another --host or --port") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run_command(lambda: serve(args))
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C."""
+    _check(args)
+    keys = _keys(args)
+    try:
+        import uvicorn
+
+        from .app import Limits, Server
+        from .guard import Access
+        from .idle import ImpatientProtocol
+    except ImportError as error:
+        raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
+    logging.raiseExceptions = False  # where the log cannot be written, serving goes on
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    hosts = {"localhost", "127.0.0.1", "[::1]", args.host.lower(), f"[{args.host.lower()}]", *map(str.lower, args.allow_host)}
+    checked = args.allow_host or (not keys and _local(args.host))
+    access = Access(keys, args.allow_origin, sorted(hosts) if checked else None)
+    limits = Limits(
+        args.max_body, args.max_tokens, args.max_prompt, args.max_seconds, args.queue, args.max_choices, args.patience
+    )
+    with (
+        _listen(args.host, args.port) as listening,
+        load(args.bundle, args.backend, args.device, args.threads, args.streams) as model,
+    ):
+        name = args.model_name or Path(args.bundle).resolve().name
+        app = Server(model, name, limits, access, args.log_prompts).app()
+        ImpatientProtocol.PATIENCE = args.patience
+
+        class Uvicorn(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                super().handle_exit(sig, frame)
+                self._captured_signals.clear()  # it would raise them again, and end with their status
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                host, port = listening.getsockname()[:2]
+                address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                _log.info("%s on %s, OpenAI's API on %s/v1", name, address, address)
+
+        config = uvicorn.Config(
+            app, http=ImpatientProtocol, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
+            timeout_keep_alive=max(5, int(args.patience)), timeout_graceful_shutdown=args.grace,
+        )  # fmt: skip
+        Uvicorn(config).run(sockets=[listening])
+    return 0

@@ -1,0 +1,38 @@
+"""What is wrong with a request, in the API's own form (https://platform.openai.com/docs/guides/error-codes)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ..errors import GumihoError, InputError, UnavailableError
+
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+          429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # fmt: skip
+
+
+class Problem(Exception):
+    """A request that is not answered. status: of HTTP. param: the parameter it is about, if it is about one. code: the API's, if it has
+    one for it."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] = {}
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, str(GumihoError(message)), param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=dict(self.headers))
+
+    @staticmethod
+    def of(error: GumihoError) -> "Problem":
+        """An error of the runtime: the caller's fault if it is about what it was given."""
+        if isinstance(error, InputError):
+            return Problem(400, str(error))
+        return Problem(503 if isinstance(error, UnavailableError) else 500, str(error))

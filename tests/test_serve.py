@@ -1,0 +1,512 @@
+"""The server as its clients see it: the official openai client, raw HTTP, a browser. Texts are those of the model by itself."""
+
+import http.client
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import OpenAI
+
+from runtime import Model, load
+from runtime.serve.app import Limits
+from runtime.serve.bodies import ChatBody, CompletionBody
+from runtime.serve.guard import Access
+from tests.conftest import DEMO, MakeBundle, examples, with_template
+from tests.serving import TEMPLATE, client, logged, served
+
+USER = [{"role": "user", "content": "def main(argv):"}]
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def model(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    bundle = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+    with load(with_template(bundle, tmp_path_factory.mktemp("served") / "demo", TEMPLATE), threads=1, streams=3) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> Iterator[Model]:
+    """The same bundle once more, which shows what texts should be."""
+    with load(model.bundle.path, threads=1) as alone:
+        yield alone
+
+
+@pytest.fixture(scope="module")
+def address(model: Model) -> Iterator[str]:
+    with served(model) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def api(address: str) -> OpenAI:
+    return client(address)
+
+
+def expected(alone: Model, messages: Any = USER, count: int = 30, **options: Any) -> str:
+    return "".join(alone.generate(alone.chat(messages), count, **options))
+
+
+def test_a_conversation(api: OpenAI, alone: Model) -> None:
+    answer = api.chat.completions.create(model="demo", messages=USER, temperature=0, max_tokens=30)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == expected(alone)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(alone.chat(USER))
+    assert answer.usage.completion_tokens == 30
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
+    # The next turn reads only what is new.
+    more = [*USER, {"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "x = 1"}]
+    second = api.chat.completions.create(model="demo", messages=more, temperature=0, max_completion_tokens=10)  # type: ignore[arg-type]
+    assert second.choices[0].message.content == expected(alone, more, 10)
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) > len(alone.chat(USER)) // 2
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"temperature": 0}, {}),
+        ({"temperature": 0.9, "seed": 7, "top_p": 0.9}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}),
+        ({"seed": -5}, {"temperature": 1.0, "seed": (1 << 64) - 5}),
+        ({"temperature": 0, "stop": ["\n"]}, {"stop": "\n"}),
+        ({"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}),
+        ({"temperature": 0, "logit_bias": {"10": -100, "11": 5}}, {"logit_bias": {10: float("-inf"), 11: 5}}),
+        (
+            {"seed": 1, "extra_body": {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3}},
+            {"seed": 1, "temperature": 1.0, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3},
+        ),
+    ],
+)  # fmt: skip
+def test_settings(api: OpenAI, alone: Model, options: dict[str, Any], same: dict[str, Any]) -> None:
+    text = expected(alone, **same)
+    answer = api.chat.completions.create(model="demo", messages=USER, max_tokens=30, **options)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == text
+    stream = api.chat.completions.create(
+        model="demo", messages=USER, max_tokens=30, stream=True, stream_options={"include_usage": True}, **options
+    )  # type: ignore[call-overload]
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == answer.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert chunks[-1].choices == []
+
+
+def test_completions_of_several_prompts(api: OpenAI, alone: Model) -> None:
+    prompts = ["import ", "class A:\n"]
+    answer = api.completions.create(model="demo", prompt=prompts, n=2, seed=5, max_tokens=12)
+    texts = ["".join(alone.generate(one, 12, temperature=1.0, seed=5 + i)) for one in prompts for i in range(2)]
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(alone.encode(one)) for one in prompts)
+    assert answer.usage.completion_tokens == 48
+    streamed = [""] * 4
+    for chunk in api.completions.create(model="demo", prompt=prompts, n=2, seed=5, max_tokens=12, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+    by_ids = api.completions.create(model="demo", prompt=[alone.encode(one) for one in prompts], temperature=0, max_tokens=5)
+    assert [choice.text for choice in by_ids.choices] == ["".join(alone.generate(one, 5)) for one in prompts]
+
+
+def test_logprobs(api: OpenAI, alone: Model) -> None:
+    generation = alone.generate(alone.chat(USER), 12, logprobs=3)
+    text = "".join(generation)
+    asked: Any = {"model": "demo", "messages": USER, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    answer = api.chat.completions.create(**asked)
+    listed = answer.choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in listed).decode() == text
+    np.testing.assert_allclose([one.logprob for one in listed], [one.logprob for one in generation.logprobs])
+    likely = [[other.logprob for other in one.top_logprobs] for one in listed]
+    np.testing.assert_allclose(likely, [[logprob for _, logprob in one.top] for one in generation.logprobs])
+    streamed = [chunk.choices[0].logprobs for chunk in api.chat.completions.create(stream=True, **asked)]
+    assert [one for part in streamed if part for one in part.content] == listed
+    old = api.completions.create(model="demo", prompt=alone.chat(USER), temperature=0, max_tokens=12, logprobs=3)
+    lists = old.choices[0].logprobs
+    assert lists is not None
+    assert lists.tokens is not None
+    np.testing.assert_allclose(lists.token_logprobs, [one.logprob for one in generation.logprobs])
+    assert lists.text_offset == [len("".join(lists.tokens[:i])) for i in range(12)]
+
+
+def test_guided_texts(api: OpenAI) -> None:
+    formats: tuple[Any, ...] = (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+    )
+    for form in formats:
+        answer = api.chat.completions.create(
+            model="demo", messages=USER, seed=3, max_tokens=60, response_format=form, temperature=0.3  # type: ignore[arg-type]
+        )  # fmt: skip
+        if answer.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"age"}
+    by_regex = api.completions.create(model="demo", prompt="v", max_tokens=9, extra_body={"regex": "[0-9]{2}-[0-9]{2}"})
+    assert re.fullmatch("[0-9]{2}-[0-9]{2}", by_regex.choices[0].text)
+
+
+def test_sources_name_what_drafted_each_token(api: OpenAI, alone: Model) -> None:
+    stream = api.chat.completions.create(
+        model="demo", messages=USER, temperature=0, max_tokens=30, stream=True, extra_body={"sources": True}  # type: ignore[arg-type]
+    )  # fmt: skip
+    sources = [source for chunk in stream for source in (chunk.choices[0].model_extra or {}).get("sources", ())]
+    assert "".join(text for text, _ in sources) == expected(alone)
+    assert {name for _, name in sources} <= {"target", "serial 1", "serial 2", "head 1", "head 2", "head 3", "lookup"}
+    assert len({name for _, name in sources}) > 1
+
+
+def test_clients_at_once_get_their_own_texts(api: OpenAI, alone: Model) -> None:
+    """More than there are streams."""
+    jobs = [([{"role": "user", "content": f"def f{i}(x):"}], i) for i in range(10)]
+    texts = [expected(alone, messages, 25, temperature=0.7, seed=seed) for messages, seed in jobs]
+    found: dict[int, str | None] = {}
+
+    def ask(messages: Any, seed: int) -> None:
+        answer = api.chat.completions.create(model="demo", messages=messages, max_tokens=25, temperature=0.7, seed=seed)
+        found[seed] = answer.choices[0].message.content
+
+    threads = [threading.Thread(target=ask, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.get(seed) for _, seed in jobs] == texts
+
+
+def test_a_prompt_that_another_stream_has_read_is_copied(model: Model, alone: Model) -> None:
+    first, second = model.stream(), model.stream()
+    prompt = np.random.default_rng(0).integers(3, 900, 120).tolist()
+    list(first.generate(prompt, 8).cycles())
+    assert second.adopt(first, [*prompt[:100], 5, 6, 7])
+    generation = second.start([*prompt[:100], 5, 6, 7], alone.generate([1], 20).settings, resume=True)
+    list(generation.cycles())
+    assert generation.stats.cached_tokens >= 98
+    assert generation.ids == [
+        token for cycle in alone.generate([*prompt[:100], 5, 6, 7], 20).cycles() for token in cycle.tokens
+    ]
+    with first._held(turn=False):  # as while it reads a prompt
+        found = []
+        thread = threading.Thread(target=lambda: found.append(second.adopt(first, prompt)))
+        thread.start()
+        thread.join()
+    assert found == [False]
+    first.close()
+    second.close()
+
+
+# --- requests that are refused --------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
+    for body, call in ((ChatBody, api.chat.completions.create), (CompletionBody, api.completions.create)):
+        asked: dict[str, Any] = {"messages": USER} if body is ChatBody else {"prompt": "a"}
+        for name, neutral in body.UNSUPPORTED.items():
+            with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as error:
+                call(model="demo", max_tokens=1, **asked, extra_body={name: {"odd": 1}})  # type: ignore[operator]
+            assert error.value.param == name
+            for value in (*neutral, None):
+                call(model="demo", max_tokens=1, **asked, extra_body={name: value})  # type: ignore[operator]
+        with pytest.raises(openai.BadRequestError, match="there is no parameter nonsense"):
+            call(model="demo", **asked, extra_body={"nonsense": 1})  # type: ignore[operator]
+    for path in ("responses", "embeddings"):
+        with pytest.raises(openai.NotFoundError, match="is not supported"):
+            api.post(f"/{path}", cast_to=object, body={})
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+        api.chat.completions.create(model="gpt-4", messages=USER)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("gpt-4")
+    assert api.models.retrieve("demo").id == api.models.list().data[0].id == "demo"
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError, match="'image_url' is not supported"):
+        api.chat.completions.create(model="demo", messages=image)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"n": 0}, "n: "),
+        ({"n": 17}, "ask for 1 to 16"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 500}]}, "capacity is 200"),
+        ({"messages": [{"role": "clown", "content": "x"}]}, "messages.0.role"),
+        ({"top_logprobs": 3}, "needs logprobs"),
+        ({"logit_bias": {"nobody": 1}}, "give token ids"),
+        ({"logit_bias": {"99999": 1}}, "99999"),
+        ({"response_format": {"type": "json_schema"}}, "no json_schema"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "exclude"),
+        ({"grammar": "start: ("}, "grammar is wrong"),
+        ({"stop": ["a"] * 17}, "at most 16"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+def test_wrong_values_are_named(api: OpenAI, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as error:
+        api.chat.completions.create(**{"model": "demo", "messages": USER, "extra_body": options})  # type: ignore[call-overload]
+    assert error.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+def post(address: str, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, json.loads(content), dict(response.getheaders())
+
+
+def test_bodies_that_are_no_requests(model: Model) -> None:
+    with served(model, Limits(body=2000, patience=1)) as address:
+        for body, status, message in (
+            (b"", 400, "not JSON"), (b"{", 400, "not JSON"), (b"\xff", 400, "not JSON"), (b"[1]", 400, "list instead of a JSON object"),
+            (b'{"temperature": NaN}', 400, "NaN"), (b'{"temperature": 1e999}', 400, "too large"), (b"[" * 1500, 400, "not JSON"),
+            (b" " * 2001, 413, "--max-body"),
+        ):  # fmt: skip
+            found, answer, _ = post(address, body)
+            assert (found, message in answer["error"]["message"]) == (status, True), answer
+        assert post(address, b"{}", **{"Content-Type": "text/plain"})[0] == 415
+        assert post(address, b"{}", path="/v1/models")[0] == 405
+        surrogate = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}).encode()
+        assert post(address, surrogate)[0] == 400
+        chunked = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        chunked.request(
+            "POST", "/v1/completions", iter([b"x" * 1500] * 2), {"Content-Type": "application/json"}, encode_chunked=True
+        )
+        assert chunked.getresponse().status == 413
+        chunked.close()
+        with socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])), timeout=30) as late:
+            late.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            )
+            assert b" 408 " in late.recv(1000)
+
+
+def test_keys(model: Model) -> None:
+    with served(model, access=Access(keys=["secret", "other"])) as address:
+        for key in ("secret", "other"):
+            assert client(address, key).models.list().data
+        for wrong in ("", "secre", "secret2"):
+            status, answer, _ = post(address, b"{}", Authorization=f"Bearer {wrong}")
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        for path, status in (("/health", 200), ("/", 200), ("/metrics", 401), ("/v1/models", 401)):
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+            connection.request("GET", path)
+            assert connection.getresponse().status == status
+            connection.close()
+
+
+def test_other_pages_and_other_names(model: Model) -> None:
+    with served(model, access=Access(origins=["https://good.example"], hosts=["localhost", "127.0.0.1", "[::1]"])) as address:
+        for host, status in (("localhost:1", 415), ("[::1]:5", 415), ("evil.example", 403), ("", 403)):
+            assert post(address, b"{}", Host=host, **{"Content-Type": "x"})[0] == status
+        _, _, headers = post(address, b"{}", Origin="https://good.example")
+        assert headers["access-control-allow-origin"] == "https://good.example"
+        _, _, headers = post(address, b"{}", Origin="https://evil.example")
+        assert "access-control-allow-origin" not in headers
+
+
+def test_a_full_queue_is_told(model: Model) -> None:
+    long = {"model": "demo", "prompt": "a", "stream": True, "max_tokens": 190}
+    with served(model, Limits(queue=1)) as address:
+        with held(model):  # no stream gets a turn
+            opened = [streaming(address, long) for _ in range(3)]
+            sleep(0.2)
+            opened.append(streaming(address, long))  # waits
+            sleep(0.2)
+            status, answer, headers = post(address, json.dumps(long).encode(), "/v1/completions")
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            assert int(headers["retry-after"]) >= 1
+        for connection in opened:
+            assert b"[DONE]" in connection.getresponse().read()
+            connection.close()
+
+
+def held(model: Model) -> Any:
+    return model._loaded.turns.of(-1)
+
+
+def streaming(address: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return connection
+
+
+def running(address: str) -> float:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return sum(float(value) for value in re.findall(r"^vllm:num_requests_(?:running|waiting) (.*)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_text(model: Model, address: str, stream: bool) -> None:
+    """Also while it waits for a stream, and while its prompt is read."""
+    with held(model):
+        opened = [
+            streaming(address, {"model": "demo", "prompt": "a" * 99, "stream": stream, "max_tokens": 150}) for _ in range(5)
+        ]
+        deadline = monotonic() + 30
+        while running(address) < 5 and monotonic() < deadline:
+            sleep(0.01)
+        assert running(address) == 5
+        for connection in opened:
+            connection.close()
+    while running(address) and monotonic() < deadline:
+        sleep(0.01)
+    assert running(address) == 0
+    assert client(address).completions.create(model="demo", prompt="a", max_tokens=2).choices
+
+
+def test_connections_that_send_nothing_are_closed(model: Model) -> None:
+    with served(model, Limits(patience=0.5)) as address:
+        port = int(address.rsplit(":", 1)[1])
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as idle:
+                idle.sendall(sent)
+                while idle.recv(1000):
+                    pass
+
+
+def test_a_client_that_does_not_read_is_left(model: Model) -> None:
+    """What it is sent fills the buffers of both sides."""
+    body = {"model": "demo", "prompt": ["a"] * 16, "max_tokens": 190, "logprobs": 5, "stream": True}
+    with logged() as lines, served(model, Limits(patience=0.5)) as address:
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            lazy.connect(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+            content = json.dumps(body).encode()
+            lazy.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+            )
+            deadline = monotonic() + 60
+            while not lines and monotonic() < deadline:
+                sleep(0.05)
+        told = re.search(r"/v1/completions .* \+ (\d+) tokens", lines[0])
+        assert told
+        assert int(told[1]) < 16 * 190
+        while running(address):
+            assert monotonic() < deadline
+            sleep(0.05)
+
+
+# --- what it tells --------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_holds_no_prompts(model: Model) -> None:
+    for told in (False, True):
+        with logged() as lines, served(model, log_prompts=told) as address:
+            client(address).completions.create(model="demo", prompt="hush", max_tokens=3)
+        assert len(lines) == 1
+        assert re.match(r"POST /v1/completions 200 [0-9.]+ s, \d+ \+ 3 tokens, \d cached, [0-9.]+ a pass", lines[0])
+        assert ("hush" in lines[0]) is told
+
+
+def test_metrics(model: Model) -> None:
+    with served(model) as address:
+        api = client(address)
+        for _ in range(2):
+            api.chat.completions.create(model="demo", messages=USER, temperature=0, max_tokens=20)  # type: ignore[arg-type]
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+    values = {name: float(value) for name, value in re.findall(r"^([^# ][^ ]*) (.*)$", text, re.MULTILINE)}
+    assert values["vllm:generation_tokens_total"] == 40
+    assert values['vllm:request_success_total{finished_reason="length"}'] == 2
+    assert values["vllm:time_to_first_token_seconds_count"] == 2
+    assert values["vllm:prompt_tokens_total"] == 2 * len(model.chat(USER))
+    assert values["vllm:prefix_cache_hits_total"] > 0
+    accepted = values["vllm:spec_decode_num_accepted_tokens_total"] + values["gumiho:looked_up_tokens_total"]
+    assert accepted + values["gumiho:target_passes_total"] + 2 == pytest.approx(40, abs=2)
+    assert values["gumiho:streams"] == 3
+    assert values['gumiho:http_requests_total{path="/v1/chat/completions",status="200"}'] == 2
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
+)  # fmt: skip
+NAMES = sorted(
+    {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.UNSUPPORTED, *CompletionBody.UNSUPPORTED} - {"model"}
+)
+SANE = st.fixed_dictionaries(
+    {"prompt": st.text(max_size=9) | st.lists(st.integers(0, 3000), max_size=9), "messages": st.just(USER)},
+    optional={
+        "max_tokens": st.integers(0, 5), "temperature": st.floats(0, 2), "stop": st.text(max_size=2), "n": st.integers(1, 3),
+        "logit_bias": st.dictionaries(st.integers(0, 2100).map(str), st.floats(-100, 100), max_size=2), "stream": st.booleans(),
+    },
+)  # fmt: skip
+
+
+@given(SANE, st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2), st.booleans())
+@examples(300)
+def test_no_body_breaks_the_server(address: str, sane: dict[str, Any], odd: dict[str, Any], chat: bool) -> None:
+    """Whatever is sent is answered, or refused with a sentence."""
+    sane.pop("prompt" if chat else "messages")
+    body = {"model": "demo", "max_tokens": 3, **sane, **odd}
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    assert response.status in (200, 400, 404), content
+    if response.status != 200:
+        assert set(json.loads(content)["error"]) == {"message", "type", "param", "code"}
+    elif "event-stream" in (response.getheader("content-type") or ""):
+        events = [line.removeprefix(b"data: ") for line in content.split(b"\n\n") if line]
+        assert events.pop() == b"[DONE]"
+        for event in events:
+            assert json.loads(event)["choices"] or body.get("stream_options")
+    else:
+        assert json.loads(content)["choices"]
+
+
+def test_page(browser: Any, address: str, alone: Model) -> None:
+    tab, complaints = browser.new_page(viewport={"width": 900, "height": 700}), list[str]()
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(f"{address}/")
+    tab.locator("#model", has_text="demo").wait_for()
+    tab.fill("#most", "40")
+    tab.fill("#text", "def main(argv):")
+    tab.keyboard.press("Enter")
+    tab.locator("article.assistant small", has_text="tokens").wait_for()
+    shown = "".join(tab.locator("article.assistant .token").all_text_contents())
+    assert shown == expected(alone, count=40)
+    assert tab.locator("article.assistant .token.d1").count() > 0
+    assert tab.locator("article.assistant small").text_content().startswith("40 tokens")
+    tab.fill("#most", "0")
+    tab.fill("#temperature", "9")
+    tab.fill("#text", "<b>x</b>")
+    tab.click("#send")
+    tab.locator("article.bad", has_text="temperature").wait_for()
+    assert tab.locator("article.user").last.text_content() == "<b>x</b>"
+    assert [one for one in complaints if "400" not in one] == []
+
+
+def test_page_asks_for_a_key(browser: Any, model: Model) -> None:
+    with served(model, access=Access(keys=["secret"])) as address:
+        tab = browser.new_page()
+        tab.goto(f"{address}/")
+        tab.locator("#model", has_text="the API key is missing").wait_for()
+        tab.fill("#key", "secret")
+        tab.fill("#most", "5")
+        tab.fill("#text", "import")
+        tab.click("#send")
+        tab.locator("article.assistant small", has_text="5 tokens").wait_for()
+        tab.close()

@@ -1,0 +1,154 @@
+"""``gumiho serve`` as a process: how it starts, what it refuses, how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.serve.main import main
+from tests.conftest import DEMO, MakeBundle, with_template
+from tests.serving import TEMPLATE, client
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+    return with_template(made, tmp_path_factory.mktemp("served") / "demo", TEMPLATE)
+
+
+class Running:
+    def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
+        self.process, self.address = process, address
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextmanager
+def started(bundle: Path, *options: str, log: Any = None, **environment: str) -> Iterator[Running]:
+    """The command with its log on a pipe, or in a file."""
+    argv = [sys.executable, "-m", "runtime.serve", str(bundle), "--port", "0", "--threads", "1", *options]
+    if log is None:
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | environment)
+        assert process.stderr
+        line = next((line for line in process.stderr if "OpenAI's API on" in line), "")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        address = line.split(" on ")[1].split(",")[0]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        argv[argv.index("0")] = str(port)
+        process = subprocess.Popen(argv, stderr=log, text=True, cwd=ROOT, env=os.environ | environment)
+        address = f"http://127.0.0.1:{port}"
+    try:
+        yield Running(process, address)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_it_answers_and_ends(bundle: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with started(bundle, "--streams", "2", "--model-name", "mine") as running:
+            api = client(running.address)
+            assert api.models.list().data[0].id == "mine"
+            assert api.completions.create(model="mine", prompt="import ", max_tokens=4).usage
+            assert running.stop(number) == 0
+
+
+def test_running_requests_end_before_the_server_does(bundle: Path) -> None:
+    with started(bundle, "--grace", "30") as running:
+        stream = client(running.address).completions.create(
+            model="demo", prompt="import ", max_tokens=190, temperature=0, stream=True, logprobs=5
+        )
+        first = next(iter(stream))
+        running.process.send_signal(signal.SIGTERM)
+        chunks = [first, *stream]
+        assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+        assert running.process.wait(60) == 0
+
+
+def test_grace_ends(bundle: Path) -> None:
+    """A client that never finishes does not keep the server."""
+    with started(bundle, "--grace", "1", "--patience", "1000") as running:
+        port = int(running.address.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port)) as waiting:
+            waiting.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            )
+            assert running.stop() == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_log_that_cannot_be_written_stops_nothing(bundle: Path) -> None:
+    with Path("/dev/full").open("w") as full, started(bundle, log=full) as running:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{running.address}/health", timeout=10).read()
+                break
+            except urllib.error.URLError:
+                assert running.process.poll() is None
+                threading.Event().wait(0.1)
+        api = client(running.address)
+        assert len([api.completions.create(model="demo", prompt="a", max_tokens=2) for _ in range(3)]) == 3
+        assert running.stop() == 0
+
+
+def test_keys(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\ntwo \n")
+    with started(bundle, "--api-key-file", str(file), GUMIHO_API_KEY="three") as running:
+        for key in ("one", "two", "three"):
+            assert client(running.address, key).models.list().data
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(f"{running.address}/v1/models", timeout=10)
+        assert json.loads(error.value.read())["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "--no-api-key"),
+        (["--host", "::"], "--api-key-file"),
+        (["--host", "300.1.1.1", "--no-api-key"], "cannot be listened on"),
+        (["--port", "70000"], "0 to 65535"),
+        (["--streams", "0"], "streams is 0"),
+        (["--queue", "-1"], "--queue is -1"),
+        (["--patience", "0"], "--patience"),
+        (["--max-seconds", "nan"], "--max-seconds"),
+        (["--api-key", "é"], "API key"),
+        (["--api-key-file", "/nowhere"], "API keys cannot be read"),
+        (["--backend", "nothing"], "there is no backend"),
+    ],
+)
+def test_wrong_options(bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main([str(bundle), "--port", "0", *options]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_a_port_that_is_taken(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([str(bundle), "--port", str(taken.getsockname()[1])]) == 1
+    assert "give another --host or --port" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main([str(bundle)]) == 1
+    assert "pip install '.[serve]'" in capsys.readouterr().err
