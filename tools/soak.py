@@ -1,0 +1,236 @@
+"""Serves a bundle for a long time under clients that behave badly, and checks every answer afterwards by plain decoding.
+
+    python -m tools.soak BUNDLE --prompts FILE ... --minutes 60
+
+starts ``gumiho serve`` with its log on a full disk (``/dev/full``), and clients that ask the prompts with random settings, streamed or not, read
+slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds the
+server tells its memory and open files (``/metrics``). Then every whole answer is decoded again, plainly, with fresh caches. Writes
+``OUT/soak.json``; exit status 1 if an answer differs by more than a near-tie, a request had no answer, or memory or files have grown.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from runtime import GumihoError, Model, load
+from runtime.lossless import differences
+from tools.load import read_prompts
+
+_SAMPLE_SECONDS, _SETTLED_SECONDS = 10, 600  # memory counts from the tenth minute on, or the second half of a shorter run
+_MOST_GROWTH = 20 << 20  # bytes
+_KINDS = {"whole": 5, "streamed": 5, "slow": 1, "left": 3, "nonsense": 2}  # how often, in parts
+
+
+@dataclass
+class Soak:
+    """What has happened so far."""
+
+    port: int
+    prompts: Sequence[str]
+    most: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counts: Counter[str] = field(default_factory=Counter)
+    answers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes, open files
+
+    def client(self, seed: int, until: float) -> None:
+        draw = random.Random(seed)
+        while monotonic() < until:
+            kind = draw.choices([*_KINDS], [*_KINDS.values()])[0]
+            body = self.request(draw)
+            try:
+                done = self.ask(kind, body, draw)
+            except (OSError, HTTPException, ValueError, KeyError) as error:
+                done = "no answer"
+                with self.lock:
+                    self.problems.append(f"{kind}: {type(error).__name__}: {error}")
+            with self.lock:
+                self.counts[f"{kind}: {done}"] += 1
+
+    def request(self, draw: random.Random) -> dict[str, Any]:
+        """A conversation of one or several turns, with random settings."""
+        turns = [draw.choice(self.prompts)[: draw.choice([60, 300, 1500])] for _ in range(draw.choice([1, 1, 1, 3]))]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        settings: list[dict[str, Any]] = [
+            {"temperature": 0}, {"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40},
+            {"temperature": 0, "repetition_penalty": 1.1}, {"temperature": 0.7, "stop": ["\n\n"], "frequency_penalty": 0.3},
+        ]  # fmt: skip
+        return {
+            "messages": messages,
+            "seed": draw.randrange(1 << 31),
+            "max_tokens": draw.randint(1, self.most),
+            **draw.choice(settings),
+        }
+
+    def ask(self, kind: str, body: dict[str, Any], draw: random.Random) -> str:
+        """Returns how the request ended."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
+        try:
+            stream = kind in ("streamed", "slow") or (kind == "left" and draw.random() < 0.5)
+            content = json.dumps({"model": "soak", "stream": stream, **body})
+            if kind == "nonsense":
+                content = draw.choice([content[: draw.randrange(len(content))], '{"model": "soak", "messages": 5}', "[]", "\x00" * 99, content.replace("seed", "sead")])  # fmt: skip
+            connection.request("POST", "/v1/chat/completions", content.encode(), {"Content-Type": "application/json"})
+            if kind == "left":
+                sleep(draw.random() * 0.6)
+                return "left"
+            response = connection.getresponse()
+            if kind == "nonsense" or response.status != 200:
+                text = json.loads(response.read())["error"]["message"]
+                if response.status >= 500 or (kind != "nonsense" and response.status != 429):
+                    raise ValueError(f"status {response.status}: {text}")
+                return str(response.status)
+            text = (
+                self.streamed(response, kind == "slow")
+                if stream
+                else json.loads(response.read())["choices"][0]["message"]["content"]
+            )
+            with self.lock:
+                self.answers.append((body, text))
+            return "200"
+        finally:
+            connection.close()
+
+    @staticmethod
+    def streamed(response: Any, slowly: bool) -> str:
+        text, ended = "", False
+        for line in response:
+            if slowly:
+                sleep(0.02)
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+            elif line.startswith(b"data: "):
+                text += "".join(choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"])
+        if not ended:
+            raise ValueError("the stream ended before its end")
+        return text
+
+    def sample(self, seconds: float) -> None:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        values = [
+            re.search(rf"^{name} (.*)$", text, re.MULTILINE) for name in ("process_resident_memory_bytes", "process_open_fds")
+        ]
+        memory, files = (int(float(value[1])) for value in values if value)
+        self.samples.append((seconds, memory, files))
+
+    def growth(self) -> tuple[int, int]:
+        """Bytes and open files between the first and the last sample once caches are warm."""
+        settled = min(_SETTLED_SECONDS, self.samples[-1][0] / 2)
+        later = [sample for sample in self.samples if sample[0] >= settled]
+        return later[-1][1] - later[0][1], later[-1][2] - later[0][2]
+
+
+def check(model: Model, answers: Sequence[tuple[dict[str, Any], str]]) -> tuple[int, int, list[str]]:
+    """Decodes every answer again, plainly. Returns tokens, near-ties, and what differs otherwise."""
+    tokens, ties, odd = 0, 0, list[str]()
+    for number, (body, text) in enumerate(answers):
+        options = {name: value for name, value in body.items() if name not in ("messages", "max_tokens")}
+        generation = model.generate(model.chat(body["messages"]), body["max_tokens"], speculate=False, **options)
+        plain = "".join(generation)
+        tokens += len(generation.ids)
+        if plain != text:
+            again = model.generate(generation.prompt, body["max_tokens"], **options)
+            again_text = "".join(again)
+            found = differences(model, again) if again_text == text else []
+            ties += bool(found) and all(one.near for one in found)
+            if not found or not all(one.near for one in found):
+                odd.append(f"{json.dumps(body)}: {text!r} instead of {plain!r}")
+        if number % 50 == 49:
+            print(
+                f"{number + 1} of {len(answers)} answers checked, {tokens} tokens, {len(odd)} differ, {ties} near-ties",
+                flush=True,
+            )
+    return tokens, ties, odd
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSONL with 'turns' or 'prompt'")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=6, help="more than there are streams (default: 6)")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of an answer at most (default: 64)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/soak"), help="folder for the report and two copies of the bundle"
+    )
+    args = parser.parse_args(argv)
+    served, other = args.out / "soak", args.out / "other"
+    for copy in (served, other):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(
+            args.bundle,
+            copy,
+            copy_function=os.link if os.stat(args.bundle).st_dev == os.stat(args.out.parent).st_dev else shutil.copy2,
+        )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    soak = Soak(port, read_prompts(args.prompts, 40), args.new_tokens)
+    command = [sys.executable, "-m", "runtime.serve", str(served), "--port", str(port), "--streams", str(args.streams)]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(command, stderr=full)
+    try:
+        for _ in range(600):
+            try:
+                soak.sample(0)
+                break
+            except OSError:
+                sleep(0.1)
+        started = monotonic()
+        until = started + 60 * args.minutes
+        clients = [threading.Thread(target=soak.client, args=(seed, until)) for seed in range(args.clients)]
+        for client in clients:
+            client.start()
+        renamed = False
+        while any(client.is_alive() for client in clients):
+            sleep(_SAMPLE_SECONDS)
+            soak.sample(monotonic() - started)
+            if not renamed and monotonic() > (started + until) / 2:
+                served.rename(args.out / "before")
+                other.rename(served)
+                renamed = True
+        sleep(2)
+        soak.sample(monotonic() - started)
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(60)
+    finally:
+        process.kill()
+    print(f"{dict(soak.counts)}; {len(soak.answers)} answers to check; server's exit status {status}", flush=True)
+    with load(args.bundle) as model:
+        tokens, ties, odd = check(model, soak.answers)
+    bytes_grown, files_grown = soak.growth()
+    report = {
+        "minutes": args.minutes, "clients": args.clients, "streams": args.streams, "requests": dict(soak.counts), "answers": len(soak.answers),
+        "tokens": tokens, "near_ties": ties, "differ": odd, "problems": soak.problems, "bytes_grown": bytes_grown, "files_grown": files_grown,
+        "exit_status": status, "samples": soak.samples,
+    }  # fmt: skip
+    (args.out / "soak.json").write_text(json.dumps(report, indent=1), "utf-8")
+    print({name: value for name, value in report.items() if name != "samples"})
+    return int(bool(odd or soak.problems or status or bytes_grown > _MOST_GROWTH or files_grown > 0))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except GumihoError as error:
+        sys.exit(f"error: {error}")
