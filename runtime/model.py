@@ -77,10 +77,7 @@ class Model:
 
     def stream(self) -> "Model":
         """Another stream over the same engines and weights, with caches of its own; a model like this one. Closing it frees its caches,
-        on a GPU once all streams are closed; closing the model that ``load`` returned closes its streams too.
-
-        Raises UnavailableError if memory does not hold its caches.
-        """
+        on a GPU once all streams are closed. Raises UnavailableError if memory does not hold its caches."""
         with self._held():
             if self._loaded.backend:
                 require_stream(self.bundle, self._loaded.backend)
@@ -136,14 +133,15 @@ class Model:
             raise InputError(f"there is no token {outside}: ids go from 0 to {self.vocabulary_size - 1}")
         return str(self.bundle.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``.
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``. tools: functions
+        that the template tells the target of, if it knows tools, in the form of OpenAI's API.
 
         Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """
         if self.chat_template is None:
             raise InputError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
-        return self.encode(self.chat_template.render(messages), special=False)
+        return self.encode(self.chat_template.render(messages, tools=tools), special=False)
 
     def generate(
         self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"

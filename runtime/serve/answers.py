@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from ..decoding.logprobs import TokenLogprobs
 from .spelling import Spelling
+from .tools import Call, Splitter, Tools
 
 _LOWEST = -9999.0  # what the API writes for a probability of 0: JSON has no infinity
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "time": "length", "cancelled": "stop"}
@@ -82,22 +83,36 @@ class _Headed:
         return {**self._head(chunk=True), "choices": [], "usage": usage.body()}
 
 
+@dataclass
 class ChatAnswer(_Headed):
-    """Of /v1/chat/completions."""
+    """Of /v1/chat/completions. tools: that may be called."""
 
+    tools: Tools | None = None
     prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._splitters: dict[int, Splitter] = {}
 
     def whole(self, choices: Sequence[Sequence[Part]], usage: Usage) -> dict[str, Any]:
         return {**self._head(chunk=False), "choices": [self._choice(*one) for one in enumerate(choices)], "usage": usage.body()}
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None}
+        text, reason, calls = "".join(part.text for part in parts), _FINISH[parts[-1].finish_reason or "stop"], list[Call]()
+        if self.tools:
+            splitter = Splitter(self.tools)
+            free = splitter.push(text)
+            rest, calls = splitter.end()
+            text = free + rest
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.body() for call in calls]}
         listed = [one for part in parts for one in part.logprobs]
         return {
             "index": index,
             "message": message,
             "logprobs": self._listed(listed),
-            "finish_reason": _FINISH[parts[-1].finish_reason or "stop"],
+            "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
             **_sources(parts),
         }
 
@@ -105,11 +120,20 @@ class ChatAnswer(_Headed):
         return [self._delta(choice, {"role": "assistant", "content": ""})]
 
     def chunks(self, choice: int, part: Part) -> list[dict[str, Any]]:
-        found = []
-        if part.text or part.logprobs or part.sources:
-            found.append(self._delta(choice, {"content": part.text}, self._listed(part.logprobs), **_sources([part])))
+        found, text, calls = [], part.text, list[Call]()
+        if self.tools:
+            splitter = self._splitters.setdefault(choice, Splitter(self.tools))
+            text = splitter.push(text)
+            if part.finish_reason:
+                rest, calls = splitter.end()
+                text += rest
+        if text or part.logprobs or part.sources:
+            found.append(self._delta(choice, {"content": text}, self._listed(part.logprobs), **_sources([part])))
+        for index, call in enumerate(calls):
+            found.append(self._delta(choice, {"tool_calls": [{"index": index, **call.body()}]}))
         if part.finish_reason:
-            found.append(self._delta(choice, {}, finish_reason=_FINISH[part.finish_reason]))
+            reason = _FINISH[part.finish_reason]
+            found.append(self._delta(choice, {}, finish_reason="tool_calls" if calls and reason == "stop" else reason))
         return found
 
     def _delta(

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from ..decoding.grammar import Grammar
 from ..model import Model
 from .answers import Answer, ChatAnswer, Part, TextAnswer
 from .bodies import Body, ChatBody, CompletionBody, decoded
@@ -130,17 +131,21 @@ class Server:
     async def _chat(self, request: HttpRequest, line: Line) -> Response:
         body = ChatBody.of(await self._body(request, line))
         self._require_model(body.model)
-        prompt = self._model.chat([message.plain() for message in body.messages])
-        asked = self._asked(body, [prompt], body.limit)
-        return await self._answer(
-            request, line, body, asked, ChatAnswer(self._name, self._spelling, body.logprobs, body.streams_usage)
-        )
+        template = self._model.chat_template
+        tools = body.offered(template.text if template else None)
+        listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
+        prompt = self._model.chat([message.plain() for message in body.messages], listed)
+        if tools and tools.mark:
+            prompt += self._model.encode(tools.mark, special=False)
+        asked = self._asked(body, [prompt], body.limit, tools.guide() if tools else body.guide())
+        answer = ChatAnswer(self._name, self._spelling, body.logprobs, body.streams_usage, tools=tools)
+        return await self._answer(request, line, body, asked, answer)
 
     async def _text(self, request: HttpRequest, line: Line) -> Response:
         body = CompletionBody.of(await self._body(request, line))
         self._require_model(body.model)
         prompts = [self._model.encode(one) if isinstance(one, str) else one for one in body.prompts()]
-        asked = self._asked(body, prompts, body.limit)
+        asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
         return await self._answer(
             request, line, body, asked, TextAnswer(self._name, self._spelling, listed, body.streams_usage)
@@ -153,7 +158,7 @@ class Server:
         line.body = content if self._log_prompts else b""
         return decoded(content)
 
-    def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None) -> Request:
+    def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None, guide: Grammar | None) -> Request:
         """What a body asks for, within the limits. Raises Problem and InputError."""
         limits = self._limits
         if not prompts or body.n * len(prompts) > limits.choices:
@@ -165,7 +170,7 @@ class Server:
                 code="context_length_exceeded",
             )
         most = min(limit if limit is not None else self._model.capacity, limits.tokens or self._model.capacity)
-        guide, seconds = body.guide(), limits.seconds or inf
+        seconds = limits.seconds or inf
         return Request(prompts, [body.settings(most, seconds, guide, choice) for choice in range(body.n)])
 
     async def _answer(self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer) -> Response:

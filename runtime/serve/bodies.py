@@ -5,6 +5,7 @@ What is not supported is refused by name. Parameters that ask for nothing (null,
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from ..decoding.grammar import Grammar
 from ..decoding.settings import Settings
 from ..errors import InputError
 from .problems import Problem
+from .tools import Choice, Tool, Tools
 
 _MOST_STOPS = 16
 _BIAS_BANS = -100.0  # the API's bias that excludes a token, and at 100 the one that forces it
@@ -138,6 +140,9 @@ class Message(BaseModel):
             message["content"] = "\n".join(part.get("text", "") for part in self.content)
         elif self.content is None:
             message["content"] = ""
+        for call in message.get("tool_calls") or ():
+            with suppress(KeyError, TypeError, ValueError):  # templates want objects, the API sends them as text
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return message
 
 
@@ -147,7 +152,7 @@ class ChatBody(Body):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "prediction": (),
         "prompt_cache_retention": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
-        "verbosity": ("medium",), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
+        "verbosity": ("medium",), "web_search_options": (),
     }  # fmt: skip
 
     messages: list[Message] = Field(min_length=1)
@@ -155,6 +160,8 @@ class ChatBody(Body):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     # Notes of the caller's, for nobody here.
     metadata: dict[str, str] | None = None
@@ -171,6 +178,13 @@ class ChatBody(Body):
     def limit(self) -> int | None:
         """New tokens that the request allows."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def offered(self, template: str | None) -> Tools | None:
+        """The tools that the text may call, if any. Raises Problem. template: the model's chat template."""
+        found = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, template)
+        if found and self.guide():
+            raise Problem(400, "tools exclude response_format, grammar and regex: leave one of them out", "tools")
+        return found
 
     def guide(self) -> Grammar | None:
         own, asked = super().guide(), self.response_format

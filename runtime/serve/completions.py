@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import count
 from time import perf_counter
 
 from tokenizers.decoders import DecodeStream
@@ -20,6 +19,9 @@ from .answers import Part, Usage
 from .metrics import Metrics
 from .slots import Slot, Slots
 
+_TOGETHER_SECONDS = (
+    0.03  # of text that is sent at once, after the first: every part wakes threads that take the cores from passes
+)
 _AHEAD = 4  # parts that decoding may be ahead of what the client has been sent
 
 
@@ -60,45 +62,14 @@ class Completions:
 
     async def run(self, request: Request) -> AsyncIterator[tuple[int, Part]]:
         """Parts of all choices, each with its index, as they come. Closing the iterator ends all of them within a cycle."""
-        parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue(_AHEAD)
-        numbers = count()
-
-        async def choice(prompt: Sequence[int], settings: Settings, index: int) -> None:
-            async with aclosing(self._text(request, prompt, settings, index % len(request.settings) == 0)) as text:
-                async for part in text:
-                    await parts.put((index, part))
-
-        async def everything() -> None:
-            tasks = [
-                asyncio.ensure_future(choice(prompt, settings, next(numbers)))
-                for prompt in request.prompts
-                for settings in request.settings
-            ]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for one in tasks:
-                    one.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                ended.set()
-
-        ended = asyncio.Event()
-        task = asyncio.ensure_future(everything())
-        try:
-            while not (ended.is_set() and parts.empty()):
-                getting = asyncio.ensure_future(parts.get())
-                ending = asyncio.ensure_future(ended.wait())
-                try:
-                    await asyncio.wait((getting, ending), return_when=asyncio.FIRST_COMPLETED)
-                    if getting.done():
-                        yield getting.result()
-                finally:
-                    getting.cancel()
-                    ending.cancel()
-            await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        texts = [
+            self._text(request, prompt, settings, first=choice == 0)
+            for prompt in request.prompts
+            for choice, settings in enumerate(request.settings)
+        ]
+        async with aclosing(_alone(texts[0]) if len(texts) == 1 else _merged(texts)) as parts:
+            async for found in parts:
+                yield found
 
     async def _text(
         self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
@@ -126,11 +97,18 @@ class Completions:
         texts = DecodeStream(ids=generation.prompt, skip_special_tokens=False) if settings.trace else None
         listed = 0
 
-        def step() -> str | None:
-            return next(pieces, None)
+        def step() -> tuple[str, bool]:
+            """The text of the next pieces, and whether it is the last. In the slot's thread."""
+            text, begun = "", perf_counter()
+            for piece in pieces:
+                text += piece
+                if not sent or perf_counter() - begun > _TOGETHER_SECONDS:
+                    return text, False
+            return text, True
 
+        sent = False
         while True:
-            piece = await slot.run(step)
+            text, last = await slot.run(step)
             logprobs = generation.logprobs[listed:]
             listed += len(logprobs)
             sources = None
@@ -142,7 +120,43 @@ class Completions:
                     for i, token in enumerate(cycle.tokens)
                 ]
             cycles.clear()
-            ended = generation.finish_reason if piece is None else None
-            yield Part(piece or "", logprobs, sources, ended)
-            if piece is None:
+            sent = True
+            yield Part(text, logprobs, sources, generation.finish_reason if last else None)
+            if last:
                 return
+
+
+async def _alone(text: AsyncGenerator[Part, None]) -> AsyncGenerator[tuple[int, Part], None]:
+    async with aclosing(text):
+        async for part in text:
+            yield 0, part
+
+
+async def _merged(texts: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:
+    """The parts of several texts as they come, each with its text's index. An error of one ends all."""
+    parts: asyncio.Queue[tuple[int, Part] | BaseException | None] = asyncio.Queue(_AHEAD)
+
+    async def follow(index: int, text: AsyncGenerator[Part, None]) -> None:
+        try:
+            async with aclosing(text):
+                async for part in text:
+                    await parts.put((index, part))
+            await parts.put(None)
+        except Exception as error:
+            await parts.put(error)
+
+    tasks = [asyncio.ensure_future(follow(index, text)) for index, text in enumerate(texts)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await parts.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

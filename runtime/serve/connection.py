@@ -95,10 +95,26 @@ class EventStream(Response):
         await self._write(send, {"type": "http.response.body", "body": content, "more_body": more})
 
     async def _write(self, send: Send, message: dict[str, Any]) -> None:
+        """Sends, unless the client reads too slowly; ``wait_for`` would make a task of every chunk."""
+        task, late = asyncio.current_task(), False
+        assert task
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._patience, expire)
         try:
-            await asyncio.wait_for(send(message), self._patience)
-        except (asyncio.TimeoutError, OSError):
+            await send(message)
+        except OSError:
             raise GoneError from None
+        except asyncio.CancelledError:
+            if late:
+                raise GoneError from None
+            raise
+        finally:
+            timer.cancel()
 
 
 def _event(content: dict[str, Any]) -> bytes:

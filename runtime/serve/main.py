@@ -17,6 +17,7 @@ from ..generate_options import read_text
 from ..model import load
 
 _log = logging.getLogger("gumiho.serve")
+_SWITCH_SECONDS = 0.0002
 _KEY = "GUMIHO_API_KEY"
 
 
@@ -115,6 +116,8 @@ def serve(args: argparse.Namespace) -> int:
         from .idle import ImpatientProtocol
     except ImportError as error:
         raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
+    # A pass that ends waits so long for threads that write to clients: Python's 5 ms would be a third of a pass of a small model.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     logging.raiseExceptions = False  # where the log cannot be written, serving goes on
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -34,7 +34,7 @@ class ChatTemplate:
 
         Raises DamageError if the template does not parse.
         """
-        self._variables, self._source = dict(variables), source
+        self.text, self._variables, self._source = text, dict(variables), source
         try:
             self._template = _environment().compiled(text)
         except TemplateSyntaxError as error:
@@ -60,18 +60,29 @@ class ChatTemplate:
             raise DamageError(f"{file} is damaged (its chat_template is not a string): copy the bundle again")
         return ChatTemplate(text, _special_tokens(folder, config), str(file))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The conversation as text that includes special tokens: encode it with ``add_special_tokens=False``.
 
         messages: each with a ``role``, a ``content`` and other keys that the template reads, in JSON's types.
-        add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. Raises
-        InputError if there is no message, if one is not a mapping of JSON's types, and if the template refuses the conversation
+        add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. tools: JSON
+        schemas of functions, for templates that know tools. Raises InputError if there is no message, if one is not a mapping of JSON's types, and if the template refuses the conversation
         (with its own message) or fails on it.
         """
         prepared = [_prepared(message, index) for index, message in enumerate(messages)]
         if not prepared:
             raise InputError("the conversation is empty: give at least one message")
-        conversation = {"messages": prepared, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        listed = None if tools is None else [_plain(tool, index) for index, tool in enumerate(tools)]
+        conversation = {
+            "messages": prepared,
+            "tools": listed,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             return Sandbox.render(self._template, self._variables | conversation)
         except GumihoError:
