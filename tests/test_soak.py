@@ -1,0 +1,63 @@
+"""The soak test and the comparison of servers find what they are for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import Model, load
+from tests.conftest import DEMO, MakeBundle, with_template
+from tests.serving import TEMPLATE, served
+from tools import load as load_tool
+from tools import soak
+
+BODY = {"messages": [{"role": "user", "content": "import "}], "max_tokens": 12, "seed": 3, "temperature": 0.8}
+
+
+@pytest.fixture(scope="module")
+def bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+    return with_template(made, tmp_path_factory.mktemp("served") / "demo", TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with load(bundle, threads=1, streams=2) as model:
+        yield model
+
+
+def test_answers_are_compared_with_plain_decoding(model: Model) -> None:
+    right = "".join(model.generate(model.chat(BODY["messages"]), 12, seed=3, temperature=0.8))  # type: ignore[arg-type]
+    tokens, ties, odd = soak.check(model, [(BODY, right), (BODY, right[:-1]), ({**BODY, "seed": 4}, right)])
+    assert (tokens, ties, len(odd)) == (36, 0, 2)
+
+
+def test_growth_counts_from_when_caches_are_warm() -> None:
+    found = soak.Soak(0, [], 1)
+    found.samples = [(0, 10, 5), (100, 50, 6), (600, 60, 6), (1200, 75, 8)]
+    assert found.growth() == (15, 2)
+    found.samples = [(0, 10, 5), (50, 20, 5), (100, 25, 5)]
+    assert found.growth() == (5, 0)
+
+
+def test_a_short_soak(bundle: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"def f{i}(x):"]}) + "\n" for i in range(40)))
+    options = ["--prompts", str(prompts), "--minutes", "0.1", "--clients", "3", "--streams", "2", "--new-tokens", "20"]
+    soak.main([str(bundle), *options, "--out", str(tmp_path / "soak")])  # too short to judge memory by
+    report = json.loads((tmp_path / "soak/soak.json").read_text())
+    assert report["answers"] > 3
+    assert report["tokens"] >= report["answers"]
+    assert (report["differ"], report["problems"], report["exit_status"], report["files_grown"]) == ([], [], 0, 0)
+    assert (tmp_path / "soak/before").is_dir()
+
+
+def test_servers_are_compared(model: Model) -> None:
+    with served(model) as address:
+        answers, seconds = load_tool.run(address, ["a", "b", "c"], 2, 9)
+    texts = ["".join(model.generate(model.chat([{"role": "user", "content": prompt}]), 9)) for prompt in "abc"]
+    assert [answer.text for answer in answers] == texts
+    assert [answer.tokens for answer in answers] == [9, 9, 9]
+    assert all(0 < answer.first <= answer.whole <= seconds for answer in answers)
+    assert "| 2 | ours |" in load_tool.table({(2, "ours"): (answers, seconds)})
