@@ -120,6 +120,30 @@ def test_completions_of_several_prompts(api: OpenAI, alone: Model) -> None:
     assert [choice.text for choice in by_ids.choices] == ["".join(alone.generate(one, 5)) for one in prompts]
 
 
+def test_open_webui(address: str, alone: Model) -> None:
+    """Its calls, by backend/open_webui/routers/openai.py: a list of models, then streamed answers with usage, whose last message may be a
+    list of parts with a note for caches, and a title for the conversation, whole."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/v1/models", headers={"Authorization": "Bearer ", "Content-Type": "application/json"})
+    name = json.loads(connection.getresponse().read())["data"][0]["id"]
+    part = {"type": "text", "text": USER[0]["content"], "cache_control": {"type": "ephemeral"}}
+    asked = {
+        "model": name, "messages": [{"role": "user", "content": [part]}], "stream": True, "temperature": 0, "max_tokens": 20, "stop": [],
+        "logit_bias": {"5": -100}, "frequency_penalty": 0, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})
+    lines = [line.removeprefix(b"data: ") for line in connection.getresponse().read().split(b"\n\n") if line]
+    assert lines.pop() == b"[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert text == expected(alone, count=20, logit_bias={5: float("-inf")})
+    assert chunks[-1]["usage"]["completion_tokens"] == 20
+    title = {"model": name, "messages": USER, "stream": False, "max_completion_tokens": 30}
+    connection.request("POST", "/v1/chat/completions", json.dumps(title), {"Content-Type": "application/json"})
+    assert json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
+    connection.close()
+
+
 def test_logprobs(api: OpenAI, alone: Model) -> None:
     generation = alone.generate(alone.chat(USER), 12, logprobs=3)
     text = "".join(generation)
