@@ -3,7 +3,7 @@
     python -m tools.load ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8080 --prompts FILE ... --clients 1 2 4
 
 asks every server the same prompts through /v1/chat/completions, greedily and streamed, with so many clients at once, one server after another for
-each number of clients. Each server is asked two other prompts first. Prints a table, and writes it with all times to ``--out``.
+each number of clients. Prompts begin with that number, so that no server has them in its caches. Each server is asked two other prompts first. Prints a table, and writes it with all times to ``--out``.
 """
 
 import argparse
@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {}
     for clients in args.clients:
         for name, url in servers.items():
-            results[clients, name] = run(url.rstrip("/"), prompts, clients, args.new_tokens)
+            asked = [f"{clients}. {prompt}" for prompt in prompts]
+            results[clients, name] = run(url.rstrip("/"), asked, clients, args.new_tokens)
             print(table({(clients, name): results[clients, name]}).splitlines()[-1], flush=True)
     content: list[dict[str, Any]] = [
         {"clients": clients, "server": name, "seconds": seconds, "answers": [asdict(answer) for answer in answers]}
