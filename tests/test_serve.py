@@ -1,5 +1,6 @@
 """The server as its clients see it: the official openai client, raw HTTP, a browser. Texts are those of the model by itself."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -142,6 +143,26 @@ def test_open_webui(address: str, alone: Model) -> None:
     connection.request("POST", "/v1/chat/completions", json.dumps(title), {"Content-Type": "application/json"})
     assert json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
     connection.close()
+
+
+def test_long_work_does_not_keep_others_waiting(model: Model, api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing megabytes, and compiling grammars: not in the thread that answers everybody."""
+    seen = []
+
+    def outside(work: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
+            with pytest.raises(RuntimeError):
+                asyncio.get_running_loop()
+            seen.append(work.__name__)
+            return work(*args, **options)
+
+        return watched
+
+    monkeypatch.setattr(Model, "encode", outside(Model.encode))
+    monkeypatch.setattr(Model, "selector", outside(Model.selector))
+    api.chat.completions.create(model="demo", messages=USER, max_tokens=1)  # type: ignore[arg-type]
+    api.completions.create(model="demo", prompt="a", max_tokens=1)
+    assert (seen.count("encode"), seen.count("selector")) == (2, 4)
 
 
 def test_logprobs(api: OpenAI, alone: Model) -> None:

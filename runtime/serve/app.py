@@ -1,5 +1,6 @@
 """The server's paths, as an ASGI application that other programs can mount."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ class Server:
         template = self._model.chat_template
         tools = body.offered(template.text if template else None)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
-        prompt = self._model.chat([message.plain() for message in body.messages], listed)
+        # In a thread, as all that can take long: meanwhile others are answered.
+        prompt = await asyncio.to_thread(self._model.chat, [message.plain() for message in body.messages], listed)
         if tools and tools.mark:
             prompt += self._model.encode(tools.mark, special=False)
         asked = self._asked(body, [prompt], body.limit, tools.guide() if tools else body.guide())
@@ -144,7 +146,8 @@ class Server:
     async def _text(self, request: HttpRequest, line: Line) -> Response:
         body = CompletionBody.of(await self._body(request, line))
         self._require_model(body.model)
-        prompts = [self._model.encode(one) if isinstance(one, str) else one for one in body.prompts()]
+        encode = self._model.encode
+        prompts = [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
         asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
         return await self._answer(
@@ -175,7 +178,8 @@ class Server:
 
     async def _answer(self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer) -> Response:
         line.asked, line.streams = asked, body.stream
-        self._completions.check(asked)
+        await asyncio.to_thread(self._completions.check, asked)
+        self._slots.require_room(asked.choices)
         if body.stream:
             return EventStream(self._chunks(body, asked, answer), self._limits.patience)
         choices: list[list[Part]] = [[] for _ in range(asked.choices)]

@@ -52,13 +52,12 @@ class Completions:
         self._serial_steps = tree.serial_steps if tree else 0
 
     def check(self, request: Request) -> None:
-        """Raises InputError if the request cannot be decoded, and Problem if there is no room for it."""
+        """Raises InputError if the request cannot be decoded. Compiles its grammar, which may take long."""
         for prompt in request.prompts:
             check(self._model.bundle.manifest, prompt)
         for settings in request.settings[:1]:
             check_settings(self._model.bundle.manifest, settings)
             self._model.selector(request.prompts[0], settings)  # its grammar and token ids
-        self._slots.require_room(request.choices)
 
     async def run(self, request: Request) -> AsyncIterator[tuple[int, Part]]:
         """Parts of all choices, each with its index, as they come. Closing the iterator ends all of them within a cycle."""
