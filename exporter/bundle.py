@@ -127,9 +127,8 @@ def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Locatio
             schemes = plan.schemes(codes)[name]
             own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
             locations[codes][name] = packed[name] | own
-    if not plan.pair.has_drafter:
-        return locations
-    return {codes: {**models, "extend": models["draft"]} for codes, models in locations.items()}
+    of = {"shared": "target"} | ({"extend": "draft"} if plan.pair.has_drafter else {})
+    return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
 
 
 def _golden_work(form: Form) -> int:

@@ -21,7 +21,7 @@ from graphs.tree import TreeConfig
 from runtime.engines.golden_file import TREE
 from runtime.errors import DamageError
 
-from .trace import signature
+from .signature import signature
 from .weights.source import Location, is_finite
 
 _PROMPT, _TOP = 12, 8

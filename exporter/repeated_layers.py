@@ -41,14 +41,14 @@ def shortened(module: Target | Drafter) -> Iterator[int]:
             hook.remove()
 
 
-def repeat(graph: ir.Graph, layers: int) -> None:
+def repeat(graph: ir.Graph, layers: int, cached: int) -> None:
     """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
-    second layer is the nodes between the marks."""
+    second layer is the nodes between the marks. cached: caches of a layer."""
     nodes = list(graph)
     begin, end = (node for node in nodes if node.op_type == "Mark")
     second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
     first, last = begin.inputs[0], end.inputs[0]
-    caches, written = graph.inputs[-2:], graph.outputs[-2:]
+    caches, written = graph.inputs[-cached:], graph.outputs[-cached:]
     ir.convenience.replace_all_uses_with(begin.outputs[0], first)
     inner = {value for node in second for value in node.outputs}
     read = list(dict.fromkeys(v for node in second for v in node.inputs if v is not None and v not in inner))

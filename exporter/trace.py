@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript.optimizer import fold_constants
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
+from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from runtime.bundle.manifest import Weight
 from runtime.errors import InputError
 
 from . import branches
 from .repeated_layers import repeat, shortened
+from .signature import Input, arguments, signature
 from .weights.source import Location
 
-Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic axes
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")
 # Operators that stand behind those, and elsewhere too: their traced shapes are wrong if an input has none.
@@ -43,61 +43,6 @@ _DTYPES = {
 def io_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of caches, hidden rows and logits for weights of ``dtype``: numpy and some backends do not support bfloat16."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
-
-
-def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Key and value of every layer in turn, zeros [1, kv heads, S, d]."""
-    return [torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype) for _ in range(2 * layers)]
-
-
-def _names(prefix: str, layers: int) -> list[str]:
-    return [f"{prefix}_{part}.{i}" for i in range(layers) for part in ("key", "value")]
-
-
-def signature(
-    module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None = None
-) -> tuple[list[Input], list[str]]:
-    """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
-
-    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic. A target of
-    symbolic rows has the input ``wanted``, unless ``sizes`` names that axis.
-    """
-    sizes = sizes or {}
-    attention = module.layers[0].self_attn
-    hidden, layers = module.embed_tokens.hidden, len(module.layers)
-    block = module.ops.block
-    positions, symbolic = (3 * block, {2: "positions"}) if block else (module.capacity, {})
-    past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
-    cached: list[Input] = [(n, t, symbolic) for n, t in zip(_names("past", layers), past, strict=True)]
-    length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
-
-    def axes(*names: str) -> tuple[list[int], dict[int, str]]:
-        return [sizes.get(n, 5 if n == "rows" else 3) for n in names], {i: n for i, n in enumerate(names) if n not in sizes}
-
-    def spec(name: str, dtype: torch.dtype, *names: str, width: int | None = None) -> Input:
-        shape, symbolic = axes(*names)
-        return name, torch.zeros(*shape, *([width] if width else []), dtype=dtype), symbolic
-
-    written = _names("new" if module.ops.appends else "present", layers)
-    if isinstance(module, Target):
-        ids = [spec(name, torch.int64, "rows") for name in ("tokens", "depth")]
-        mask = spec("mask", torch.bool, "rows", "rows")
-        wanted = [] if sizes.keys() & {"rows", "wanted"} else [spec("wanted", torch.int64, "wanted")]
-        return [*ids, mask, *wanted, length, *cached], ["choice", "logits", "hidden", *written]
-    tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
-    rows = spec("hidden", dtype, "rows", width=hidden)
-    count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
-    tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
-    return [tokens, rows, path, count, length, *cached], [*tree, *written]
-
-
-def arguments(module: nn.Module, values: Mapping[str, Tensor]) -> list[Any]:
-    """Values by the names of ``signature``, in its order, as the module takes them."""
-    caches = [value for name, value in values.items() if name.startswith(_CACHE_INPUTS)]
-    others: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith(_CACHE_INPUTS)}
-    if isinstance(module, Target):
-        others = {"tokens": None, "depth": None, "mask": None, "wanted": None} | others  # the module's order
-    return [*others.values(), caches]
 
 
 @contextlib.contextmanager
@@ -130,6 +75,14 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
         for axis, dim in enumerate(value.shape or ()):
             if not isinstance(dim, int) and str(dim.value) in names:
                 value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
+
+
+def _forget_shapes(model: ir.Model) -> None:
+    """Lanes without rows have other shapes than the traced ones."""
+    for node in model.graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
 
 
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
@@ -224,11 +177,8 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
     with shortened(module) as layers:
         inputs, outputs = signature(module, io_dtype(dtype), sizes)
-        dynamic: dict[str, Any] = {n: {a: torch.export.Dim(d) for a, d in axes.items()} or None for n, _, axes in inputs}
-        past = [name for name in dynamic if name.startswith(_CACHE_INPUTS)]
-        dynamic["caches"] = [dynamic.pop(name) for name in past]
-        if isinstance(module, Target):
-            dynamic.setdefault("wanted", None)
+        dims = {d: torch.export.Dim(d) for _, _, axes in inputs for d in axes.values()}
+        dynamic = arguments(module, {n: {a: dims[d] for a, d in axes.items()} or None for n, _, axes in inputs})
         for name, parameter in module.named_parameters():
             if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
@@ -244,13 +194,17 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
                 optimize=False,
                 input_names=[name for name, _, _ in inputs],
                 output_names=outputs,
-                dynamic_shapes=dynamic,
+                dynamic_shapes=tuple(dynamic),
             )
     assert program is not None
     model = program.model
     _name_axes(model, inputs)
-    if 2 * layers > len(past):
-        repeat(model.graph, layers)
+    if isinstance(module, SharedTarget):
+        _forget_shapes(model)
+    cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]
+    traced = 1 + int(cached[-1].rpartition(".")[2])
+    if layers > traced:
+        repeat(model.graph, layers, len(cached) // traced)
     return model
 
 

@@ -17,7 +17,7 @@ from runtime.model import load
 
 from .checkpoints.llama import transformers_model
 from .plan import Plan
-from .trace import signature
+from .signature import signature
 from .weights.quantize import scale_of, zero_of
 
 _POSITIONS = 256

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .backends import Backend, Engine
 from .backends.processor import physical_cores
-from .bundle.manifest import Form
+from .bundle.manifest import SHARED, Form
 from .bundle.reader import Bundle
 from .decoding.grammar import GrammarMatchers
 from .decoding.prices import Costs
@@ -19,9 +19,11 @@ from .devices import Device
 from .engines.memory_check import require
 from .engines.store import find_engines
 from .errors import GumihoError
+from .shared_passes import InTurn, SharedTarget
 from .turns import Turns
 
 if TYPE_CHECKING:
+    from .backends.onnxruntime_lanes import Lanes
     from .model import Model
     from .text.chat_template import ChatTemplate
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 class Loaded:
     """The engines of a bundle by graph name, their device, and the measured prices of their passes, if any.
 
-    streams: those that exist, the first one the model that owns the engines. Weak, since each of them holds this. numbers: of streams to come. closed: the engines
-    are freed.
+    shares: whether passes of the target take rows of several streams; otherwise each stream takes a turn for a whole cycle. streams:
+    those that exist, the first one the model that owns the engines. Weak, since each of them holds this. numbers: of streams to
+    come. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -40,10 +43,22 @@ class Loaded:
     device: Device
     costs: Costs | None = None
     backend: Backend | None = None
+    shares: bool = False
     turns: Turns = field(default_factory=Turns)
     streams: list[weakref.ref[Model]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
+
+    def engines_of(self, stream: int) -> Mapping[str, Engine]:
+        """The engines as a stream uses them, by graph name. stream: its number."""
+        if not self.shares:
+            return self.engines
+        return {
+            name: SharedTarget(cast("Lanes", engine), self.turns, stream)
+            if name == "target"
+            else InTurn(engine, self.turns, stream)
+            for name, engine in self.engines.items()
+        }
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -66,7 +81,8 @@ class Loaded:
                 form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
                 require(bundle, backend, streams=streams)
                 measured = costs.threads_on(physical_cores()) if costs else 0
-                return Loaded(bundle, form, *backend.open(bundle, folder, threads or measured), costs, backend)
+                engines, device = backend.open(bundle, folder, threads or measured, streams)
+                return Loaded(bundle, form, engines, device, costs, backend, streams > 1 and SHARED in form.graphs)
             except GumihoError:
                 if folder.exists():
                     raise  # otherwise a compile has just replaced them

@@ -62,7 +62,8 @@ class Model:
             return turns.shared(number)
 
         with turns.of(self._number):
-            self.decoder = Decoder(self.bundle.manifest, loaded.form, loaded.engines, loaded.device, loaded.costs, others)
+            engines = loaded.engines_of(self._number)
+            self.decoder = Decoder(self.bundle.manifest, loaded.form, engines, loaded.device, loaded.costs, others)
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
         # Weak, since a generation holds the model; a strong reference would delay freeing both.
@@ -191,7 +192,7 @@ class Model:
             return self.decoder.generate(selector, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
-        with self._held():
+        with self._held(turn=not self._loaded.shares):
             if generation.broken:
                 raise MisuseError("this generation was broken off by an error: start it again")
             if generation.finish_reason is None and generation is not self._current():

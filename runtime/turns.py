@@ -2,55 +2,116 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
+from typing import Any
 
 _NEXT = -1  # the holder while the next thread wakes up
 _RECENT = 1.0  # seconds after which a stream that has taken no turn counts as idle
+
+
+class Place:
+    """A thread's place in the queue. wanted: see ``Turns.take``. taken: another thread does it. done: it is done."""
+
+    __slots__ = "done", "lock", "stream", "taken", "wanted"
+
+    def __init__(self, stream: int, wanted: Any) -> None:
+        self.stream, self.wanted, self.taken, self.done = stream, wanted, False, False
+        self.lock = threading.Lock()
+        self.lock.acquire()
 
 
 class Turns:
     """A lock whose waiting threads get it in the order in which they came. ``threading.Lock`` has no order: a thread that releases it
     and takes it again in a loop, as decoding does, can keep it from all the others.
 
-    holder: the thread that has it, None if nobody does.
+    A thread may say what it wants a turn for. The one that has the turn can then do it together with its own (``claim``), which ends the
+    other's wait.
+
+    holder: the thread that has the turn, None if nobody does.
     """
 
     def __init__(self) -> None:
         self.holder: int | None = None
-        self._lock, self._waiting = threading.Lock(), deque[threading.Lock]()
+        self._lock, self._waiting = threading.Lock(), deque[Place]()
+        self._arrived = threading.Condition(self._lock)
         self._last = dict[int, float]()  # when each stream took its last turn
+        self._expected = dict[int, float]()  # when what a stream wanted was done, until it comes again
 
-    def take(self, stream: int) -> None:
-        """Waits for the turn. stream: the number of the stream that wants it."""
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self.holder == threading.get_ident()
+
+    def take(self, stream: int, wanted: Any = None) -> bool:
+        """Waits for the turn. stream: the number of the stream that wants it. wanted: what for, if another thread may do it. Returns
+        False if another one did it; then this thread does not have the turn."""
         with self._lock:
             self._last[stream] = monotonic()
+            self._expected.pop(stream, None)
             if self.holder is None:
                 self.holder = threading.get_ident()
-                return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
+                return True
+            place = Place(stream, wanted)
+            self._waiting.append(place)
+            self._arrived.notify_all()
         try:
-            mine.acquire()
+            place.lock.acquire()
         except BaseException:  # Ctrl-C while it waits
             with self._lock:
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
+                if place in self._waiting:
+                    self._waiting.remove(place)
                     raise
-                self.holder = threading.get_ident()  # it had just been given the turn
-            self.give()
+                if not place.taken:
+                    self.holder = threading.get_ident()  # it had just been given the turn
+            if place.taken:
+                if not place.done:
+                    place.lock.acquire()  # another thread uses its buffers
+            else:
+                self.give()
             raise
+        if place.taken:
+            return False
         self.holder = threading.get_ident()
+        return True
 
     def give(self) -> None:
         """Ends this thread's turn, if it has it; the thread that waits longest is next."""
         with self._lock:
-            if self.holder == threading.get_ident():
+            if self.mine:
                 self.holder = _NEXT if self._waiting else None
                 if self._waiting:
-                    self._waiting.popleft().release()
+                    self._waiting.popleft().lock.release()
+
+    def claim(self, most: int, patience: float) -> list[Place]:
+        """What other threads want, in the order in which they came, for the thread that has the turn to do; ``did`` ends their wait.
+
+        most: at most so many. patience: seconds after a stream's last pass in which it is waited for: it may be about to come again.
+        """
+        with self._lock:
+            while self._expected and len(self._wanted()) < most:
+                left = max(self._expected.values()) + patience - monotonic()
+                if left <= 0 or not self._arrived.wait(left):
+                    break
+            claimed = self._wanted()[:most]
+            for place in claimed:
+                place.taken = True
+                self._waiting.remove(place)
+        return claimed
+
+    def _wanted(self) -> list[Place]:
+        return [place for place in self._waiting if place.wanted is not None]
+
+    def did(self, stream: int, claimed: Sequence[Place]) -> None:
+        """What was claimed is done, along with what the stream wanted that has the turn."""
+        with self._lock:
+            now = monotonic()
+            for place in claimed:
+                place.done = True
+                self._expected[place.stream] = now
+                place.lock.release()
+            self._expected[stream] = now
 
     @contextmanager
     def of(self, stream: int) -> Iterator[None]:
@@ -64,11 +125,11 @@ class Turns:
     def shared(self, stream: int) -> bool:
         """Whether another stream than this one has wanted a turn lately."""
         now = monotonic()
-        return any(now - last < _RECENT for other, last in self._last.items() if other != stream)
+        return any(now - last < _RECENT for other, last in list(self._last.items()) if other != stream)
 
     def yield_turn(self, stream: int) -> None:
-        """Lets those that wait go first."""
-        if self._waiting:
+        """Lets those that wait go first, if this thread has the turn."""
+        if self._waiting and self.mine:
             self.give()
             self.take(stream)
 
@@ -76,3 +137,4 @@ class Turns:
         """The stream is closed."""
         with self._lock:
             self._last.pop(stream, None)
+            self._expected.pop(stream, None)

@@ -24,6 +24,12 @@ def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(sealed(raw), "utf-8")
 
 
+def without_shared(raw: dict[str, Any]) -> None:
+    """Leaves the graph of passes over rows of several streams out of a manifest."""
+    del raw["forms"]["cpu"]["graphs"]["shared"]
+    raw["requires"].remove("shared-passes")
+
+
 def edit_golden(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a bundle's golden run, an array by name."""
     run = dict(np.load(bundle / "golden.npz"))

@@ -50,7 +50,7 @@ def renamed(raw: dict[str, Any], new: str) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a graph's name is a path": (lambda raw: renamed(raw, "../../../victim"), r"\.\./victim'?, expected one of target"),
-    "a graph's name is unknown": (lambda raw: renamed(raw, "other"), "expected one of target, draft, extend"),
+    "a graph's name is unknown": (lambda raw: renamed(raw, "other"), "expected one of target, shared, draft, extend"),
     "a graph is missing": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend"), "has no graph 'extend'"),
     "a graph's file is outside": (lambda raw: graph(raw).update(file="../evil.onnx"), "which is not among the files"),
     "a file is outside": (lambda raw: moved(raw, "golden.npz", "../../etc/passwd"), "not a path inside the bundle"),
@@ -74,7 +74,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a truth value for a number": (lambda raw: raw.update(depth=True), "depth is True, expected a whole number"),
     "a cache of other heads": (lambda raw: graph(raw)["inputs"][4].update(shape=[1, 99, 200, 32]), "expected past_"),
     "a missing output": (lambda raw: graph(raw)["outputs"].pop(), "outputs are"),
-    "a symbol of no axis": (lambda raw: graph(raw)["inputs"][0].update(shape=["columns"]), "expected one of rows, accepted"),
+    "a symbol of no axis": (lambda raw: graph(raw)["inputs"][0].update(shape=["columns"]), "expected the name of an axis"),
     "a later feature": (lambda raw: raw.update(requires=["ladder"]), "needs 'ladder', which this version does not know"),
     "a hash that is none": (lambda raw: raw["files"]["golden.npz"].update(sha256="0"), "expected one of|SHA-256"),
 }

@@ -162,11 +162,11 @@ def test_engines_that_are_replaced_while_they_load_are_looked_for_again(copy: Pa
 
     real, calls = Cpu.open, list[Path]()
 
-    def opened(self: Cpu, bundle: Bundle, engines: Path, threads: int) -> object:
+    def opened(self: Cpu, bundle: Bundle, engines: Path, threads: int, streams: int) -> object:
         calls.append(engines)
         if len(calls) == 1:
             engines.rename(engines.with_name(f"{engines.name}~1"))
-        return real(self, bundle, engines, threads)
+        return real(self, bundle, engines, threads, streams)
 
     monkeypatch.setattr(Cpu, "open", opened)
     load(copy).close()

@@ -142,7 +142,7 @@ def test_the_manifest_says_what_was_asked_for(bundle: Path, pair: Path) -> None:
     assert manifest["sources"] == {"target": str(pair / "target"), "drafter": str(pair / "drafter")}
     assert (manifest["vocabulary"], manifest["hidden"], manifest["capacity"], manifest["rows"]) == (211, 32, 64, 9)
     assert (manifest["depth"], manifest["eos_token_ids"]) == (3, [1, 5])
-    assert set(manifest["forms"]["cpu"]["graphs"]) == {"target", "draft", "extend"}
+    assert set(manifest["forms"]["cpu"]["graphs"]) == {"target", "shared", "draft", "extend"}
 
 
 def test_the_targets_tokenizer_and_settings_come_along(bundle: Path, pair: Path) -> None:

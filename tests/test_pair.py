@@ -379,7 +379,7 @@ def test_sources_are_the_parameters_of_the_graphs(folder: Path) -> None:
     pair = open_pair(folder)
     modules = pair.modules(TreeConfig(8, 2, HEADS, 3, 3, 2), 20, 22)
     places = {"target": pair.target_sources(22), "draft": pair.draft_sources(HEADS, 22)}
-    places["extend"] = places["draft"]
+    places |= {"extend": places["draft"], "shared": places["target"]}
     for graph, module in modules.items():
         for name, parameter in module.named_parameters():
             assert places[graph][name].shape == tuple(parameter.shape), (graph, name)

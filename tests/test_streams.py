@@ -1,4 +1,5 @@
-"""Several streams over one set of engines: each gives what it gives by itself, they take turns, and none waits long for another."""
+"""Several streams over one set of engines: each gives what it gives by itself, they share passes or take turns, and none waits long
+for another."""
 
 import asyncio
 import gc
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import InputError, MisuseError, Model, UnavailableError, load
@@ -39,9 +40,24 @@ def bundle(make_bundle: MakeBundle) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(bundle: Path) -> Iterator[Model]:
+def by_turns(bundle: Path) -> Iterator[Model]:
+    """The target's own engine, which takes the rows of one stream."""
+    with load(bundle, "cpu", threads=1) as model:
+        kept = [model.stream(), model.stream()]
+        yield model
+        assert len(model.streams) == 1 + len(kept)
+
+
+@pytest.fixture(scope="module")
+def together(bundle: Path) -> Iterator[Model]:
+    """Passes that take the rows of several streams."""
     with load(bundle, "cpu", threads=1, streams=3) as model:
         yield model
+
+
+@pytest.fixture(params=["by turns", "together"])
+def model(request: pytest.FixtureRequest, by_turns: Model, together: Model) -> Model:
+    return by_turns if request.param == "by turns" else together
 
 
 def test_texts_do_not_depend_on_what_runs_beside_them(model: Model) -> None:
@@ -61,6 +77,7 @@ def test_texts_do_not_depend_on_what_runs_beside_them(model: Model) -> None:
             found[number] = finished(stream, *job)
 
     run(*(lambda stream=stream: work(stream) for stream in model.streams))
+    assert len(found) == len(jobs)
     assert [found[number] for number in range(len(jobs))] == alone
 
 
@@ -79,7 +96,8 @@ def run(*work: Any) -> None:
         thread.join()
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=40))
 def test_cycles_of_streams_in_any_order(model: Model, order: list[tuple[int, int]]) -> None:
     """One thread drives them, so that every order of cycles can come up."""
     prompts = [[5, 6, 7], list(range(3, 90)), [800] * 12]
@@ -153,9 +171,9 @@ def test_turns_survive_an_interruption_while_waiting(monkeypatch: pytest.MonkeyP
     assert turns.holder == thread.ident
 
 
-def test_a_long_prompt_lets_other_streams_decode(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a prompt is read, another stream's tokens come between its passes; and those become shorter if passes are slow."""
-    long, other = model.streams[1:3]
+    long, other = by_turns.streams[1:3]
     events, sizes = list[str](), list[int]()
     feed = long.decoder.feed
 
@@ -242,8 +260,8 @@ def test_a_stream_that_nobody_holds_is_freed(bundle: Path) -> None:
         assert model.streams == (model,)
 
 
-def test_a_cycle_cannot_start_another_streams(model: Model) -> None:
-    first, second = model.streams[:2]
+def test_a_cycle_that_has_the_engines_cannot_start_another_streams(by_turns: Model) -> None:
+    first, second = by_turns.streams[:2]
     other = second.generate([1, 2], 4)
 
     def callback(token: int, piece: str) -> None:

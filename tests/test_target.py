@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
-from exporter.trace import _quiet, caches, trace
+from exporter.signature import caches
+from exporter.trace import _quiet, trace
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized
 from exporter.weights.source import Source, is_matrix

@@ -14,7 +14,7 @@ import torch
 from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
 from runtime.backends.onnxruntime import Cpu, Engine
-from runtime.bundle.manifest import BOUND_WEIGHTS, PASS_SIZES, TARGET_ONLY, WANTED_ROWS, Manifest
+from runtime.bundle.manifest import BOUND_WEIGHTS, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
@@ -283,16 +283,16 @@ def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypa
 def test_what_the_manifest_says(bundle: Path, demo_bundle: Path) -> None:
     manifest = Bundle(bundle).manifest
     assert (manifest.rows, manifest.depth, manifest.tree) == (8, 7, None)
-    assert manifest.requires == (TARGET_ONLY, WANTED_ROWS, PASS_SIZES, BOUND_WEIGHTS)
+    assert manifest.requires == (TARGET_ONLY, WANTED_ROWS, SHARED_PASSES, PASS_SIZES, BOUND_WEIGHTS)
     assert not manifest.has_drafter
     assert manifest.sources == {"target": str(TARGET)}
     for form in manifest.forms.values():
         for graphs in form.variants().values():
-            assert sorted(graphs) == (sorted(form.targets.values()) or ["target"])
+            assert sorted(graphs) == (sorted(form.targets.values()) or ["shared", "target"])
     assert not (bundle / "weights/draft.bin").exists()
     with_drafter = Bundle(demo_bundle).manifest
     assert with_drafter.has_drafter
-    assert with_drafter.requires == (WANTED_ROWS,)
+    assert with_drafter.requires == (WANTED_ROWS, SHARED_PASSES)
 
 
 def test_caches_are_the_targets(bundle: Path) -> None:
@@ -314,7 +314,10 @@ def drop(raw: dict[str, Any], *names: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda raw: raw.update(tree=None), r"requires is \['wanted-rows'\], expected 'target-only' if tree is null"),
+        (
+            lambda raw: raw.update(tree=None),
+            r"requires is \['wanted-rows', 'shared-passes'\], expected 'target-only' if tree is null",
+        ),
         (lambda raw: raw.update(tree=None, requires=["target-only"]), "has a graph 'draft' and tree is null"),
         (lambda raw: raw.update(requires=["target-only"]), "expected 'target-only' if tree is null and only then"),
         (lambda raw: drop(raw, "draft", "extend"), "has no graph 'draft'"),

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exporter import cli, trace
+from exporter import cli, plan, trace
 from graphs.drafter import Drafter
 from graphs.target import Target
 from runtime import load
@@ -22,7 +23,7 @@ from tests import traces
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
-from tests.seal import edit
+from tests.seal import edit, without_shared
 
 PROMPT = np.random.default_rng(5).integers(2, 30, 180).tolist()
 
@@ -84,6 +85,12 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
 
     new = make_bundle(SMALL)
     monkeypatch.setattr(trace, "signature", without)
+    specs = plan.trace_spec
+    monkeypatch.setattr(
+        plan,
+        "trace_spec",
+        lambda *given: replace(made := specs(*given), pinned={n: made.pinned[n] for n in made.pinned if n != "shared"}),
+    )
     monkeypatch.setattr(trace, "_capture", traces.trace_anew)
     pair = new.parent / "pair"
     assert cli.main(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(tmp_path / "old")]) == 0
@@ -120,7 +127,8 @@ def all_logits(raw: dict[str, Any]) -> None:
 def test_contradicting_manifests_are_refused(demo_bundle: Path, tmp_path: Path, change: Any, said: str) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(demo_bundle / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("wanted-rows",)
+    assert parse_manifest(record.read_text(), record).requires == ("wanted-rows", "shared-passes")
+    edit(tmp_path, without_shared)
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):
         parse_manifest(record.read_text(), record)

@@ -44,7 +44,7 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
             f"{max(contexts)} positions and {largest} rows exceed the capacity of {capacity}: give smaller --contexts"
         )
     draft = decoder.passes.draft(1)
-    calls: list[Callable[[], None]] = [*(decoder.passes.causal(n) for n in rows), draft]
+    calls: list[Callable[[], object]] = [*(decoder.passes.causal(n) for n in rows), draft]
     fastest_ms = [[math.inf] * len(contexts) for _ in calls]
     decoder.passes.accepted_count[0] = 1
     for _ in range(repeats + 1):  # the first run maps memory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.options import open_pair
-from exporter.trace import arguments, signature
+from exporter.signature import arguments, signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam

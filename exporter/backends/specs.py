@@ -143,7 +143,7 @@ def trace_spec(
             False,
             False,
             False,
-            {n: {} for n in ("target", *drafter)},
+            {n: {} for n in ("target", "shared", *drafter)},
         )
     bound = dtype in spec.bound and (spec.bound_codes or not quantized)
     # Only graphs that share their weights come in several sizes.

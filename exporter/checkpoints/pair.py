@@ -14,6 +14,7 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
+from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import DamageError, InputError
@@ -198,7 +199,7 @@ class Pair:
         drafting: type[Plain] | None = None,
         schemes: Mapping[str, Schemes] = _NO_SCHEMES,
     ) -> dict[str, Target | Drafter]:
-        """The modules of a bundle's graphs, without weights (on the meta device); without a drafter only ``target``.
+        """The modules of a bundle's graphs, without weights (on the meta device); without a drafter only ``target`` and ``shared``.
 
         ops: their dialect; drafting: the drafter's, if it is another. schemes: how the weights of ``target`` and ``draft`` are
         quantized; models without an entry are not.
@@ -207,7 +208,8 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                "target": Target(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED))
+                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED))
+                for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:
                 modules |= {

@@ -19,8 +19,8 @@ class Engine(Protocol):
         """Binds inputs and outputs to buffers and returns a function that runs the graph on them; it can be called repeatedly.
 
         Buffers that the device can access are read and written in place. Buffers whose name the graph does not have are
-        ignored, and outputs without a buffer are dropped. Raises DamageError if an input has no buffer, and MisuseError after
-        ``close``.
+        ignored, and outputs without a buffer are dropped. The function may return the nanoseconds that the run took, if they
+        are not those that the call took. Raises DamageError if an input has no buffer, and MisuseError after ``close``.
         """
 
     def close(self) -> None:
@@ -69,10 +69,11 @@ class Backend(Protocol):
     def form(self, bundle: Bundle, folder: Path) -> Form:
         """The bundle's form for this backend, with the graphs that the engines in ``folder`` were compiled from."""
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[Mapping[str, Engine], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
 
-        threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``.
+        threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``. streams: how many will decode at once. If there
+        are several and the bundle has the graph ``shared``, that is opened instead of ``target``.
         """
 
 

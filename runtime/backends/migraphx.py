@@ -149,7 +149,7 @@ class MIGraphX:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None
         engines, form = {}, bundle.manifest.form(self.NAME)
         try:

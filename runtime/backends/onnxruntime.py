@@ -12,10 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import Form
+from ..bundle.manifest import SHARED, Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Device, Host, require_buffers
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError
+from . import Engine as AnyEngine
 from .memory import Free, MemoryNeeds, Space
 from .onnxruntime_install import require_one
 from .processor import overflows, physical_cores
@@ -68,17 +69,25 @@ class Cpu:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "AnyEngine"], Device]:
         _require_bytes(bundle)
-        engines = {}
-        for name in bundle.manifest.form(self.NAME).graphs:
+        from .onnxruntime_lanes import Lanes  # which imports this module
+
+        engines: dict[str, AnyEngine] = {}
+        graphs = bundle.manifest.form(self.NAME).graphs
+        shares = streams > 1 and SHARED in graphs
+        for name in sorted(graphs.keys() - {"target" if shares else SHARED}):  # each would pack the target's weights
             options = session_options(bundle, threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
             # Quantized weights are packed, since their products would be a hundred times slower otherwise.
             if name == "extend" and "draft" not in bundle.manifest.weights:
                 options.add_session_config_entry("session.disable_prepacking", "1")
-            engines[name] = Engine(open_session(folder / f"{name}.onnx", options, _CPU, {}))
+            session = open_session(folder / f"{name}.onnx", options, _CPU, {})
+            if name == SHARED:
+                engines["target"] = Lanes(session, graphs[SHARED], graphs["target"])
+            else:
+                engines[name] = Engine(session)
         return engines, Host()
 
 

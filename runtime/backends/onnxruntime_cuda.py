@@ -82,7 +82,7 @@ class Cuda:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
         engines, form, device = {}, bundle.manifest.form(self.NAME), type(self._device)(self._device.index)
         try:
             shared = SharedWeights(bundle, form, device)

@@ -118,7 +118,7 @@ class TensorRT:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._stale(bundle, folder / _CHOICE, str(error)) from None
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[dict[str, "Engine"], Device]:
+    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
         graphs = self.form(bundle, folder).graphs
         self._device.enter()
         runtime, loaded = trt.Runtime(LOG), dict[str, tuple[trt.ICudaEngine, int]]()  # the plan and profile of each graph

@@ -1,11 +1,12 @@
 """The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
 contradicts itself is refused before anything is allocated."""
 
-from .manifest import OPEN_CACHES, Form, Graph, Manifest
+from .manifest import OPEN_CACHES, SHARED, Form, Graph, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
 Signature = list[tuple[str, str, Shape]]
+_MOST_LANES = 10  # whose numbers have one digit
 
 
 def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_host: bool) -> None:
@@ -19,7 +20,10 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
             raise Damage(f"{at}: target and {name} have different caches, expected the same")
         may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
         selects = graph.selects and on_host and not form.static
-        inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
+        if name == SHARED:
+            inputs, outputs = _shared(manifest, graphs["target"], graph.lanes)
+        else:
+            inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -50,6 +54,33 @@ def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tupl
     elif positions < manifest.capacity:
         raise Damage(f"{graph.file} has caches of {positions} positions, expected {manifest.capacity} or more")
     return len(shapes) // 2, (int(kv_heads), positions, int(head_dim))
+
+
+def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, Signature]:
+    """The inputs and outputs of the target's pass over rows of several streams. target: the graph for one of them."""
+    if not 2 <= lanes <= _MOST_LANES or not target.selects or target.appends:
+        raise Damage(f"{target.file} cannot share its passes among {lanes} streams")
+
+    layers, (kv_heads, positions, head_dim) = _caches(target, manifest, target.open_caches)
+
+    def cached(prefix: str) -> Signature:
+        shapes = [(1, kv_heads, f"{positions}_{lane}" if target.open_caches else positions, head_dim) for lane in range(lanes)]
+        return [
+            (f"{prefix}_{part}.{lane}.{i}", manifest.dtype, shape)
+            for i in range(layers) for lane, shape in enumerate(shapes) for part in ("key", "value")
+        ]  # fmt: skip
+
+    inputs: Signature = [
+        ("tokens", "int64", ("rows",)), ("depth", "int64", ("rows",)), ("counts", "int64", (lanes,)), ("wanted", "int64", ("wanted",)),
+        *((f"mask.{lane}", "bool", (f"rows_{lane}", f"rows_{lane}")) for lane in range(lanes)),
+        *((f"past_length.{lane}", "int64", (1,)) for lane in range(lanes)),
+    ]  # fmt: skip
+    outputs: Signature = [
+        ("choice", "int64", ("wanted",)),
+        ("logits", manifest.dtype, ("wanted", manifest.vocabulary)),
+        ("hidden", manifest.dtype, ("rows", manifest.hidden)),
+    ]
+    return [*inputs, *cached("past")], [*outputs, *cached("present")]
 
 
 def _expected(

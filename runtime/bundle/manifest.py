@@ -16,24 +16,27 @@ from .records import Bounds, OneOf, Pattern, sealed
 FORMAT = 3
 MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
+SHARED = "shared"
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
-PASS_SIZES, BOUND_WEIGHTS = "pass-sizes", "bound-weights"
+PASS_SIZES, BOUND_WEIGHTS, SHARED_PASSES = "pass-sizes", "bound-weights", "shared-passes"
 BLOCK = 128
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
 ModelName = Annotated[str, OneOf(("target", "draft"))]
 WeightName = Annotated[str, Pattern(r"[A-Za-z0-9_.]{1,200}", "the name of a weight")]
-GraphName = Annotated[str, Pattern(r"draft|extend|target(-[1-9][0-9]{0,4})?", "one of target, draft, extend or target-N")]
+GraphName = Annotated[
+    str, Pattern(r"draft|extend|shared|target(-[1-9][0-9]{0,4})?", "one of target, shared, draft, extend or target-N")
+]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """An input or output of a graph. shape: sizes, or the names of symbolic axes."""
 
-    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4})?", "the name of a tensor")]
+    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4}){0,2}", "the name of a tensor")]
     dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
-    shape: tuple[Size | Annotated[str, OneOf(("rows", "accepted", "positions", "wanted"))], ...]
+    shape: tuple[Size | Annotated[str, Pattern(r"(rows|positions)(_[0-9])?|accepted|wanted", "the name of an axis")], ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Graph:
     def selects(self) -> bool:
         """Whether a pass has choices and logits only of the rows that the input ``wanted`` names."""
         return any(p.name == "wanted" for p in self.inputs)
+
+    @property
+    def lanes(self) -> int:
+        """How many streams may have rows in a pass of the graph ``shared``; 0 for other graphs."""
+        return sum(p.name.startswith("mask.") for p in self.inputs)
 
     def cache_positions(self, capacity: int) -> int:
         """The most positions that the caches have in a bundle of this capacity."""
@@ -127,7 +135,8 @@ class Form:
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: the graph
     ``target`` then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
     any number. graphs: ``target``, and with a drafter ``draft`` and ``extend``; if shapes are static there may also be
-    ``target-N``, the target for passes of N rows, fewer than ``chunk``. spares: the same graphs in other dialects, by dialect,
+    ``target-N``, the target for passes of N rows, fewer than ``chunk``; on the CPU there may be ``shared``, the target's pass over rows
+    of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
     for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
     ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs.
     """
@@ -233,6 +242,10 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
     OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),
     WANTED_ROWS: ("a target has the input 'wanted'", lambda manifest: any(target.selects for target in manifest.targets)),
+    SHARED_PASSES: (
+        "a form has the graph 'shared'",
+        lambda manifest: any(SHARED in graphs for form in manifest.forms.values() for graphs in form.variants().values()),
+    ),
     PASS_SIZES: (
         "a target has several graphs of fixed sizes",
         lambda manifest: any(len(form.targets) > 1 for form in manifest.forms.values()),

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, TARGET_ONLY, Form, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, SHARED, TARGET_ONLY, Form, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -53,8 +53,8 @@ def _check(manifest: Manifest) -> None:
             at = f"forms.{backend} ({dialect})"
             if missing := set(expected) - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
-            smaller = {name for name in graphs if name.startswith("target-")}
-            if surplus := graphs.keys() - smaller - set(expected):
+            smaller, shared = {name for name in graphs if name.startswith("target-")}, {SHARED} if backend == "cpu" else set()
+            if surplus := graphs.keys() - smaller - shared - set(expected):
                 raise Damage(f"{at} has a graph '{min(surplus)}' and tree is null, expected only the graph 'target'")
             for name in smaller:
                 if not form.static or int(name[7:]) >= form.chunk:

@@ -96,7 +96,7 @@ class Decoder:
             emitted, logprobs = tuple(selector.ids[stats.tokens :]), tuple(selector.logprobs[stats.tokens :])
             stats.tokens, stats.finish_reason = len(selector.ids), selector.finish_reason
             yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup, logprobs)
-            started, self.passes.engine_ns = perf_counter_ns(), [0, 0]
+            started, self.passes.engine_ns, self.passes.waited_ns = perf_counter_ns(), [0, 0], 0
             if not rows and self.selector is selector and selector.settings.speculate and not selector.ended():
                 self.device.enter()
                 self.catch_up(self._pause(selector))  # with the prompt, after the first token, so that it does not delay it
@@ -115,7 +115,7 @@ class Decoder:
             self._commit(proposal, path)
             draft_ns, target_ns = self.passes.engine_ns
             tree = proposal.trace() if selector.settings.trace else None
-            times = draft_ns, target_ns, perf_counter_ns() - started - draft_ns - target_ns
+            times = draft_ns, target_ns, perf_counter_ns() - started - draft_ns - target_ns - self.passes.waited_ns
             draft_tree.host_ns = times[2] if stats.cycles else 0  # the first cycle's includes reading the prompt
             rows, lookup = proposal.count, proposal.lookup
             stats.count(len(path), times, rows, lookup)
@@ -202,14 +202,15 @@ class Decoder:
         while start < len(prompt):
             if interrupted():
                 return None
-            part, started = prompt[start : start + self._chunk()], perf_counter_ns()
+            part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.passes.waited_ns
             n = len(part)
             self.feed(part, last=True)
             # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
             if self.manifest.has_drafter and start < end:
                 self.history.record(start, end - start, range(start, end))
-            start, self._rows_in_time = start + n, int(n * _PATIENCE_NS / (perf_counter_ns() - started))
+            took = perf_counter_ns() - self.passes.waited_ns - started
+            start, self._rows_in_time = start + n, int(n * _PATIENCE_NS / took)
         return n - 1
 
     def _chunk(self) -> int:

@@ -25,6 +25,7 @@ class EnginePasses:
     only. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
     that the next draft reads, and the token after each; accepted_count: int64 [1], how many of them it reads. history_chunk:
     [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds spent in the drafter's and the target's engines.
+    waited_ns: nanoseconds in which engines worked for other streams.
     """
 
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
@@ -44,7 +45,7 @@ class EnginePasses:
         self.tree: dict[str, Array] = {}
         self.accepted_rows, self.accepted_tokens = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.accepted_count = np.zeros(1, np.int64)
-        self.engine_ns = [0, 0]
+        self.engine_ns, self.waited_ns = [0, 0], 0
         self._bound: dict[tuple[str, int], Call] = {}
         self.causal(form.chunk, last=True)
         for size in form.targets or (1,):
@@ -121,9 +122,9 @@ class EnginePasses:
         corner, part = tree_mask[:rows].reshape(rows, whole, 1), mask.reshape(rows, rows, 1)
         move = self.device.move
 
-        def verify() -> None:
+        def verify() -> float | None:
             move(part, 0, corner, 0, rows)
-            call()
+            return call()
 
         return verify
 
@@ -140,8 +141,9 @@ class EnginePasses:
 
     def _run(self, engine: int, call: Call) -> None:
         started = perf_counter_ns()
-        call()
-        self.engine_ns[engine] += perf_counter_ns() - started
+        own, passed = call(), perf_counter_ns() - started
+        self.engine_ns[engine] += passed if own is None else int(own)
+        self.waited_ns += 0 if own is None else passed - int(own)
 
     def read(self, tokens: Sequence[int], last: bool = False) -> None:
         """One causal pass of the target over the next tokens, at most a chunk. The caller commits the rows to keep. last: see
@@ -189,11 +191,11 @@ def _growing(cache: KVCache, rows: int, bind: Callable[[], Call]) -> Call:
     """A call that makes room in the cache for its rows, and is bound anew when the cache has other buffers."""
     bound, moves = bind(), cache.moves
 
-    def call() -> None:
+    def call() -> float | None:
         nonlocal bound, moves
         cache.fit(int(cache.length[0]) + rows)
         if moves != cache.moves:
             bound, moves = bind(), cache.moves
-        bound()
+        return bound()
 
     return call

@@ -9,7 +9,7 @@ from ..errors import DamageError
 
 # A numpy array on the host, a ``DeviceArray`` elsewhere: both have shape, dtype, ``[i]``, ``[:n]`` and ``reshape``.
 Array: TypeAlias = Any
-Call: TypeAlias = Callable[[], None]
+Call: TypeAlias = Callable[[], float | None]  # see ``backends.Engine.bind``
 
 
 def require_buffers(inputs: Set[str], buffers: Mapping[str, Array]) -> None:

@@ -3,16 +3,20 @@ causes it."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ..backends import Backend, Engine, close
-from ..bundle.manifest import Form
+from ..bundle.manifest import SHARED, Form
 from ..bundle.reader import Bundle
 from ..decoding.kv_cache import KVCache
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
 from .golden_file import TREE, Drafted, malformed, read
+
+if TYPE_CHECKING:
+    from ..backends.onnxruntime_lanes import Lanes
 
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
@@ -134,6 +138,39 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
         return replay(bundle, backend.form(bundle, folder), engines, device)
     finally:
         close(engines, device)
+
+
+def check_shared(bundle: Bundle, backend: Backend, folder: Path) -> None:
+    """Replays the golden run through the graph ``shared``, in all lanes at once. Raises GumihoError as ``replay`` does."""
+    form = backend.form(bundle, folder)
+    engines, device = backend.open(bundle, folder, streams=2)
+    try:
+        lanes = _EveryLane(cast("Lanes", engines["target"]), limits(form, bundle.manifest.depth)["target"])
+        replay(bundle, form, {**engines, "target": lanes}, device)
+    finally:
+        close(engines, device)
+
+
+class _EveryLane:
+    """A target whose passes have the same rows in every lane, and fail if the lanes differ."""
+
+    def __init__(self, lanes: "Lanes", tolerance: float) -> None:
+        self._lanes, self._tolerance, self.close = lanes, tolerance, lanes.close
+
+    def bind(self, buffers: Mapping[str, Array]) -> Call:
+        copies = [{name: buffer.copy() for name, buffer in buffers.items()} for _ in range(1, self._lanes.count)]
+        passes = [self._lanes.bind(own) for own in (buffers, *copies)]
+
+        def call() -> None:
+            for name, buffer in buffers.items():
+                for copy in copies:
+                    copy[name][...] = buffer
+            self._lanes.run(passes)
+            passes[0].result()
+            for copy in copies:
+                _require(SHARED, _relative(copy["logits"], buffers["logits"]), self._tolerance)
+
+        return call
 
 
 # --- comparing outputs ---------------------------------------------------------------------------------------------------

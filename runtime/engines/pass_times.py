@@ -81,7 +81,7 @@ def _causal_passes(decoder: Decoder) -> Costs:
     return Costs(rising(by_rows), 0.0, _HOST)
 
 
-def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], None]]) -> dict[int, float]:
+def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], object]]) -> dict[int, float]:
     """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so many rows."""
     rows = decoder.manifest.rows
     by_rows = {1: plain, rows: fastest(bind(rows))}
@@ -92,12 +92,12 @@ def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], 
     return by_rows
 
 
-def fastest(call: Callable[[], None]) -> float:
+def fastest(call: Callable[[], object]) -> float:
     """Nanoseconds of the fastest of a few runs."""
     return float(min(timed(call)))
 
 
-def timed(call: Callable[[], None]) -> list[int]:
+def timed(call: Callable[[], object]) -> list[int]:
     """Nanoseconds of up to five runs of a call; fewer once their sum exceeds a second."""
     times: list[int] = []
     while len(times) < 5 and sum(times) < _PASS_LIMIT:

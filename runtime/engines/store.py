@@ -16,6 +16,7 @@ from ..backends.processor import physical_cores
 from ..bundle.files import read_regular
 from ..bundle.hashes import File, first_damaged
 from ..bundle.locks import locked
+from ..bundle.manifest import SHARED
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
@@ -131,6 +132,9 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         stack.callback(decoder.close)
         costs, others = measure(decoder), OtherPrograms()
         most, comparable = (text_time(decoder), not others.in_the_way) if cores > 1 else (0.0, False)
+    if SHARED in form.graphs:
+        progress("replaying the golden run in passes of several streams")
+        golden.check_shared(bundle, backend, folder)
 
     @contextmanager
     def opened(threads: int) -> Iterator[Decoder]:

@@ -22,7 +22,7 @@ def text_time(decoder: Decoder) -> float:
     return _CHUNKS * _mean(passes.causal(decoder.form.chunk)) + _TOKENS * _mean(passes.causal(1))
 
 
-def _mean(call: Callable[[], None]) -> float:
+def _mean(call: Callable[[], object]) -> float:
     """Nanoseconds of a call, on average: threads that lack a core hold up some passes for long, and most not at all."""
     call()
     started, count = perf_counter_ns(), 0

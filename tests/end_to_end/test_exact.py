@@ -22,7 +22,7 @@ from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
 from tests.pairs import RandomPair
-from tests.seal import edit
+from tests.seal import edit, without_shared
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
 FULL = RandomPair(ODD.target | {"num_key_value_heads": 4, "max_position_embeddings": 512}, seed=4)
@@ -186,7 +186,8 @@ def test_caches_of_any_length_are_the_cpus(
 ) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(make_bundle(DEMO, *WHOLE, *LONG) / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows")
+    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows", "shared-passes")
+    edit(tmp_path, without_shared)
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):
         parse_manifest(record.read_text(), record)

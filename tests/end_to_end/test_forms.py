@@ -50,9 +50,9 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
             manifest = replace(bundle.manifest, forms={form: replace(own, graphs=files)})
             super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress, check)  # type: ignore[arg-type]
 
-        def open(self, bundle: Bundle, folder: Path, threads: int = 0) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
-            engines, device = super().open(bundle, folder, threads)
-            if not lazy:
+        def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
+            engines, device = super().open(bundle, folder, threads, streams)
+            if not lazy or streams > 1:
                 return engines, device
             accelerator = Lazy()
             # Only TensorRT's calls are recorded.

@@ -1,0 +1,91 @@
+"""The target's pass over rows of several streams at once: they share its products, and each attends to a cache of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.onnx import is_in_onnx_export, ops
+
+from .dialects.plain import Rows
+from .target import Target, choose
+
+LANES = 4  # streams that a pass may have
+
+
+class SharedTarget(Target):
+    """A target whose passes take rows of up to LANES streams. A lane is a stream's place in a pass: its rows, their mask and its caches.
+
+    The first lane is never empty, and the second only if the others are. A pass with one lane computes nothing for the others, so
+    that a stream alone loses little. Eagerly, no lane may be empty.
+    """
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, depth: Tensor, counts: Tensor, wanted: Tensor, masks: list[Tensor], past_lengths: list[Tensor],
+        caches: list[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """One pass.
+
+        tokens, depth: int64 [R], those of the lanes in turn; counts: int64 [LANES], rows of each lane; wanted: as in ``Target``; masks: bool
+        [n, n] of each lane; past_lengths: int64 [1] of each lane; caches: layer by layer, key and value of each lane, [1, kv heads, S, d].
+        Returns what ``Target`` returns, the written keys and values in the order of ``caches``.
+        """
+        depths = _split(depth, counts, masks)
+        positions = [length + own for length, own in zip(past_lengths, depths, strict=True)]
+        position, filled, width = _join(positions, depth), [count > 0 for count in counts.split(1)], 2 * len(masks)
+        seen = [self.ops.attention_mask(*lane) for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)]
+        x = self.embed_tokens(tokens)
+        present: list[Tensor] = []
+        for layer, at in zip(self.layers, range(0, len(caches), width), strict=True):
+            rows, own = layer.project(x, self.rotary, position, caches[0].dtype), caches[at : at + width]
+            parts = zip(*(_split(y, counts, masks) for y in (rows.q, rows.k, rows.v)), positions, strict=True)
+            lanes: list[Sequence[Tensor]] = []
+            for i, part in enumerate(parts):
+                cache = own[2 * i], own[2 * i + 1]
+                lane = self.ops.attend(_rows(rows, *part), cache, past_lengths[i], seen[i])
+                lanes.append(lane if i < 2 else _either(filled[i], lane, (part[0], *cache)))  # its queries, which are none
+            several = [_join([lane[0] for lane in lanes], rows.q), *(cache for lane in lanes for cache in lane[1:])]
+            first = _rows(rows, *(_first(y, masks[0]) for y in (rows.q, rows.k, rows.v, position)))
+            alone = self.ops.attend(first, (own[0], own[1]), past_lengths[0], seen[0])
+            attended, *written = _either(filled[1], several, [*alone, *own[2:]])
+            x = layer.finish(x, attended)
+            present += written
+        hidden = self.norm(x)
+        read = self.ops.gather(hidden, wanted)
+        logits = self.lm_head(read).to(caches[0].dtype)
+        return choose(logits, read), logits, hidden.to(caches[0].dtype), *present
+
+
+def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows:
+    return replace(rows, q=q, k=k, v=v, position=position)
+
+
+def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The rows of each lane, in turn. counts: as many as its mask has; x: [R, ...]."""
+    if not is_in_onnx_export():
+        return x.split(counts.tolist())
+    shapes: list[Any] = [[mask.shape[0], *x.shape[1:]] for mask in masks]
+    return ops.symbolic_multi_out("Split", [x, counts], {"axis": 0}, dtypes=[x.dtype] * len(masks), shapes=shapes, version=18)
+
+
+def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The rows of all lanes, which have the shape of ``like``."""
+    if not is_in_onnx_export():
+        return torch.cat(list(parts))
+    return ops.symbolic("Concat", parts, {"axis": 0}, dtype=parts[0].dtype, shape=like.shape, version=13)
+
+
+def _first(x: Tensor, mask: Tensor) -> Tensor:
+    """The rows of the first lane, if the others have none."""
+    if not is_in_onnx_export():
+        return x[: mask.shape[0]]
+    return ops.symbolic("Identity", (x,), {}, dtype=x.dtype, shape=[mask.shape[0], *x.shape[1:]], version=13)
+
+
+def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Some values or others, of which only those are computed (``exporter.branches``). condition: bool [1]."""
+    if not is_in_onnx_export():
+        return then if condition else otherwise
+    dtypes, shapes = [x.dtype for x in then], [list(x.shape) for x in then]
+    return ops.symbolic_multi_out("gumiho::Either", [condition, *then, *otherwise], {}, dtypes=dtypes, shapes=shapes, version=1)

@@ -1,0 +1,79 @@
+"""The engines of a stream that shares the target's passes with others."""
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from .backends import Engine
+from .devices import Array, Call
+from .turns import Place, Turns
+
+if TYPE_CHECKING:  # not every installation has ONNX Runtime
+    from .backends.onnxruntime_lanes import Lanes, Pass
+
+_PATIENCE = 0.005  # seconds; longer than a cycle takes outside its passes
+_SHARE = 0.25  # of the last pass, if that is less: waiting must cost less than it can save
+
+
+class SharedTarget:
+    """The target as one of several streams over the same engine sees it: a pass takes the rows of all streams that wait for one. Implements
+    ``backends.Engine``, with the buffers of the graph ``target``."""
+
+    def __init__(self, lanes: "Lanes", turns: Turns, stream: int) -> None:
+        self._lanes, self._turns, self._stream = lanes, turns, stream
+
+    def bind(self, buffers: Mapping[str, Array]) -> Call:
+        """See ``backends.Engine``. The call returns the nanoseconds that count as this stream's: its share of the pass."""
+        own = self._lanes.bind(buffers)
+
+        def call() -> float:
+            own.done = False
+            while not own.done:
+                self._run(own)
+            return own.result()
+
+        return call
+
+    def _run(self, own: "Pass") -> None:
+        """Runs the pass, or has another stream's thread run it. If that one is interrupted, the pass is not done."""
+        turns, lanes = self._turns, self._lanes
+        if turns.mine:
+            lanes.run([own])
+        elif turns.take(self._stream, own):
+            claimed: Sequence[Place] = ()
+            try:
+                claimed = turns.claim(lanes.count - 1, min(_PATIENCE, _SHARE * lanes.seconds))
+                lanes.run([own, *(place.wanted for place in claimed)])
+            finally:
+                turns.did(self._stream, claimed)
+                turns.give()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+class InTurn:
+    """An engine that several streams use one after the other. Implements ``backends.Engine``."""
+
+    def __init__(self, engine: Engine, turns: Turns, stream: int) -> None:
+        self._engine, self._turns, self._stream = engine, turns, stream
+
+    def bind(self, buffers: Mapping[str, Array]) -> Call:
+        """See ``backends.Engine``. The call returns its nanoseconds without those that it waited."""
+        own, turns = self._engine.bind(buffers), self._turns
+
+        def timed() -> float:
+            started = perf_counter_ns()
+            own()
+            return perf_counter_ns() - started
+
+        def call() -> float:
+            if turns.mine:
+                return timed()
+            with turns.of(self._stream):
+                return timed()
+
+        return call
+
+    def close(self) -> None:
+        self._engine.close()
