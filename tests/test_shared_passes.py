@@ -18,6 +18,7 @@ from graphs.shared_target import LANES, SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime import gumiho, load
+from runtime.backends import onnxruntime
 from runtime.backends.onnxruntime import Cpu
 from runtime.backends.onnxruntime_lanes import Lanes, Pass
 from runtime.bundle.reader import Bundle
@@ -51,7 +52,9 @@ def bundle(request: pytest.FixtureRequest, make_bundle: MakeBundle) -> Path:
 def opened(bundle: Path) -> Iterator[tuple[Bundle, Any, Lanes]]:
     read, made = Bundle(bundle), Cpu("")
     folder = find_engines(read, made)
-    engines = [made.open(read, folder, 1, streams)[0] for streams in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "_SMALL", 0)  # passes of one stream go through the shared graph too
+        engines = [made.open(read, folder, 1, streams)[0] for streams in (1, 2)]
     assert isinstance(engines[1]["target"], Lanes)
     yield read, engines[0]["target"], engines[1]["target"]
     for each in engines:
@@ -186,6 +189,24 @@ def test_a_failed_pass_is_everyones_and_the_next_one_is_not(
     assert all(one.result() > 0 for one in passes)
     with pytest.raises(DamageError, match="'mask' has no buffer"):
         lanes.bind({name: buffer for name, buffer in made[0].items() if name != "mask"})
+
+
+@pytest.mark.parametrize("small", [0, 1e9])
+def test_of_a_small_target_a_stream_alone_has_an_engine_of_its_own(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, small: float
+) -> None:
+    monkeypatch.setattr(onnxruntime, "_SMALL", small)
+    counts, real = list[int](), Lanes._run
+
+    def counted(lanes: Lanes, session: Any, passes: Any) -> None:
+        counts.append(len(passes))
+        real(lanes, session, passes)
+
+    monkeypatch.setattr(Lanes, "_run", counted)
+    with load(bundle, threads=1) as own, load(bundle, threads=1, streams=2) as model:
+        prompt = list(range(3, 150))
+        assert finished(model, prompt, 40, {}) == finished(own, prompt, 40, {})
+    assert set(counts) == (set() if small else {1})
 
 
 def test_closed(bundle: Path) -> None:

@@ -73,7 +73,7 @@ class Backend(Protocol):
         """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
 
         threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``. streams: how many will decode at once. If there
-        are several and the bundle has the graph ``shared``, that is opened instead of ``target``.
+        are several and the bundle has the graph ``shared``, the engine named ``target`` is of that graph.
         """
 
 

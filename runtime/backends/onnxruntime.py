@@ -27,6 +27,7 @@ except ImportError as error:
     raise UnavailableError(f"onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime") from None
 __all__ = "Cpu", "Engine", "failed_run", "open_session", "ort", "session_options"  # onnxruntime_cuda uses all but the first two
 _CPU = "CPUExecutionProvider"
+_SMALL = 256e6  # bytes of weights of a target whose passes of 1 and of several streams have an engine each
 
 
 class Cpu:
@@ -74,9 +75,12 @@ class Cpu:
         from .onnxruntime_lanes import Lanes  # which imports this module
 
         engines: dict[str, AnyEngine] = {}
+        alone: Engine | None = None
         graphs = bundle.manifest.form(self.NAME).graphs
         shares = streams > 1 and SHARED in graphs
-        for name in sorted(graphs.keys() - {"target" if shares else SHARED}):  # each would pack the target's weights
+        # Each packs the target's weights. Of a small target a stream alone would lose more by the branches of ``shared``.
+        needless = "" if shares and graphs["target"].weights < _SMALL else "target" if shares else SHARED
+        for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
             options = session_options(bundle, threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
@@ -85,9 +89,10 @@ class Cpu:
                 options.add_session_config_entry("session.disable_prepacking", "1")
             session = open_session(folder / f"{name}.onnx", options, _CPU, {})
             if name == SHARED:
-                engines["target"] = Lanes(session, graphs[SHARED], graphs["target"])
+                engines["target"] = Lanes(session, graphs[SHARED], graphs["target"], alone)
             else:
-                engines[name] = Engine(session)
+                engines[name] = own = Engine(session)
+                alone = own if name == "target" else alone
         return engines, Host()
 
 

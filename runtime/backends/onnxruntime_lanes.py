@@ -8,8 +8,8 @@ import numpy as np
 
 from ..bundle.manifest import BLOCK, Graph
 from ..devices import Array, require_buffers
-from ..errors import MisuseError
-from .onnxruntime import failed_run, ort
+from ..errors import GumihoError, MisuseError
+from .onnxruntime import Call, Engine, failed_run, ort
 
 _SAME = 16  # a pass of one row takes about as long as so many more rows of it
 _MOST_BINDINGS = 64
@@ -20,13 +20,13 @@ _OUTPUTS = "choice", "logits", "hidden"
 class Pass:
     """One stream's pass: its rows and its buffers, named as in the graph ``target``. Calling it runs it alone.
 
-    done: whether the buffers hold its results. ns: nanoseconds of the pass that count as this stream's. failure: why there are none.
+    alone: runs it in the engine of the graph ``target``, None if that is not loaded. done: whether the buffers hold its results. ns: nanoseconds of the pass that count as this stream's. failure: why there are none.
     """
 
-    __slots__ = "_lanes", "buffers", "done", "failure", "key", "ns", "rows"
+    __slots__ = "_lanes", "alone", "buffers", "done", "failure", "key", "ns", "rows"
 
-    def __init__(self, lanes: "Lanes", buffers: Mapping[str, Array]) -> None:
-        self._lanes, self.buffers, self.rows = lanes, buffers, len(buffers["tokens"])
+    def __init__(self, lanes: "Lanes", buffers: Mapping[str, Array], alone: Call | None) -> None:
+        self._lanes, self.buffers, self.rows, self.alone = lanes, buffers, len(buffers["tokens"]), alone
         self.key = buffers["past_key.0"]  # a cache has other buffers whenever it is laid out anew
         self.done, self.ns = False, 0.0
         self.failure: Exception | None = None
@@ -48,7 +48,9 @@ class Lanes:
     count: streams that a pass may have. seconds: of the last pass.
     """
 
-    def __init__(self, session: ort.InferenceSession, shared: Graph, target: Graph) -> None:
+    def __init__(self, session: ort.InferenceSession, shared: Graph, target: Graph, alone: Engine | None) -> None:
+        """alone: the engine of ``target``, if passes of a single stream are to use it."""
+        self._alone = alone
         self._session: ort.InferenceSession | None = session
         self.count, self.seconds = shared.lanes, 0.0
         self._inputs = [tensor.name for tensor in target.inputs]
@@ -68,17 +70,21 @@ class Lanes:
         if self._session is None:
             raise MisuseError(_CLOSED)
         require_buffers(set(self._inputs), buffers)
-        return Pass(self, buffers)
+        return Pass(self, buffers, self._alone.bind(buffers) if self._alone else None)
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Runs the passes of up to ``count`` streams as one. Whether each is done, and what it took, is in the passes."""
         if self._session is None:
             raise MisuseError(_CLOSED)
-        started, failure = perf_counter(), None
+        failure: GumihoError | None = None
+        started = perf_counter()
         try:
-            self._run(self._session, sorted(passes, key=lambda one: one.key.ctypes.data))
+            if len(passes) == 1 and passes[0].alone:
+                passes[0].alone()
+            else:
+                self._run(self._session, sorted(passes, key=lambda one: one.key.ctypes.data))
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
-            failure = failed_run(error)
+            failure = error if isinstance(error, GumihoError) else failed_run(error)
         self.seconds = perf_counter() - started
         weight = sum(_SAME + one.rows for one in passes)
         for one in passes:
@@ -139,5 +145,5 @@ class Lanes:
         return binding
 
     def close(self) -> None:
-        self._session = None
+        self._session = self._alone = None
         self._bindings.clear()
