@@ -5,10 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime import GumihoError, load
-from runtime.backends import backend, control_groups, memory
+from runtime.backends import backend, control_groups, memory, onnxruntime
 from runtime.backends.memory import Free, MemoryNeeds, Space
 from runtime.backends.shared_weights import nbytes
 from runtime.bundle.reader import Bundle
@@ -190,3 +191,21 @@ def test_the_processor_needs_its_weights_and_caches(make_bundle: MakeBundle, mon
     monkeypatch.setattr(memory, "host_free", lambda: need.host - 1)
     with pytest.raises(GumihoError, match="loading for cpu needs about"):
         load(path, "cpu")
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_passes_of_many_sizes_do_not_pile_up(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, streams: int) -> None:
+    """Prompts end with any number of rows, behind any number of positions."""
+    monkeypatch.setattr(onnxruntime, "_SMALL", 0)
+    with load(demo_bundle, "cpu", streams=streams) as model:
+        passes = model.decoder.passes
+        passes.read([5, 6, 7])
+        before = passes.logits[:3].copy()
+        for rows in range(1, passes.form.chunk + 1):
+            passes.read([5] * rows, last=True)
+        assert len(passes._bound) < 40 < passes.form.chunk
+        passes.read([5, 6, 7])  # bound anew
+        np.testing.assert_array_equal(passes.logits[:3], before)
+        for engine in model._loaded.engines.values():
+            # ONNX Runtime keeps a pattern for every combination of sizes that ever ran, 50 KB for each of SmolLM2's.
+            assert engine._session.get_session_options().enable_mem_pattern is False  # type: ignore[attr-defined]

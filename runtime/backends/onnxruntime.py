@@ -83,6 +83,7 @@ class Cpu:
         for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
             options = session_options(bundle, threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
             # Quantized weights are packed, since their products would be a hundred times slower otherwise.
             if name == "extend" and "draft" not in bundle.manifest.weights:

@@ -12,7 +12,7 @@ from ..errors import GumihoError, MisuseError
 from .onnxruntime import Call, Engine, failed_run, ort
 
 _SAME = 16  # a pass of one row takes about as long as so many more rows of it
-_MOST_BINDINGS = 64
+_MOST_BINDINGS = 32
 _CLOSED = "the model is closed: load the bundle again"
 _OUTPUTS = "choice", "logits", "hidden"
 

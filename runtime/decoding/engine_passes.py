@@ -12,6 +12,7 @@ from .cycle import Tree
 from .kv_cache import KVCache
 
 _DRAFT, _TARGET = 0, 1
+_MOST_BOUND = 32  # more than cycles use; a prompt may end with any number of rows
 
 
 class EnginePasses:
@@ -93,10 +94,13 @@ class EnginePasses:
         return self._drafts[min(accepted, len(self._drafts)) - 1]
 
     def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
-        """Binds at the first use. Not ``functools.cache``, which would keep the engines alive until garbage is collected."""
-        if (kind, rows) not in self._bound:
-            self._bound[kind, rows] = bind()
-        return self._bound[kind, rows]
+        """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep the engines alive
+        until garbage is collected."""
+        call = self._bound.pop((kind, rows), None) or bind()
+        self._bound[kind, rows] = call
+        if len(self._bound) > _MOST_BOUND:
+            del self._bound[next(iter(self._bound))]
+        return call
 
     def _bind_target(self, tokens: Array, depth: Array, mask: Array, first: int = 0) -> Call:
         """first: of the rows that have choice and logits."""
