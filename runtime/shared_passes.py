@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # not every installation has ONNX Runtime
     from .backends.onnxruntime_lanes import Lanes, Pass
 
 _PATIENCE = 0.005  # seconds; longer than a cycle takes outside its passes
+_MANY = 32  # rows
 _SHARE = 0.25  # of the last pass, if that is less: waiting must cost less than it can save
 
 
@@ -40,16 +41,24 @@ class SharedTarget:
         if turns.mine:
             lanes.run([own])
         elif turns.take(self._stream, own):
-            claimed: Sequence[Place] = ()
+            claimed: Sequence[Place] | None = None
             try:
-                claimed = turns.claim(lanes.count - 1, min(_PATIENCE, _SHARE * lanes.seconds))
-                lanes.run([own, *(place.wanted for place in claimed)])
+                patience = min(_PATIENCE, _SHARE * lanes.seconds)
+                claimed = turns.claim(lanes.count - 1, patience, lambda others: _fit([own, *others]))
+                if claimed is not None:
+                    lanes.run([own, *(place.wanted for place in claimed)])
             finally:
-                turns.did(self._stream, claimed)
+                if claimed is not None:
+                    turns.did(self._stream, claimed)
                 turns.give()
 
     def close(self) -> None:
         self._lanes.close()
+
+
+def _fit(passes: "Sequence[Pass]") -> bool:
+    """Whether passes may be one: not several over many rows, which would gain little, and delay all the others for longer."""
+    return sum(one.rows > _MANY for one in passes) <= 1
 
 
 class InTurn:
@@ -71,7 +80,9 @@ class InTurn:
             if turns.mine:
                 return timed()
             with turns.of(self._stream):
-                return timed()
+                took = timed()
+                turns.expect(self._stream)
+                return took
 
         return call
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -27,7 +27,7 @@ class Turns:
     and takes it again in a loop, as decoding does, can keep it from all the others.
 
     A thread may say what it wants a turn for. The one that has the turn can then do it together with its own (``claim``), which ends the
-    other's wait.
+    other's wait. A turn for anything else comes before that, as it does for a draft, after which that stream's pass can be shared too.
 
     holder: the thread that has the turn, None if nobody does.
     """
@@ -84,17 +84,26 @@ class Turns:
                 if self._waiting:
                     self._waiting.popleft().lock.release()
 
-    def claim(self, most: int, patience: float) -> list[Place]:
-        """What other threads want, in the order in which they came, for the thread that has the turn to do; ``did`` ends their wait.
+    def claim(
+        self, most: int, patience: float, fits: Callable[[Sequence[Any]], bool] = lambda wanted: True
+    ) -> list[Place] | None:
+        """What other threads want, in the order in which they came, for the thread that has the turn to do; ``did`` ends their wait. None
+        if a thread wants its turn for something else: then give it, and wait for another one.
 
-        most: at most so many. patience: seconds after a stream's last pass in which it is waited for: it may be about to come again.
+        most: at most so many. patience: seconds after a stream's last turn in which it is waited for: it may be about to come again. fits:
+        whether what threads want can be done together.
         """
         with self._lock:
-            while self._expected and len(self._wanted()) < most:
-                left = max(self._expected.values()) + patience - monotonic()
+            while len(wanted := self._wanted()) < most:
+                if len(wanted) < len(self._waiting):
+                    return None
+                left = max(self._expected.values(), default=0.0) + patience - monotonic()
                 if left <= 0 or not self._arrived.wait(left):
                     break
-            claimed = self._wanted()[:most]
+            claimed: list[Place] = []
+            for place in wanted:
+                if len(claimed) < most and fits([*(one.wanted for one in claimed), place.wanted]):
+                    claimed.append(place)
             for place in claimed:
                 place.taken = True
                 self._waiting.remove(place)
@@ -112,6 +121,11 @@ class Turns:
                 self._expected[place.stream] = now
                 place.lock.release()
             self._expected[stream] = now
+
+    def expect(self, stream: int) -> None:
+        """What the stream wanted is done, and it will come again."""
+        with self._lock:
+            self._expected[stream] = monotonic()
 
     @contextmanager
     def of(self, stream: int) -> Iterator[None]:

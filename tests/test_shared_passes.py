@@ -1,8 +1,10 @@
 """Passes over rows of several streams: what each row gets is what a pass of its own would give, and none is lost or waits for nothing."""
 
+import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import check_shared
 from runtime.engines.store import find_engines
 from runtime.errors import DamageError, GumihoError, MisuseError
+from runtime.shared_passes import InTurn
 from runtime.shared_passes import SharedTarget as StreamsTarget
 from runtime.turns import Turns
 from tests.conftest import DEMO, MakeBundle
@@ -245,7 +248,7 @@ class Recorded:
 
     def bind(self, buffers: Any) -> Any:
         made = Pass.__new__(Pass)
-        made.buffers, made.failure, made.ns, made.done = buffers, None, 1.0, False
+        made.buffers, made.failure, made.ns, made.done, made.rows = buffers, None, 1.0, False, buffers.get("rows", 1)
         return made
 
     def run(self, passes: Any) -> None:
@@ -255,6 +258,16 @@ class Recorded:
             raise KeyboardInterrupt
         for one in passes:
             one.done = True
+
+
+def queued(turns: Turns, threads: list[threading.Thread], streams: Sequence[Callable[[], object]]) -> list[threading.Thread]:
+    """Threads, each of which waits for a turn before the next one starts."""
+    threads += [threading.Thread(target=work) for work in streams]
+    for number, thread in enumerate(threads):
+        thread.start()
+        while len(turns._waiting) <= number:
+            pass
+    return threads
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
@@ -271,12 +284,7 @@ def test_whoever_waits_is_served_in_the_next_passes(interrupted: int) -> None:
         except KeyboardInterrupt:
             done.append("interrupted")
 
-    threads = []
-    for number in range(5):
-        threads.append(threading.Thread(target=stream, args=(number,)))
-        threads[-1].start()
-        while len(turns._waiting) <= number:
-            pass
+    threads = queued(turns, [], [partial(stream, number) for number in range(5)])
     turns.give()
     for thread in threads:
         thread.join()
@@ -311,6 +319,51 @@ def test_a_stream_that_is_about_to_come_again_is_waited_for() -> None:
     turns.forget(1)
     turns.take(2)
     assert turns.claim(1, 60.0) == []  # nobody to wait for
+
+
+def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
+    """Whoever came first: its pass waits for the drafts of the others, and for their passes after these."""
+    lanes, turns, drafts, threads = Recorded(), Turns(), list[int](), list[threading.Thread]()
+    turns.take(9)
+
+    class Draft:
+        def bind(self, stream: int) -> Callable[[], None]:
+            return lambda: drafts.append(stream)
+
+    def verify(stream: int) -> None:
+        StreamsTarget(lanes, turns, stream).bind({"name": f"{stream}"})()  # type: ignore[arg-type,dict-item]
+
+    def draft(stream: int) -> None:
+        InTurn(Draft(), turns, stream).bind(stream)()  # type: ignore[arg-type]
+        while turns.holder != threads[0].ident and not lanes.runs:  # comes late
+            pass
+        verify(stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.shared_passes._SHARE", math.inf)  # however slow this machine is
+        patch.setattr("runtime.shared_passes._PATIENCE", 60.0)
+        queued(turns, threads, [partial(verify, 0), partial(draft, 1), partial(draft, 2)])
+        turns.give()
+        for thread in threads:
+            thread.join()
+    assert drafts == [1, 2]
+    assert [sorted(names) for names in lanes.runs] == [["0", "1", "2"]]
+
+
+def test_prompts_are_read_one_after_the_other_with_the_rows_of_others() -> None:
+    """Chunks of several prompts in one pass would delay the others for as long as all of them take."""
+    lanes, turns = Recorded(), Turns()
+    turns.take(9)
+    rows = 128, 1, 128, 5
+
+    def stream(number: int) -> None:
+        StreamsTarget(lanes, turns, number).bind({"name": f"{number}", "rows": rows[number]})()  # type: ignore[arg-type,dict-item]
+
+    threads = queued(turns, [], [partial(stream, number) for number in range(4)])
+    turns.give()
+    for thread in threads:
+        thread.join()
+    assert lanes.runs == [["0", "1", "3"], ["2"]]
 
 
 # --- bundles -------------------------------------------------------------------------------------------------------------

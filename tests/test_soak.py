@@ -35,9 +35,9 @@ def test_answers_are_compared_with_plain_decoding(model: Model) -> None:
 
 def test_growth_counts_from_when_caches_are_warm() -> None:
     found = soak.Soak(0, [], 1)
-    found.samples = [(0, 10, 5), (100, 50, 6), (600, 60, 6), (1200, 75, 8)]
+    found.samples = [(0, 10, 5, 0), (100, 50, 6, 0), (600, 60, 6, 0), (1200, 75, 8, 99)]
     assert found.growth() == (15, 2)
-    found.samples = [(0, 10, 5), (50, 20, 5), (100, 25, 5)]
+    found.samples = [(0, 10, 5, 0), (50, 20, 5, 0), (100, 25, 5, 99)]
     assert found.growth() == (5, 0)
 
 

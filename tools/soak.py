@@ -3,8 +3,10 @@
     python -m tools.soak BUNDLE --prompts FILE ... --minutes 60
 
 starts ``gumiho serve`` with its log on a full disk (``/dev/full``), and clients that ask the prompts with random settings, streamed or not, read
-slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds the
-server tells its memory and open files (``/metrics``). Then every whole answer is decoded again, plainly, with fresh caches. Writes
+slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds it
+looks at the server's memory and open files. Memory is what the process alone holds (RssAnon): pages of mapped weights become resident when a token
+first needs its row of the embedding, and belong to the system's page cache. At first every stream reads a prompt of the whole capacity, so that
+caches, which take memory as texts need it, do not grow afterwards. At the end every whole answer is decoded again, plainly, with fresh caches. Writes
 ``OUT/soak.json``; exit status 1 if an answer differs by more than a near-tie, a request had no answer, or memory or files have grown.
 """
 
@@ -12,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -28,10 +31,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from runtime import GumihoError, Model, load
+from runtime.bundle.reader import Bundle
 from runtime.lossless import differences
 from tools.load import read_prompts
 
-_SAMPLE_SECONDS, _SETTLED_SECONDS = 10, 600  # memory counts from the tenth minute on, or the second half of a shorter run
+_START_SECONDS, _SAMPLE_SECONDS = 60, 10
+_SETTLED_SECONDS = 600  # memory counts from the tenth minute on, or the second half of a shorter run
 _MOST_GROWTH = 20 << 20  # bytes
 _KINDS = {"whole": 5, "streamed": 5, "slow": 1, "left": 3, "nonsense": 2}  # how often, in parts
 
@@ -47,7 +52,31 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     answers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes, open files
+    server: int = 0  # its process
+    samples: list[tuple[float, int, int, int]] = field(default_factory=list)  # seconds, own bytes, open files, mapped bytes
+
+    def wait(self) -> None:
+        """Until the server answers."""
+        for _ in range(_START_SECONDS * 10):
+            with suppress(OSError), closing(HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            sleep(0.1)
+        raise GumihoError(f"the server has not answered within {_START_SECONDS} seconds: start `gumiho serve` to see why")
+
+    def fill(self, tokens: Sequence[int], streams: int) -> None:
+        """Every stream reads so many tokens, each in another order."""
+
+        def read(stream: int) -> None:
+            body = {"model": "soak", "prompt": [*tokens[stream:], *tokens[:stream]], "max_tokens": 1}
+            with closing(HTTPConnection("127.0.0.1", self.port, timeout=600)) as connection:
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                if (status := connection.getresponse().status) != 200:
+                    raise GumihoError(f"the server answered a prompt of {len(tokens)} tokens with status {status}")
+
+        with ThreadPoolExecutor(streams) as threads:
+            list(threads.map(read, range(streams)))
 
     def client(self, seed: int, until: float) -> None:
         draw = random.Random(seed)
@@ -123,15 +152,9 @@ class Soak:
         return text
 
     def sample(self, seconds: float) -> None:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        values = [
-            re.search(rf"^{name} (.*)$", text, re.MULTILINE) for name in ("process_resident_memory_bytes", "process_open_fds")
-        ]
-        memory, files = (int(float(value[1])) for value in values if value)
-        self.samples.append((seconds, memory, files))
+        status = Path(f"/proc/{self.server}/status").read_text("ascii")
+        memory, mapped = (1024 * int(status.split(f"{name}:")[1].split()[0]) for name in ("RssAnon", "RssFile"))
+        self.samples.append((seconds, memory, len(os.listdir(f"/proc/{self.server}/fd")), mapped))
 
     def growth(self) -> tuple[int, int]:
         """Bytes and open files between the first and the last sample once caches are warm."""
@@ -190,12 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Path("/dev/full").open("w") as full:
         process = subprocess.Popen(command, stderr=full)
     try:
-        for _ in range(600):
-            try:
-                soak.sample(0)
-                break
-            except OSError:
-                sleep(0.1)
+        soak.server = process.pid
+        soak.wait()
+        bundle = Bundle(args.bundle)
+        text, most = "\n".join(soak.prompts), bundle.manifest.capacity - 1
+        tokens = bundle.tokenizer.encode(text, add_special_tokens=False).ids
+        soak.fill((tokens * -(-most // len(tokens)))[:most], args.streams)
         started = monotonic()
         until = started + 60 * args.minutes
         clients = [threading.Thread(target=soak.client, args=(seed, until)) for seed in range(args.clients)]
