@@ -1,9 +1,11 @@
 """Replays emitted tokens by plain decoding on the same engine, one row per pass, and reports the differences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .decoding.settings import Settings
 from .generation import Generation
 from .model import Model
 
@@ -30,27 +32,31 @@ class Difference:
 
 
 def differences(model: Model, generation: Generation) -> list[Difference]:
-    """Replays a finished generation with its own settings and seed, except lossy ones.
+    """Replays a finished generation with its own settings and seed, except lossy ones."""
+    return replay(model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed))
 
-    Tokens after a difference are still checked, each after the tokens that were emitted.
+
+def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
+    """Compares emitted tokens with plain decoding's. Those after a difference are still checked, each after the tokens that were emitted.
+
+    ids: emitted after the prompt. settings: with the seed that was used, if they sample.
     """
-    seed = generation.stats.seed
-    plain = replace(generation.settings, seed=seed, speculate=False, callback=None, tree="exact", accept="exact")
+    plain = replace(settings, speculate=False, callback=None, tree="exact", accept="exact")
     near = NEAR[model.decoder.passes.graphs["target"].precision]
-    sampler, prompt = model.selector(generation.prompt, plain).sampler, generation.prompt
+    sampler = model.selector(prompt, plain).sampler
     result: list[Difference] = []
     with model.exclusive() as decoder:
         decoder.clear()
         row = decoder.prefill(prompt, speculate=False)
         assert row is not None
-        for index, token in enumerate(generation.ids):
+        for index, token in enumerate(ids):
             logits = decoder.passes.row(row)
             choice = sampler.choose(logits)
             if choice != token:
                 margin = sampler.margin(logits, token) / float(np.abs(logits).max())
                 result.append(Difference(index, len(prompt) + index, token, choice, margin, margin <= near))
             sampler.accept(token)
-            if index + 1 < len(generation.ids):
+            if index + 1 < len(ids):
                 decoder.feed([token])
                 row = 0
     return result

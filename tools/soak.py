@@ -6,7 +6,8 @@ starts ``gumiho serve`` with its log on a full disk (``/dev/full``), and clients
 slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds it
 looks at the server's memory and open files. Memory is what the process alone holds (RssAnon): pages of mapped weights become resident when a token
 first needs its row of the embedding, and belong to the system's page cache. At first every stream reads a prompt of the whole capacity, so that
-caches, which take memory as texts need it, do not grow afterwards. At the end every whole answer is decoded again, plainly, with fresh caches. Writes
+caches, which take memory as texts need it, do not grow afterwards. Every whole answer is decoded again, plainly, with fresh caches, in two other
+processes, which go on after the last request until all are checked. Writes
 ``OUT/soak.json``; exit status 1 if an answer differs by more than a near-tie, a request had no answer, or memory or files have grown.
 """
 
@@ -30,10 +31,10 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from runtime import GumihoError, Model, load
+from runtime import GumihoError
 from runtime.bundle.reader import Bundle
-from runtime.lossless import differences
 from tools.load import read_prompts
+from tools.replay import Checks
 
 _START_SECONDS, _SAMPLE_SECONDS = 60, 10
 _SETTLED_SECONDS = 600  # memory counts from the tenth minute on, or the second half of a shorter run
@@ -48,9 +49,10 @@ class Soak:
     port: int
     prompts: Sequence[str]
     most: int
+    checks: Checks
     lock: threading.Lock = field(default_factory=threading.Lock)
     counts: Counter[str] = field(default_factory=Counter)
-    answers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    answers: int = 0
     problems: list[str] = field(default_factory=list)
     server: int = 0  # its process
     samples: list[tuple[float, int, int, int]] = field(default_factory=list)  # seconds, own bytes, open files, mapped bytes
@@ -131,8 +133,9 @@ class Soak:
                 if stream
                 else json.loads(response.read())["choices"][0]["message"]["content"]
             )
+            self.checks.add(body, text)
             with self.lock:
-                self.answers.append((body, text))
+                self.answers += 1
             return "200"
         finally:
             connection.close()
@@ -163,29 +166,6 @@ class Soak:
         return later[-1][1] - later[0][1], later[-1][2] - later[0][2]
 
 
-def check(model: Model, answers: Sequence[tuple[dict[str, Any], str]]) -> tuple[int, int, list[str]]:
-    """Decodes every answer again, plainly. Returns tokens, near-ties, and what differs otherwise."""
-    tokens, ties, odd = 0, 0, list[str]()
-    for number, (body, text) in enumerate(answers):
-        options = {name: value for name, value in body.items() if name not in ("messages", "max_tokens")}
-        generation = model.generate(model.chat(body["messages"]), body["max_tokens"], speculate=False, **options)
-        plain = "".join(generation)
-        tokens += len(generation.ids)
-        if plain != text:
-            again = model.generate(generation.prompt, body["max_tokens"], **options)
-            again_text = "".join(again)
-            found = differences(model, again) if again_text == text else []
-            ties += bool(found) and all(one.near for one in found)
-            if not found or not all(one.near for one in found):
-                odd.append(f"{json.dumps(body)}: {text!r} instead of {plain!r}")
-        if number % 50 == 49:
-            print(
-                f"{number + 1} of {len(answers)} answers checked, {tokens} tokens, {len(odd)} differ, {ties} near-ties",
-                flush=True,
-            )
-    return tokens, ties, odd
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
@@ -208,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    soak = Soak(port, read_prompts(args.prompts, 40), args.new_tokens)
+    soak = Soak(port, read_prompts(args.prompts, 40), args.new_tokens, Checks(args.bundle))
     command = [sys.executable, "-m", "runtime.serve", str(served), "--port", str(port), "--streams", str(args.streams)]
     with Path("/dev/full").open("w") as full:
         process = subprocess.Popen(command, stderr=full)
@@ -238,18 +218,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = process.wait(60)
     finally:
         process.kill()
-    print(f"{dict(soak.counts)}; {len(soak.answers)} answers to check; server's exit status {status}", flush=True)
-    with load(args.bundle) as model:
-        tokens, ties, odd = check(model, soak.answers)
+    print(
+        f"{dict(soak.counts)}; {soak.checks.waiting} of {soak.answers} answers to check; server's exit status {status}",
+        flush=True,
+    )
+    verdict = soak.checks.verdict()
+    soak.checks.close()
     bytes_grown, files_grown = soak.growth()
     report = {
-        "minutes": args.minutes, "clients": args.clients, "streams": args.streams, "requests": dict(soak.counts), "answers": len(soak.answers),
-        "tokens": tokens, "near_ties": ties, "differ": odd, "problems": soak.problems, "bytes_grown": bytes_grown, "files_grown": files_grown,
+        "minutes": args.minutes, "clients": args.clients, "streams": args.streams, "requests": dict(soak.counts), "answers": soak.answers,
+        "tokens": verdict.tokens, "near_ties": verdict.margins, "differ": verdict.differs, "problems": soak.problems, "bytes_grown": bytes_grown, "files_grown": files_grown,
         "exit_status": status, "samples": soak.samples,
     }  # fmt: skip
     (args.out / "soak.json").write_text(json.dumps(report, indent=1), "utf-8")
     print({name: value for name, value in report.items() if name != "samples"})
-    return int(bool(odd or soak.problems or status or bytes_grown > _MOST_GROWTH or files_grown > 0))
+    return int(bool(verdict.differs or soak.problems or status or bytes_grown > _MOST_GROWTH or files_grown > 0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Decodes texts again, plainly and with fresh caches, in processes of their own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from runtime import Model, load
+from runtime.lossless import Difference, differences, replay
+
+_model: Model | None = None  # of a process
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """tokens: of plain decoding. margins: of differences that rounding explains, relative to the largest logit. differs: what else does."""
+
+    tokens: int
+    margins: Sequence[float] = ()
+    differs: Sequence[str] = ()
+
+    def __add__(self, other: "Verdict") -> "Verdict":
+        return Verdict(self.tokens + other.tokens, [*self.margins, *other.margins], [*self.differs, *other.differs])
+
+
+def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
+    """Compares what came of a request with plain decoding.
+
+    request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and settings. found: the text, or its token ids.
+    """
+    options = {name: value for name, value in request.items() if name not in ("messages", "prompt", "max_tokens")}
+    prompt, most = request.get("prompt") or model.chat(request["messages"]), request["max_tokens"]
+    plain = model.generate(prompt, most, speculate=False, **options)
+    text = "".join(plain)
+    if found == (text if isinstance(found, str) else plain.ids):
+        return Verdict(len(plain.ids))
+    other = list[Difference]()
+    if not isinstance(found, str):
+        other = replay(model, plain.prompt, found, plain.settings)
+    elif "".join(again := model.generate(prompt, most, **options)) == found:
+        other = differences(model, again)
+    if other and all(one.near for one in other):
+        return Verdict(len(plain.ids), [one.margin for one in other])
+    return Verdict(
+        len(plain.ids), differs=[f"{request}: {found!r} instead of {text if isinstance(found, str) else plain.ids!r}"]
+    )
+
+
+def _open(bundle: Path) -> None:
+    global _model
+    _model = load(bundle, threads=1)
+
+
+def _check(request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
+    assert _model
+    return check(_model, request, found)
+
+
+@dataclass
+class Checks:
+    """Checks of one bundle's texts, which go on in other processes, one thread each."""
+
+    bundle: Path
+    processes: int = 2
+    _futures: list[Future[Verdict]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._pool = ProcessPoolExecutor(self.processes, get_context("spawn"), _open, (self.bundle,))
+
+    def add(
+        self, request: Mapping[str, Any], found: str | Sequence[int], done: Callable[[Verdict], object] = lambda verdict: None
+    ) -> None:
+        """done: called with the verdict, in any thread."""
+        self._futures.append(future := self._pool.submit(_check, request, found))
+        future.add_done_callback(lambda one: None if one.cancelled() or one.exception() else done(one.result()))
+
+    @property
+    def waiting(self) -> int:
+        """Texts that are not checked yet."""
+        return sum(not future.done() for future in self._futures)
+
+    def verdict(self) -> Verdict:
+        """Of all texts together, when all are checked. Raises what a check has raised."""
+        return sum((future.result() for future in self._futures), Verdict(0))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
