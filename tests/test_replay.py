@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from runtime import Generation, Model, load
+from runtime.decoding.decoder import check_settings
+from runtime.decoding.settings import Settings
 from runtime.lossless import NEAR
 from tests.conftest import DEMO, MakeBundle, with_template
 from tests.serving import TEMPLATE
@@ -111,5 +113,9 @@ def test_requests_are_the_same_for_the_same_number(model: Model, prompts: Path) 
     texts = read_prompts([prompts], 80)
     drawn = [compare_tokens.request(model, texts, number, 50) for number in range(60)]
     assert drawn == [compare_tokens.request(model, texts, number, 50) for number in range(60)]
+    for one in drawn:
+        check_settings(
+            model.bundle.manifest, Settings.of(1, True, {n: v for n, v in one.items() if n not in ("prompt", "max_tokens")})
+        )  # type: ignore[arg-type]
     assert all(len(one["prompt"]) + one["max_tokens"] <= model.capacity for one in drawn)
     assert len({str(sorted(one.keys() - {"prompt", "max_tokens", "seed"})) for one in drawn}) > 6

@@ -25,7 +25,7 @@ from tools.replay import Checks, Verdict
 _LENGTHS = 1, 8, 40, 200, 1000  # tokens of a prompt at most
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"lookup": False}, {"rows": 2}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}, {"temperature": 1.3, "min_p": 0.05},
-    {"repetition_penalty": 1.2}, {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2}, {"logit_bias": {"17": -2.0}},
+    {"repetition_penalty": 1.2}, {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2}, {"logit_bias": {17: -2.0}},
 )  # fmt: skip
 
 
