@@ -196,22 +196,22 @@ class Decoder:
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
         """Reads the rest of a prompt into the target's cache, in chunks; the drafter reads it later.
 
-        Returns which row of the last pass is the prompt's last, or None if it was interrupted between two chunks.
+        Returns which row of the last pass's outputs is the prompt's last, or None if it was interrupted between two chunks.
         """
-        start, n = int(self.passes.target_cache.length[0]), 0
+        start, row = int(self.passes.target_cache.length[0]), -1
         while start < len(prompt):
             if interrupted():
                 return None
             part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.passes.waited_ns
             n = len(part)
-            self.feed(part, last=True)
+            first = self.feed(part, last=True)
             # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
             if self.manifest.has_drafter and start < end:
-                self.history.record(start, end - start, range(start, end))
+                self.history.record(start, end - start, range(start, end), first)
             took = perf_counter_ns() - self.passes.waited_ns - started
-            start, self._rows_in_time = start + n, int(n * _PATIENCE_NS / took)
-        return n - 1
+            start, row, self._rows_in_time = start + n, first + n - 1, int(n * _PATIENCE_NS / took)
+        return row
 
     def _chunk(self) -> int:
         """How many tokens of a prompt the next pass reads: fewer if other streams would wait for it too long."""
@@ -226,10 +226,11 @@ class Decoder:
 
         return pause
 
-    def feed(self, tokens: Sequence[int], last: bool = False) -> None:
-        """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``EnginePasses.causal``."""
-        self.passes.read(tokens, last)
+    def feed(self, tokens: Sequence[int], last: bool = False) -> int:
+        """One causal pass of the target over at most a chunk of tokens; commits all of them. See ``EnginePasses.read``."""
+        first = self.passes.read(tokens, last)
         self.passes.commit(len(tokens), range(len(tokens)))
+        return first
 
     def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """The drafter reads what it has missed; see ``DraftHistory.catch_up``."""

@@ -62,11 +62,11 @@ class DraftHistory:
         self._positions[start : start + n] = positions
         cache.commit(self._passes.graphs[graph], range(n))
 
-    def record(self, position: int, rows: int, pending: range) -> None:
-        """Copies the first ``rows`` hidden rows of the last pass, which began at ``position``, to ``hidden_history``. pending: those
-        positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
+    def record(self, position: int, rows: int, pending: range, begin: int = 0) -> None:
+        """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
+        those positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
         it has read before, all but the first tokens of the text."""
-        self._device.move(self.hidden_history, position, self._last_hidden, 0, rows)
+        self._device.move(self.hidden_history, position, self._last_hidden, begin, rows)
         self.pending += pending
         first = [unread for unread in self.pending if unread < self.FIRST]
         if len(self.pending) > len(first) + self.LAST:

@@ -22,8 +22,8 @@ class EnginePasses:
 
     splits: whether the target can verify a part of a tree; otherwise all of it is verified.
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
-    [widest, H]: outputs of the target's last pass by row; while a prompt is read, choice and logits may be those of the last row
-    only. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
+    [widest, H]: outputs of the target's last pass by row; while a prompt is read they may be the last ones, of which only the very
+    last has choice and logits. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
     that the next draft reads, and the token after each; accepted_count: int64 [1], how many of them it reads. history_chunk:
     [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds spent in the drafter's and the target's engines.
     waited_ns: nanoseconds in which engines worked for other streams.
@@ -71,12 +71,13 @@ class EnginePasses:
         """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
         logits of the last row will do."""
         _, size = self.form.target(rows)
-        first = size - 1 if last and self.graphs["target"].selects else 0
+        only_last = last and self.graphs["target"].selects
+        first = size - 1 if only_last else 0
 
         def bind() -> Call:
-            return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first)
+            return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first, self._begin(size, last))
 
-        return self._once(f"causal from {first}", size, bind)
+        return self._once("causal" if not only_last else "last of causal", size, bind)
 
     def verification(self, rows: int) -> Call:
         """The target's pass over the draft tree's first rows, which are the best tree of that size."""
@@ -102,12 +103,18 @@ class EnginePasses:
             del self._bound[next(iter(self._bound))]
         return call
 
-    def _bind_target(self, tokens: Array, depth: Array, mask: Array, first: int = 0) -> Call:
-        """first: of the rows that have choice and logits."""
+    def _begin(self, rows: int, last: bool) -> int:
+        """Where the outputs of a causal pass over so many rows begin. The last row of a prompt is always the same one, since a row of
+        logits takes memory from when it is first written."""
+        return len(self.choice) - rows if last and self.graphs["target"].selects else 0
+
+    def _bind_target(self, tokens: Array, depth: Array, mask: Array, first: int = 0, begin: int = 0) -> Call:
+        """first: of the rows that have choice and logits. begin: see ``_begin``."""
         n, cache = len(mask), self.target_cache
         name, _ = self.form.target(n)
         graph = self.graphs[name]
-        outputs = {"choice": self.choice[first:n], "logits": self.logits[first:n], "hidden": self.hidden[:n]}
+        chosen, rows = slice(begin + first, begin + n), slice(begin, begin + n)
+        outputs = {"choice": self.choice[chosen], "logits": self.logits[chosen], "hidden": self.hidden[rows]}
         buffers = {"tokens": tokens[:n], "depth": depth[:n], "mask": mask, **outputs}
         if graph.selects:
             buffers["wanted"] = np.arange(first, n)
@@ -149,11 +156,12 @@ class EnginePasses:
         self.engine_ns[engine] += passed if own is None else int(own)
         self.waited_ns += 0 if own is None else passed - int(own)
 
-    def read(self, tokens: Sequence[int], last: bool = False) -> None:
+    def read(self, tokens: Sequence[int], last: bool = False) -> int:
         """One causal pass of the target over the next tokens, at most a chunk. The caller commits the rows to keep. last: see
-        ``causal``."""
+        ``causal``. Returns which row of the outputs is the first token's."""
         self.tokens[: len(tokens)] = tokens
         self.run_target(self.causal(len(tokens), last))
+        return self._begin(len(tokens), last)
 
     def commit(self, rows: int, path: Sequence[int]) -> None:
         """Keeps some rows of the target's last pass in its cache. rows: of that pass; path: see ``KVCache.commit``."""
