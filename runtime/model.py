@@ -134,15 +134,19 @@ class Model:
             raise InputError(f"there is no token {outside}: ids go from 0 to {self.vocabulary_size - 1}")
         return str(self.bundle.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
         """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``. tools: functions
-        that the template tells the target of, if it knows tools, in the form of OpenAI's API.
+        that the template tells the target of, if it knows tools, in the form of OpenAI's API. variables: of the chat template, such as
+        Qwen3's ``enable_thinking``.
 
         Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """
         if self.chat_template is None:
             raise InputError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
-        return self.encode(self.chat_template.render(messages, tools=tools), special=False)
+        return self.encode(self.chat_template.render(messages, tools=tools, variables=variables), special=False)
 
     def generate(
         self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"

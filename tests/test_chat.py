@@ -588,6 +588,25 @@ def test_no_conversation(messages: Any, says: str) -> None:
         ChatTemplate(LLAMA_3, {}, "here").render(messages)
 
 
+def test_variables_are_those_that_transformers_passes_on(kind: Any) -> None:
+    text = "{{ bos_token }}{% if enable_thinking is defined and enable_thinking is false %}<quick>{% endif %}{{ extra | tojson }}{{ messages[0].content }}"
+    sides = kind("llama 3", text)
+    for variables in (
+        {"extra": 1},
+        {"extra": [True, None], "enable_thinking": False},
+        {"extra": {"a": "é"}, "enable_thinking": True},
+    ):
+        expected = sides.theirs.apply_chat_template(said("x"), tokenize=False, **variables)
+        assert sides.template.render(said("x"), variables=variables) == expected
+    for variables, says in (
+        ({"messages": []}, "messages cannot be"),
+        ({"tools": 1}, "tools cannot be"),
+        ({"x": b""}, "variable 'x' holds an object of type bytes"),
+    ):
+        with pytest.raises(GumihoError, match=says):
+            sides.template.render(said("x"), variables=variables)
+
+
 def test_messages_are_not_changed_and_may_be_of_related_types(kind: Any) -> None:
     class Role(str, Enum):
         USER = "user"

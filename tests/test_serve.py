@@ -104,6 +104,14 @@ def test_settings(api: OpenAI, alone: Model, options: dict[str, Any], same: dict
     assert chunks[-1].choices == []
 
 
+def test_variables_of_the_chat_template(api: OpenAI, alone: Model) -> None:
+    options = {"model": "demo", "messages": USER, "temperature": 0, "max_tokens": 12}
+    answer = api.chat.completions.create(**options, extra_body={"chat_template_kwargs": {"style": "class "}})  # type: ignore[call-overload]
+    plain = alone.generate(alone.chat(USER, variables={"style": "class "}), 12)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "".join(plain) != expected(alone, count=12)
+    assert answer.usage.prompt_tokens > len(alone.chat(USER))  # type: ignore[arg-type]
+
+
 def test_completions_of_several_prompts(api: OpenAI, alone: Model) -> None:
     prompts = ["import ", "class A:\n"]
     answer = api.completions.create(model="demo", prompt=prompts, n=2, seed=5, max_tokens=12)
@@ -295,6 +303,8 @@ def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
         ({"grammar": "start: ("}, "grammar is wrong"),
         ({"stop": ["a"] * 17}, "at most 16"),
         ({"stream": "yes"}, "stream"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages cannot be a variable of the chat template"),
+        ({"chat_template_kwargs": ["style"]}, "chat_template_kwargs"),
     ],
 )
 def test_wrong_values_are_named(api: OpenAI, options: dict[str, Any], message: str) -> None:

@@ -136,7 +136,8 @@ class Server:
         tools = body.offered(template.text if template else None)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
         # In a thread, as all that can take long: meanwhile others are answered.
-        prompt = await asyncio.to_thread(self._model.chat, [message.plain() for message in body.messages], listed)
+        messages, variables = [message.plain() for message in body.messages], body.chat_template_kwargs
+        prompt = await asyncio.to_thread(self._model.chat, messages, listed, variables)
         if tools and tools.mark:
             prompt += self._model.encode(tools.mark, special=False)
         asked = self._asked(body, [prompt], body.limit, tools.guide() if tools else body.guide())

@@ -65,26 +65,33 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as text that includes special tokens: encode it with ``add_special_tokens=False``.
 
         messages: each with a ``role``, a ``content`` and other keys that the template reads, in JSON's types.
         add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. tools: JSON
-        schemas of functions, for templates that know tools. Raises InputError if there is no message, if one is not a mapping of JSON's types, and if the template refuses the conversation
-        (with its own message) or fails on it.
+        schemas of functions, for templates that know tools. variables: others that the template knows, such as Qwen3's
+        ``enable_thinking``, in JSON's types.
+
+        Raises InputError if there is no message, if one is not a mapping of JSON's types, for a variable that is not of these types or
+        has a name of its own here, and if the template refuses the conversation (with its own message) or fails on it.
         """
         prepared = [_prepared(message, index) for index, message in enumerate(messages)]
         if not prepared:
             raise InputError("the conversation is empty: give at least one message")
-        listed = None if tools is None else [_plain(tool, index) for index, tool in enumerate(tools)]
+        listed = None if tools is None else [_plain(tool, f"tool {index}") for index, tool in enumerate(tools)]
+        more = {str(name): _plain(value, f"the template's variable {name!r}") for name, value in (variables or {}).items()}
         conversation = {
             "messages": prepared,
             "tools": listed,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        if taken := more.keys() & conversation.keys():
+            raise InputError(f"{min(taken)} cannot be a variable of the chat template: it is set by the conversation")
         try:
-            return Sandbox.render(self._template, self._variables | conversation)
+            return Sandbox.render(self._template, self._variables | more | conversation)
         except GumihoError:
             raise
         except Exception as error:  # a template is a program that can raise any exception
@@ -149,23 +156,23 @@ def _prepared(message: Any, index: int) -> dict[str, Any]:
     """A message as templates expect it: without values of None, and with the assistant's reasoning under each of its names."""
     if not isinstance(message, Mapping):
         raise InputError(f"message {index} is {_type_name(message)}: give a mapping with a role and a content")
-    plain: dict[str, Any] = _plain({key: value for key, value in message.items() if value is not None}, index)
+    plain: dict[str, Any] = _plain({key: value for key, value in message.items() if value is not None}, f"message {index}")
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
 
 
-def _plain(value: Any, index: int) -> Any:
-    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. index: of the message."""
+def _plain(value: Any, holder: str) -> Any:
+    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. holder: of the value, for messages."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key, index): _plain(entry, index) for key, entry in value.items()}
+        return {_plain(key, holder): _plain(entry, holder) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(_plain(entry, index) for entry in value)
+        return (tuple if isinstance(value, tuple) else list)(_plain(entry, holder) for entry in value)
     for kind, convert in _SCALARS:
         if isinstance(value, kind):
             return convert(value)
-    raise InputError(f"message {index} holds {_type_name(value)}: give text, numbers, lists and mappings")
+    raise InputError(f"{holder} holds {_type_name(value)}: give text, numbers, lists and mappings")
 
 
 def _type_name(value: Any) -> str:
