@@ -91,38 +91,49 @@ class Completions:
                 self._metrics.count(stats, request.begun, began)
 
     async def _parts(self, slot: Slot, generation: Generation, settings: Settings) -> AsyncIterator[Part]:
+        """The next part is decoded while one is sent."""
         cycles: list[Cycle] = []
         pieces = generation.pieces(cycles.append)
-        texts = DecodeStream(ids=generation.prompt, skip_special_tokens=False) if settings.trace else None
+        tokens = DecodeStream(ids=generation.prompt, skip_special_tokens=False) if settings.trace else None
         listed = 0
 
-        def step() -> tuple[str, bool]:
-            """The text of the next pieces, and whether it is the last. In the slot's thread."""
-            text, begun = "", perf_counter()
+        def step() -> tuple[Part, bool]:
+            """The next part, and whether it is the last. In the slot's thread."""
+            nonlocal listed
+            text, begun, last = "", perf_counter(), True
             for piece in pieces:
                 text += piece
                 if not sent or perf_counter() - begun > _TOGETHER_SECONDS:
-                    return text, False
-            return text, True
-
-        sent = False
-        while True:
-            text, last = await slot.run(step)
+                    last = False
+                    break
             logprobs = generation.logprobs[listed:]
             listed += len(logprobs)
-            sources = None
-            if texts is not None:
-                tokenizer = self._model.bundle.tokenizer
-                sources = [
-                    (texts.step(tokenizer, token) or "", source(cycle, i, self._serial_steps))
-                    for cycle in cycles
-                    for i, token in enumerate(cycle.tokens)
-                ]
+            sources = None if tokens is None else self._sources(tokens, cycles)
             cycles.clear()
-            sent = True
-            yield Part(text, logprobs, sources, generation.finish_reason if last else None)
-            if last:
-                return
+            return Part(text, logprobs, sources, generation.finish_reason if last else None), last
+
+        sent = False
+        coming = asyncio.ensure_future(slot.run(step))
+        try:
+            while True:
+                part, last = await coming
+                if last:
+                    break
+                sent = True
+                coming = asyncio.ensure_future(slot.run(step))
+                yield part
+            yield part
+        finally:
+            coming.cancel()
+
+    def _sources(self, tokens: DecodeStream, cycles: Sequence[Cycle]) -> list[tuple[str, str]]:
+        """What drafted each token of some cycles."""
+        tokenizer, steps = self._model.bundle.tokenizer, self._serial_steps
+        return [
+            (tokens.step(tokenizer, token) or "", source(cycle, i, steps))
+            for cycle in cycles
+            for i, token in enumerate(cycle.tokens)
+        ]
 
 
 async def _alone(text: AsyncGenerator[Part, None]) -> AsyncGenerator[tuple[int, Part], None]:
