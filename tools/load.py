@@ -3,7 +3,8 @@
     python -m tools.load ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8080 --prompts FILE ... --clients 1 2 4
 
 asks every server the same prompts through /v1/chat/completions, greedily and streamed, with so many clients at once, one server after another for
-each number of clients. Prompts begin with that number, so that no server has them in its caches. Each server is asked two other prompts first. Prints a table, and writes it with all times to ``--out``.
+each number of clients, in several rounds. Prompts begin with both numbers, so that no server has them in its caches. Each server is asked two other
+prompts first. Prints a table of all rounds together, and writes it with all times to ``--out``.
 """
 
 import argparse
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSONL with 'turns' or 'prompt'")
     parser.add_argument("--count", type=int, default=2, help="prompts per file (default: 2)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4], help="numbers of clients (default: 1 2 4)")
+    parser.add_argument("--rounds", type=int, default=1, help="(default: 1)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of an answer at most (default: 128)")
     parser.add_argument(
         "--out", type=Path, default=Path("build/load.json"), help="file for all times (default: build/load.json)"
@@ -107,12 +109,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     servers = dict(one.split("=", 1) for one in args.servers)
     prompts = read_prompts(args.prompts, args.count)
-    results = {}
-    for clients in args.clients:
-        for name, url in servers.items():
-            asked = [f"{clients}. {prompt}" for prompt in prompts]
-            results[clients, name] = run(url.rstrip("/"), asked, clients, args.new_tokens)
-            print(table({(clients, name): results[clients, name]}).splitlines()[-1], flush=True)
+    results = {(clients, name): (list[Answer](), 0.0) for clients in args.clients for name in servers}
+    for number in range(args.rounds):
+        for clients, name in results:
+            asked = [f"{number}.{clients}. {prompt}" for prompt in prompts]
+            found = run(servers[name].rstrip("/"), asked, clients, args.new_tokens)
+            print(table({(clients, name): found}).splitlines()[-1], flush=True)
+            answers, seconds = results[clients, name]
+            results[clients, name] = [*answers, *found[0]], seconds + found[1]
     content: list[dict[str, Any]] = [
         {"clients": clients, "server": name, "seconds": seconds, "answers": [asdict(answer) for answer in answers]}
         for (clients, name), (answers, seconds) in results.items()
