@@ -18,9 +18,13 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from runtime import Model, load
+from runtime.decoding.settings import Settings
 from runtime.serve.app import Limits
 from runtime.serve.bodies import ChatBody, CompletionBody
+from runtime.serve.completions import Completions, Request
 from runtime.serve.guard import Access
+from runtime.serve.metrics import Metrics
+from runtime.serve.slots import Slots
 from tests.conftest import DEMO, MakeBundle, examples, with_template
 from tests.serving import TEMPLATE, client, logged, served
 
@@ -217,6 +221,38 @@ def test_sources_name_what_drafted_each_token(api: OpenAI, alone: Model) -> None
     assert "".join(text for text, _ in sources) == expected(alone)
     assert {name for _, name in sources} <= {"target", "serial 1", "serial 2", "head 1", "head 2", "head 3", "lookup"}
     assert len({name for _, name in sources}) > 1
+
+
+def test_the_next_part_is_decoded_while_one_is_sent(model: Model) -> None:
+    """One part, and no more: a client that does not read stops its text."""
+    slots = Slots(model.streams, 0)
+    completions = Completions(model, slots, Metrics(slots))
+
+    async def read_one() -> tuple[int, int, str]:
+        texts = completions.run(Request([model.encode("def main(argv):")], [Settings(150, trace=True)]))
+        _, first = await anext(texts)
+        selector = model.decoder.selector
+        assert selector
+        assert first.sources
+        sent = len(first.sources)
+        for _ in range(2000):
+            if len(selector.ids) > sent:
+                break
+            await asyncio.sleep(0.01)
+        ahead = 0
+        for _ in range(3):  # what has begun ends
+            await slots._all[0].run(lambda: None)
+            ahead = len(selector.ids)
+        text = first.text + "".join([part.text async for _, part in texts])
+        return sent, ahead, text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.serve.completions._TOGETHER_SECONDS", -1.0)  # parts of a piece each
+        sent, ahead, text = asyncio.run(read_one())
+    slots.close()
+    plain = model.generate("def main(argv):", 150, speculate=False)
+    assert text == "".join(plain)
+    assert sent < ahead < len(plain.ids)
 
 
 def test_clients_at_once_get_their_own_texts(api: OpenAI, alone: Model) -> None:

@@ -163,9 +163,7 @@ class ChatBody(Body):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict
-    )  # an extension, by its name in vLLM and llama.cpp's server
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # an extension, named as in vLLM
     # Notes of the caller's, for nobody here.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
