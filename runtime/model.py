@@ -73,8 +73,7 @@ class Model:
         loaded.streams.append(weakref.ref(self))
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{state}>"
+        return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{', closed' * self._closed}>"
 
     def stream(self) -> "Model":
         """Another stream over the same engines and weights, with caches of its own; a model like this one. Closing it frees its caches,
@@ -139,8 +138,7 @@ class Model:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:  # fmt: skip
         """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``. tools: functions
-        that the template tells the target of, if it knows tools, in the form of OpenAI's API. variables: of the chat template, such as
-        Qwen3's ``enable_thinking``.
+        for templates that know tools, in the form of OpenAI's API. variables: of the template, such as Qwen3's ``enable_thinking``.
 
         Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """

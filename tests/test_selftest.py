@@ -54,10 +54,11 @@ def test_rows_of_a_quantized_target(
     assert int(found[1]) == int(found[2]) >= 16
     feed = decoder.Decoder.feed
 
-    def next_to_it(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> None:
-        feed(self, tokens, last)
+    def next_to_it(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> int:
+        first = feed(self, tokens, last)
         if len(tokens) == 1:
             self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
+        return first
 
     monkeypatch.setattr(decoder.Decoder, "feed", next_to_it)
     assert main(argv) == 1
