@@ -62,9 +62,9 @@ def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     rows, decoder = {"target": 0, "drafter": 0}, model.decoder
     feed, keep, extend = decoder.feed, decoder.passes.draft_cache.commit, decoder.passes.graphs["extend"]
 
-    def fed(tokens: Any, last: bool = False) -> None:
+    def fed(tokens: Any, last: bool = False) -> int:
         rows["target"] += len(tokens)
-        feed(tokens, last)
+        return feed(tokens, last)
 
     def kept(graph: Any, path: Any) -> None:
         rows["drafter"] += len(path) if graph is extend else 0

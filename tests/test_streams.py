@@ -177,14 +177,15 @@ def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: p
     events, sizes = list[str](), list[int]()
     feed = long.decoder.feed
 
-    def fed(tokens: Any, last: bool = False) -> None:
+    def fed(tokens: Any, last: bool = False) -> int:
         events.append("chunk")
         sizes.append(len(tokens))
-        feed(tokens, last)
+        first = feed(tokens, last)
         if len(sizes) == 1:
             started.set()
             while not long._loaded.turns._waiting:  # the other stream asks for its turn
                 pass
+        return first
 
     started = threading.Event()
     monkeypatch.setattr(long.decoder, "feed", fed)

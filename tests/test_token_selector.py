@@ -274,13 +274,14 @@ def test_cancel_during_a_long_prompt(model: Model, speculate: bool, monkeypatch:
     generation, read = model.generate(LONG, 8, speculate), list[int]()
     feed = model.decoder.feed
 
-    def cancelled_in_the_second(tokens: list[int], last: bool = False) -> None:
-        feed(tokens, last)
+    def cancelled_in_the_second(tokens: list[int], last: bool = False) -> int:
+        first = feed(tokens, last)
         read.append(len(tokens))
         if len(read) == 2:
             canceller = threading.Thread(target=generation.cancel)
             canceller.start()
             canceller.join()
+        return first
 
     monkeypatch.setattr(model.decoder, "feed", cancelled_in_the_second)
     assert "".join(generation) == ""
