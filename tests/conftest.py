@@ -131,6 +131,15 @@ def demo_bundle(make_bundle: MakeBundle) -> Path:
 
 
 @pytest.fixture(scope="module")
+def chat_bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo pair as servers' tests use it, in a folder ``demo`` of its own for each module."""
+    from tests.serving import TEMPLATE  # imports what only servers need
+
+    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+    return with_template(made, tmp_path_factory.mktemp("served") / "demo", TEMPLATE)
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, for pages."""
     api = pytest.importorskip("playwright.sync_api", reason="pages are tested with playwright, which is not installed")

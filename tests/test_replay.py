@@ -11,24 +11,16 @@ from runtime import Generation, Model, load
 from runtime.decoding.decoder import check_settings
 from runtime.decoding.settings import Settings
 from runtime.lossless import NEAR
-from tests.conftest import DEMO, MakeBundle, with_template
-from tests.serving import TEMPLATE
 from tools import compare_tokens
 from tools.load import read_prompts
-from tools.replay import Checks, Verdict, check
+from tools.replay import Checks, Verdict, check, start
 
 CHAT = {"messages": [{"role": "user", "content": "import "}], "max_tokens": 12, "seed": 3, "temperature": 0.8}
 
 
 @pytest.fixture(scope="module")
-def bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
-    return with_template(made, tmp_path_factory.mktemp("replayed") / "demo", TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def model(bundle: Path) -> Iterator[Model]:
-    with load(bundle, threads=1) as model:
+def model(chat_bundle: Path) -> Iterator[Model]:
+    with load(chat_bundle, threads=1) as model:
         yield model
 
 
@@ -39,13 +31,8 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def generated(model: Model, request: dict[str, Any]) -> Generation:
-    options = {name: value for name, value in request.items() if name not in ("messages", "prompt", "max_tokens")}
-    return model.generate(request.get("prompt") or model.chat(request["messages"]), request["max_tokens"], **options)
-
-
 def test_texts_are_compared_with_plain_decoding(model: Model) -> None:
-    right = "".join(generated(model, CHAT))
+    right = "".join(start(model, CHAT))
     assert check(model, CHAT, right) == Verdict(12)
     for request, found in ((CHAT, right[:-1]), ({**CHAT, "seed": 4}, right)):
         verdict = check(model, request, found)
@@ -54,7 +41,7 @@ def test_texts_are_compared_with_plain_decoding(model: Model) -> None:
 
 def test_tokens_are_compared_and_near_ties_told_from_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"prompt": model.encode("import "), "max_tokens": 9}
-    generation = generated(model, request)
+    generation = start(model, request)
     assert list(generation)
     right = generation.ids
     assert check(model, request, right) == Verdict(9)
@@ -67,9 +54,9 @@ def test_tokens_are_compared_and_near_ties_told_from_others(model: Model, monkey
     assert 0 < near.margins[0] < 10
 
 
-def test_checks_go_on_in_other_processes(bundle: Path, model: Model) -> None:
-    right, checks, seen = "".join(generated(model, CHAT)), Checks(bundle, 1), list[Verdict]()
-    try:
+def test_checks_go_on_in_other_processes(chat_bundle: Path, model: Model) -> None:
+    right, seen = "".join(start(model, CHAT)), list[Verdict]()
+    with Checks(chat_bundle, 1) as checks:
         checks.add(CHAT, right, seen.append)
         checks.add(CHAT, right + "!")
         verdict = checks.verdict()
@@ -77,15 +64,16 @@ def test_checks_go_on_in_other_processes(bundle: Path, model: Model) -> None:
         checks.add({**CHAT, "max_tokens": "many"}, right, seen.append)
         with pytest.raises(Exception, match="max_new_tokens"):
             checks.verdict()
-    finally:
-        checks.close()
 
 
 def test_many_tokens(
-    bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of them are compared, also after an interruption, and a wrong one is found."""
-    out, options = tmp_path / "tokens.jsonl", [str(bundle), "--prompts", str(prompts), "--streams", "2", "--new-tokens", "20"]
+    out, options = (
+        tmp_path / "tokens.jsonl",
+        [str(chat_bundle), "--prompts", str(prompts), "--streams", "2", "--new-tokens", "20"],
+    )
     assert compare_tokens.main([*options, "--out", str(out), "--tokens", "30"]) == 0
     first = out.read_text().splitlines()
     assert compare_tokens.main([*options, "--out", str(out), "--tokens", "90"]) == 0

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -25,17 +26,16 @@ from runtime.serve.completions import Completions, Request
 from runtime.serve.guard import Access
 from runtime.serve.metrics import Metrics
 from runtime.serve.slots import Slots
-from tests.conftest import DEMO, MakeBundle, examples, with_template
-from tests.serving import TEMPLATE, client, logged, served
+from tests.conftest import examples
+from tests.serving import client, logged, served
 
 USER = [{"role": "user", "content": "def main(argv):"}]
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
-def model(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    bundle = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
-    with load(with_template(bundle, tmp_path_factory.mktemp("served") / "demo", TEMPLATE), threads=1, streams=3) as model:
+def model(chat_bundle: Path) -> Iterator[Model]:
+    with load(chat_bundle, threads=1, streams=3) as model:
         yield model
 
 

@@ -17,16 +17,9 @@ from typing import Any
 import pytest
 
 from runtime.serve.main import main
-from tests.conftest import DEMO, MakeBundle, with_template
-from tests.serving import TEMPLATE, client
+from tests.serving import client
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
-    return with_template(made, tmp_path_factory.mktemp("served") / "demo", TEMPLATE)
 
 
 class Running:
@@ -61,17 +54,17 @@ def started(bundle: Path, *options: str, log: Any = None, **environment: str) ->
         process.wait()
 
 
-def test_it_answers_and_ends(bundle: Path) -> None:
+def test_it_answers_and_ends(chat_bundle: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        with started(bundle, "--streams", "2", "--model-name", "mine") as running:
+        with started(chat_bundle, "--streams", "2", "--model-name", "mine") as running:
             api = client(running.address)
             assert api.models.list().data[0].id == "mine"
             assert api.completions.create(model="mine", prompt="import ", max_tokens=4).usage
             assert running.stop(number) == 0
 
 
-def test_running_requests_end_before_the_server_does(bundle: Path) -> None:
-    with started(bundle, "--grace", "30") as running:
+def test_running_requests_end_before_the_server_does(chat_bundle: Path) -> None:
+    with started(chat_bundle, "--grace", "30") as running:
         stream = client(running.address).completions.create(
             model="demo", prompt="import ", max_tokens=190, temperature=0, stream=True, logprobs=5
         )
@@ -82,9 +75,9 @@ def test_running_requests_end_before_the_server_does(bundle: Path) -> None:
         assert running.process.wait(60) == 0
 
 
-def test_grace_ends(bundle: Path) -> None:
+def test_grace_ends(chat_bundle: Path) -> None:
     """A client that never finishes does not keep the server."""
-    with started(bundle, "--grace", "1", "--patience", "1000") as running:
+    with started(chat_bundle, "--grace", "1", "--patience", "1000") as running:
         port = int(running.address.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port)) as waiting:
             waiting.sendall(
@@ -94,8 +87,8 @@ def test_grace_ends(bundle: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_log_that_cannot_be_written_stops_nothing(bundle: Path) -> None:
-    with Path("/dev/full").open("w") as full, started(bundle, log=full) as running:
+def test_a_log_that_cannot_be_written_stops_nothing(chat_bundle: Path) -> None:
+    with Path("/dev/full").open("w") as full, started(chat_bundle, log=full) as running:
         for _ in range(600):
             try:
                 urllib.request.urlopen(f"{running.address}/health", timeout=10).read()
@@ -108,10 +101,10 @@ def test_a_log_that_cannot_be_written_stops_nothing(bundle: Path) -> None:
         assert running.stop() == 0
 
 
-def test_keys(bundle: Path, tmp_path: Path) -> None:
+def test_keys(chat_bundle: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\ntwo \n")
-    with started(bundle, "--api-key-file", str(file), GUMIHO_API_KEY="three") as running:
+    with started(chat_bundle, "--api-key-file", str(file), GUMIHO_API_KEY="three") as running:
         for key in ("one", "two", "three"):
             assert client(running.address, key).models.list().data
         with pytest.raises(urllib.error.HTTPError) as error:
@@ -135,20 +128,22 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
         (["--backend", "nothing"], "there is no backend"),
     ],
 )
-def test_wrong_options(bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
-    assert main([str(bundle), "--port", "0", *options]) == 1
+def test_wrong_options(chat_bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main([str(chat_bundle), "--port", "0", *options]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ")
     assert message in said
 
 
-def test_a_port_that_is_taken(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken(chat_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main([str(bundle), "--port", str(taken.getsockname()[1])]) == 1
+        assert main([str(chat_bundle), "--port", str(taken.getsockname()[1])]) == 1
     assert "give another --host or --port" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named(bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main([str(bundle)]) == 1
+    assert main([str(chat_bundle)]) == 1
     assert "pip install '.[serve]'" in capsys.readouterr().err

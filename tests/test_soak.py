@@ -7,21 +7,14 @@ from pathlib import Path
 import pytest
 
 from runtime import Model, load
-from tests.conftest import DEMO, MakeBundle, with_template
-from tests.serving import TEMPLATE, served
+from tests.serving import served
 from tools import load as load_tool
 from tools import soak
 
 
 @pytest.fixture(scope="module")
-def bundle(make_bundle: MakeBundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
-    return with_template(made, tmp_path_factory.mktemp("served") / "demo", TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def model(bundle: Path) -> Iterator[Model]:
-    with load(bundle, threads=1, streams=2) as model:
+def model(chat_bundle: Path) -> Iterator[Model]:
+    with load(chat_bundle, threads=1, streams=2) as model:
         yield model
 
 
@@ -33,11 +26,11 @@ def test_growth_counts_from_when_caches_are_warm() -> None:
     assert found.growth() == (5, 0)
 
 
-def test_a_short_soak(bundle: Path, tmp_path: Path) -> None:
+def test_a_short_soak(chat_bundle: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"def f{i}(x):"]}) + "\n" for i in range(40)))
     options = ["--prompts", str(prompts), "--minutes", "0.1", "--clients", "3", "--streams", "2", "--new-tokens", "20"]
-    soak.main([str(bundle), *options, "--out", str(tmp_path / "soak")])  # too short to judge memory by
+    soak.main([str(chat_bundle), *options, "--out", str(tmp_path / "soak")])  # too short to judge memory by
     report = json.loads((tmp_path / "soak/soak.json").read_text())
     assert report["answers"] > 3
     assert report["tokens"] >= report["answers"]

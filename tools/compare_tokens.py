@@ -20,7 +20,7 @@ from typing import Any
 from runtime import Model, load
 from runtime.command import run
 from tools.load import read_prompts
-from tools.replay import Checks, Verdict
+from tools.replay import Checks, Verdict, start
 
 _LENGTHS = 1, 8, 40, 200, 1000  # tokens of a prompt at most
 _SETTINGS: tuple[dict[str, Any], ...] = (
@@ -59,8 +59,12 @@ def compare(args: argparse.Namespace) -> int:
     lines = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.exists() else []
     known, tokens = {line["number"] for line in lines}, sum(line["tokens"] for line in lines)
     numbers, lock, failures = (number for number in count() if number not in known), threading.Lock(), list[BaseException]()
-    prompts, checks = read_prompts(args.prompts, 80), Checks(args.bundle)
-    with load(args.bundle, streams=args.streams) as model, args.out.open("a", encoding="utf-8") as out:
+    prompts = read_prompts(args.prompts, 80)
+    with (
+        load(args.bundle, streams=args.streams) as model,
+        args.out.open("a", encoding="utf-8") as out,
+        Checks(args.bundle) as checks,
+    ):
 
         def write(number: int, verdict: Verdict) -> None:
             with lock:
@@ -84,8 +88,7 @@ def compare(args: argparse.Namespace) -> int:
                             return
                         number = next(numbers)
                     asked = request(model, prompts, number, args.new_tokens)
-                    most, options = asked["max_tokens"], {name: asked[name] for name in asked.keys() - {"prompt", "max_tokens"}}
-                    generation = stream.generate(asked["prompt"], most, **options)
+                    generation = start(stream, asked)
                     for _ in generation:
                         pass
                     with lock:
@@ -99,12 +102,9 @@ def compare(args: argparse.Namespace) -> int:
             thread.start()
         for thread in threads:
             thread.join()
-        try:
-            if failures:
-                raise failures[0]
-            checks.verdict()
-        finally:
-            checks.close()
+        if failures:
+            raise failures[0]
+        checks.verdict()
     total = sum((Verdict(line["tokens"], line["near"], line["differs"]) for line in lines), Verdict(0))
     ties = (
         f"{len(total.margins)} near-ties, the widest {max(total.margins):.1e} of the largest logit"

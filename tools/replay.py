@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from runtime import Model, load
+from runtime import Generation, Model, load
 from runtime.lossless import Difference, differences, replay
 
 _model: Model | None = None  # of a process
@@ -25,21 +25,23 @@ class Verdict:
         return Verdict(self.tokens + other.tokens, [*self.margins, *other.margins], [*self.differs, *other.differs])
 
 
-def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
-    """Compares what came of a request with plain decoding.
-
-    request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and settings. found: the text, or its token ids.
-    """
+def start(model: Model, request: Mapping[str, Any], speculate: bool = True) -> Generation:
+    """The generation that a request asks for. request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and settings."""
     options = {name: value for name, value in request.items() if name not in ("messages", "prompt", "max_tokens")}
-    prompt, most = request.get("prompt") or model.chat(request["messages"]), request["max_tokens"]
-    plain = model.generate(prompt, most, speculate=False, **options)
+    prompt = request.get("prompt") or model.chat(request["messages"])
+    return model.generate(prompt, request["max_tokens"], speculate, **options)
+
+
+def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
+    """Compares what came of a request (see ``start``) with plain decoding. found: the text, or its token ids."""
+    plain = start(model, request, speculate=False)
     text = "".join(plain)
     if found == (text if isinstance(found, str) else plain.ids):
         return Verdict(len(plain.ids))
     other = list[Difference]()
     if not isinstance(found, str):
         other = replay(model, plain.prompt, found, plain.settings)
-    elif "".join(again := model.generate(prompt, most, **options)) == found:
+    elif "".join(again := start(model, request)) == found:
         other = differences(model, again)
     if other and all(one.near for one in other):
         return Verdict(len(plain.ids), [one.margin for one in other])
@@ -85,5 +87,9 @@ class Checks:
         """Of all texts together, when all are checked. Raises what a check has raised."""
         return sum((future.result() for future in self._futures), Verdict(0))
 
-    def close(self) -> None:
+    def __enter__(self) -> "Checks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Gives up those that have not begun."""
         self._pool.shutdown(cancel_futures=True)

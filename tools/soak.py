@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{dict(soak.counts)}; {soak.checks.waiting} of {soak.answers} answers to check; server's exit status {status}",
         flush=True,
     )
-    verdict = soak.checks.verdict()
-    soak.checks.close()
+    with soak.checks:
+        verdict = soak.checks.verdict()
     bytes_grown, files_grown = soak.growth()
     report = {
         "minutes": args.minutes, "clients": args.clients, "streams": args.streams, "requests": dict(soak.counts), "answers": soak.answers,

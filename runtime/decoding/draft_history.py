@@ -62,7 +62,7 @@ class DraftHistory:
         self._positions[start : start + n] = positions
         cache.commit(self._passes.graphs[graph], range(n))
 
-    def record(self, position: int, rows: int, pending: range, begin: int = 0) -> None:
+    def record(self, position: int, rows: int, pending: range, begin: int) -> None:
         """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
         those positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
         it has read before, all but the first tokens of the text."""

@@ -71,13 +71,13 @@ class EnginePasses:
         """The target's causal pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
         logits of the last row will do."""
         _, size = self.form.target(rows)
-        only_last = last and self.graphs["target"].selects
-        first = size - 1 if only_last else 0
+        last = last and self.graphs["target"].selects
+        first = size - 1 if last else 0
 
         def bind() -> Call:
             return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first, self._begin(size, last))
 
-        return self._once("causal" if not only_last else "last of causal", size, bind)
+        return self._once("last of causal" if last else "causal", size, bind)
 
     def verification(self, rows: int) -> Call:
         """The target's pass over the draft tree's first rows, which are the best tree of that size."""

@@ -115,14 +115,13 @@ class Completions:
         sent = False
         coming = asyncio.ensure_future(slot.run(step))
         try:
-            while True:
+            last = False
+            while not last:
                 part, last = await coming
-                if last:
-                    break
                 sent = True
-                coming = asyncio.ensure_future(slot.run(step))
+                if not last:
+                    coming = asyncio.ensure_future(slot.run(step))
                 yield part
-            yield part
         finally:
             coming.cancel()
 
