@@ -47,15 +47,18 @@ def io_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the progress and the warnings of torch's exporter, which do not concern our users."""
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    """Silences the progress and the warnings of the libraries that export, which do not concern our users."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.getLogger("torch.onnx").setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
@@ -149,6 +152,8 @@ def _simplify(model: ir.Model) -> None:
         value.const_value = None
     with _quiet():
         fold_constants(model, onnx_shape_inference=True)
+        # Before common subexpressions: ONNX Runtime shares constants too, but no QuantizeLinear whose inputs are the same.
+        passes.DeduplicateInitializersPass()(model)
     for value, tensor in hidden.items():
         value.const_value = tensor
     passes.IdentityEliminationPass()(model)

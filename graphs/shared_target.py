@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
-from .dialects.plain import Rows
+from .dialects.plain import Rows, join_heads
 from .target import Target, choose
 
 LANES = 4  # streams that a pass may have
@@ -38,18 +38,18 @@ class SharedTarget(Target):
         x = self.embed_tokens(tokens)
         present: list[Tensor] = []
         for layer, at in zip(self.layers, range(0, len(caches), width), strict=True):
-            rows, own = layer.project(x, self.rotary, position, caches[0].dtype), caches[at : at + width]
+            rows, own = self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype)), caches[at : at + width]
             parts = zip(*(_split(y, counts, masks) for y in (rows.q, rows.k, rows.v)), positions, strict=True)
             lanes: list[Sequence[Tensor]] = []
             for i, part in enumerate(parts):
                 cache = own[2 * i], own[2 * i + 1]
-                lane = self.ops.attend(_rows(rows, *part), cache, past_lengths[i], seen[i])
+                lane = self.ops.attend_rotated(_rows(rows, *part), cache, past_lengths[i], seen[i])
                 lanes.append(lane if i < 2 else _either(filled[i], lane, (part[0], *cache)))  # its queries, which are none
             several = [_join([lane[0] for lane in lanes], rows.q), *(cache for lane in lanes for cache in lane[1:])]
             first = _rows(rows, *(_first(y, masks[0]) for y in (rows.q, rows.k, rows.v, position)))
-            alone = self.ops.attend(first, (own[0], own[1]), past_lengths[0], seen[0])
+            alone = self.ops.attend_rotated(first, (own[0], own[1]), past_lengths[0], seen[0])
             attended, *written = _either(filled[1], several, [*alone, *own[2:]])
-            x = layer.finish(x, attended)
+            x = layer.finish(x, join_heads(attended))
             present += written
         hidden = self.norm(x)
         read = self.ops.gather(hidden, wanted)
@@ -62,25 +62,36 @@ def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows
 
 
 def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The rows of each lane, in turn. counts: as many as its mask has; x: [R, ...]."""
+    """The rows of each lane, in turn. counts: as many as its mask has; x: [R], or [..., R, width]."""
     if not is_in_onnx_export():
-        return x.split(counts.tolist())
-    shapes: list[Any] = [[mask.shape[0], *x.shape[1:]] for mask in masks]
-    return ops.symbolic_multi_out("Split", [x, counts], {"axis": 0}, dtypes=[x.dtype] * len(masks), shapes=shapes, version=18)
+        return x.split(counts.tolist(), _axis(x))
+    shapes: list[Any] = [_shape(x, mask.shape[0]) for mask in masks]
+    return ops.symbolic_multi_out(
+        "Split", [x, counts], {"axis": _axis(x)}, dtypes=[x.dtype] * len(masks), shapes=shapes, version=18
+    )
 
 
 def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The rows of all lanes, which have the shape of ``like``."""
     if not is_in_onnx_export():
-        return torch.cat(list(parts))
-    return ops.symbolic("Concat", parts, {"axis": 0}, dtype=parts[0].dtype, shape=like.shape, version=13)
+        return torch.cat(list(parts), _axis(like))
+    return ops.symbolic("Concat", parts, {"axis": _axis(like)}, dtype=parts[0].dtype, shape=like.shape, version=13)
 
 
 def _first(x: Tensor, mask: Tensor) -> Tensor:
     """The rows of the first lane, if the others have none."""
     if not is_in_onnx_export():
-        return x[: mask.shape[0]]
-    return ops.symbolic("Identity", (x,), {}, dtype=x.dtype, shape=[mask.shape[0], *x.shape[1:]], version=13)
+        return x.narrow(_axis(x), 0, mask.shape[0])
+    return ops.symbolic("Identity", (x,), {}, dtype=x.dtype, shape=_shape(x, mask.shape[0]), version=13)
+
+
+def _axis(x: Tensor) -> int:
+    """Of the rows."""
+    return max(0, x.dim() - 2)
+
+
+def _shape(x: Tensor, rows: Any) -> list[Any]:
+    return [rows if axis == _axis(x) else size for axis, size in enumerate(x.shape)]
 
 
 def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -788,7 +788,7 @@ def test_the_estimate_is_what_gets_written(pair: Path, bundle: Path) -> None:
 def test_the_target_is_estimated_by_its_elements(pair: Path, bundle: Path) -> None:
     """Counted from the stored tensors, each rounded up to a page, and two rotary tables."""
     state = load_file(pair / "target" / "model.safetensors")
-    tables = 2 * -(-66 * 8 * 4 // 4096) * 4096  # 64 positions and two serial steps, half of 16 wide
+    tables = 2 * 4 * 64 * 8 * 4  # the rows of four streams that each read 64 positions, half of 16 wide
     assert wanted(pair, bundle).sizes()["weights/target.bin"] == tables + sum(
         -(-t.numel() * 4 // 4096) * 4096 for t in state.values()
     )

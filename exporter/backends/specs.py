@@ -13,6 +13,7 @@ from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
+from graphs.shared_target import LANES
 from graphs.tree import TreeConfig
 
 from ..checkpoints.pair import Pair
@@ -166,7 +167,8 @@ def _smaller(rows: int, chunk: int) -> list[int]:
 
 
 def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int) -> int:
-    """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk."""
-    return capacity + max(
-        tree.serial_steps, *(trace_spec.chunk if trace_spec.static else 0 for trace_spec in trace_specs.values())
-    )
+    """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk. ONNX Runtime refuses
+    passes of more rows than the tables have, and those of several streams together have more than the capacity if that is small."""
+    specs = trace_specs.values()
+    beyond = max(tree.serial_steps, *(spec.chunk if spec.static else 0 for spec in specs))
+    return max(capacity + beyond, *(0 if spec.static else LANES * max(spec.chunk, tree.rows) for spec in specs))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
-from .plain import Cache, Plain, Rows, _join, _split
+from .plain import Cache, Plain, Rows, _split, join_heads
 from .standard import Standard
 
 
@@ -61,9 +61,16 @@ class Contrib(Standard):
         return cls._by_head(x, weights, scales, biases)
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(cls, rows: Rows) -> Rows:
+        """When traced: the rows as they are, because the operator rotates."""
+        return rows if is_in_onnx_export() else super().rotated(rows)
+
+    @classmethod
+    def attend_rotated(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
-            return super().attend(rows, cache, past_length, attention_mask)
+            return super().attend_rotated(rows, cache, past_length, attention_mask)
         return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, attention_mask, rotary=True)
 
     @staticmethod
@@ -77,7 +84,7 @@ class Contrib(Standard):
         """When traced: attention over a copy of the cache's used part, to which the operator appends the rows."""
         if not is_in_onnx_export():
             return super()._attend_uncached(rows, cache, length, uncached, mask)
-        q, k = (_join(cls.rotary(_split(x, h), rows)) for x, h in ((rows.q, rows.heads), (rows.k, rows.kv_heads)))
+        q, k = (join_heads(cls.rotary(_split(x, h), rows)) for x, h in ((rows.q, rows.heads), (rows.k, rows.kv_heads)))
         new = _split(k, rows.kv_heads), _split(rows.v, rows.kv_heads)
         zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
         earlier: list[Tensor] = []

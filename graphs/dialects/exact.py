@@ -110,15 +110,15 @@ class Exact(Rounded):
         blocks = keys.shape[2] // BLOCK
         shape = torch.tensor([kv_heads, -1, BLOCK, d])
         k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
-        scores = _products(q.reshape(kv_heads, 1, rows, d), k, [kv_heads, blocks, rows, BLOCK])
+        scores = _products(q.transpose(0, 1), k, [kv_heads, blocks, rows, BLOCK])
         shares = scores.softmax(-1)
         largest = scores.amax(-1, keepdim=True) + settled_bias
-        reference = torch.maximum(largest.amax(1), recent_scores[0].amax(-1, keepdim=True))
+        reference = torch.maximum(largest.amax(1)[None], recent_scores.amax(-1, keepdim=True))
         # A block's largest share is 1 divided by the sum of its exponentials.
-        of_blocks = (largest - reference[:, None]).exp() / shares.amax(-1, keepdim=True)
-        of_recent = (recent_scores[0] - reference).exp().double()
+        of_blocks = (largest - reference.transpose(0, 1)).exp() / shares.amax(-1, keepdim=True)
+        of_recent = (recent_scores - reference).exp().double()
         total = of_blocks.double().sum(1) + of_recent.sum(-1, keepdim=True)
-        return (((shares @ v) * of_blocks).double().sum(1) + of_recent @ recent[0])[None] / total
+        return (((shares @ v) * of_blocks).double().sum(1) + of_recent @ recent) / total
 
 
 def _products(q: Tensor, keys: Tensor, shape: list[Any]) -> Tensor:

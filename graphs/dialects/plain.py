@@ -6,7 +6,7 @@ do not depend on it. Traced, it emits the operators that its backends support. R
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ def _split(x: Tensor, heads: int) -> Tensor:
     return x.reshape(1, x.shape[0], heads, -1).transpose(1, 2)
 
 
-def _join(x: Tensor) -> Tensor:
-    """[1, heads, n, d] -> [n, heads * d]."""
-    return x.transpose(1, 2).reshape(x.shape[2], -1)
+def join_heads(x: Tensor) -> Tensor:
+    """[1, heads, n, d] -> [n, heads * d]; those are left as they are."""
+    return x if x.dim() == 2 else x.transpose(1, 2).reshape(x.shape[2], -1)
 
 
 class Plain:
@@ -172,11 +172,24 @@ class Plain:
 
         Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect ``appends``.
         """
-        k, v = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
-        written = past_length + torch.arange(k.shape[2], device=k.device)
-        keys, values = cache[0].index_copy(2, written, k), cache[1].index_copy(2, written, v)
-        q = cls.rotary(_split(rows.q, rows.heads), rows)
-        return _join(F.scaled_dot_product_attention(q, keys, values, attn_mask=attention_mask, enable_gqa=True)), keys, values
+        out, keys, values = cls.attend_rotated(cls.rotated(rows), cache, past_length, attention_mask)
+        return join_heads(out), keys, values
+
+    @classmethod
+    def rotated(cls, rows: Rows) -> Rows:
+        """The first part of ``attend``, in which rows are independent: heads apart, [1, heads, n, d], queries and keys rotated."""
+        q, k, v = _split(rows.q, rows.heads), _split(rows.k, rows.kv_heads), _split(rows.v, rows.kv_heads)
+        return replace(rows, q=cls.rotary(q, rows), k=cls.rotary(k, rows), v=v)
+
+    @classmethod
+    def attend_rotated(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The second part of ``attend``. rows: what ``rotated`` returns. The attended rows have the shape of ``rows.q``."""
+        written = past_length + torch.arange(rows.k.shape[2], device=rows.k.device)
+        keys, values = cache[0].index_copy(2, written, rows.k), cache[1].index_copy(2, written, rows.v)
+        out = F.scaled_dot_product_attention(rows.q, keys, values, attn_mask=attention_mask, enable_gqa=True)
+        return out, keys, values
 
     @classmethod
     def attend_readonly(cls, rows: Rows, past: Past, uncached: list[Cache], mask: Tensor) -> tuple[Tensor, Cache]:
@@ -208,7 +221,7 @@ class Plain:
         all_scores = torch.cat((scores(cache[0], filled), scores(keys, mask)), dim=-1)
         weights = all_scores.float().softmax(-1).to(q.dtype).reshape(rows.kv_heads, grouped.shape[1], -1)
         out = weights[..., :capacity] @ cache[1][0] + weights[..., capacity:] @ values[0]
-        return _join(out.reshape(1, heads, n, d)), new
+        return join_heads(out.reshape(1, heads, n, d)), new
 
     @classmethod
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

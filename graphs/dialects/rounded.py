@@ -20,9 +20,10 @@ class Rounded(Standard):
         if not is_in_onnx_export():
             return Plain._whole(x, weight, scale)
         largest = x.abs().amax(-1, keepdim=True)
-        # The cast truncates, so adding 0.5 rounds. A row of zeros is NaN here, and zeros again once it is scaled.
-        steps = (x * (127 / largest) + 128.5).to(torch.uint8)
-        inputs = (steps, weight, torch.tensor(1 / 127), scale, torch.tensor(128, dtype=torch.uint8))
+        step, middle = torch.tensor(1 / 127), torch.tensor(128, dtype=torch.uint8)
+        # A row of zeros is NaN here, and zeros again once it is scaled.
+        steps = ops.symbolic("QuantizeLinear", (x / largest, step, middle), {}, dtype=torch.uint8, shape=x.shape, version=21)
+        inputs = (steps, weight, step, scale, middle)
         shape = [x.shape[0], weight.shape[1]]
         product = ops.symbolic("com.microsoft::MatMulIntegerToFloat", inputs, {}, dtype=x.dtype, shape=shape, version=1)
         return product * largest

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
-from .plain import Cache, Plain, Rows, _join, _split
+from .plain import Cache, Plain, Rows
 
 
 class Standard(Plain):
@@ -36,17 +36,18 @@ class Standard(Plain):
         return out.to(x.dtype)
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_rotated(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not is_in_onnx_export():
-            return super().attend(rows, cache, past_length, attention_mask)
-        q, k = cls.rotary(_split(rows.q, rows.heads), rows), cls.rotary(_split(rows.k, rows.kv_heads), rows)
+            return super().attend_rotated(rows, cache, past_length, attention_mask)
         keys, values = (
             ops.symbolic(
                 "TensorScatter", (past, new, past_length), {"axis": -2}, dtype=past.dtype, shape=past.shape, version=24
             )
-            for past, new in zip(cache, (k, _split(rows.v, rows.kv_heads)), strict=True)
+            for past, new in zip(cache, (rows.k, rows.v), strict=True)
         )
-        return _join(cls._attention(q, keys, values, attention_mask, past_length + q.shape[2])), keys, values
+        return cls._attention(rows.q, keys, values, attention_mask, past_length + rows.q.shape[2]), keys, values
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Any, used: Tensor) -> Tensor:
