@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from graphs.dialects.plain import Plain
 from graphs.target import Target
+from graphs.tree import TreeConfig
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import FEATURES, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape, Weight
 
@@ -151,6 +152,11 @@ def write_tokenizer(pair: Pair, folder: Path) -> None:
         (folder / "special_tokens_map.json").write_text(json.dumps(pair.tokenizer.special_tokens_map, indent=1), "utf-8")
 
 
+def _shape(tree: TreeConfig, vocabulary: int) -> TreeShape:
+    known = {field.name for field in fields(TreeShape)} - {"vocabulary"}
+    return TreeShape(**{name: getattr(tree, name) for name in known}, vocabulary=vocabulary)
+
+
 def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
     """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left."""
     pair = plan.pair
@@ -187,7 +193,7 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),
         forms=forms,
-        tree=TreeShape(**asdict(plan.tree), vocabulary=pair.drafted) if pair.has_drafter else None,
+        tree=_shape(plan.tree, pair.drafted) if pair.has_drafter else None,
         sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
     )

@@ -12,13 +12,10 @@ from runtime.errors import GumihoError, InputError
 from . import precision
 
 if TYPE_CHECKING:
-    from graphs.tree import TreeConfig
-
     from .checkpoints.pair import Pair
     from .plan import Plan
 
 _DEFAULT_CAPACITY = 2048
-_DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
 _DRAFTING = (
     "draft_weights", "draft_vocab", "draft_text", "heads", "serial_steps", "top_k", "head_top_k", "beam", "compat",
 )  # fmt: skip
@@ -31,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("sources and output")
     files.add_argument(
         "--ckpt",
-        help="Gumiho drafter: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle then decodes plainly "
-        "and by prompt lookup)",
+        help="drafter, Gumiho's or EAGLE's (-1 and -2): a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
+        "then decodes plainly and by prompt lookup)",
     )
     files.add_argument(
         "--target",
@@ -90,30 +87,32 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     tree = parser.add_argument_group("the tree")
     tree.add_argument(
-        "--policy", choices=("dynamic", "chain"), default="dynamic",
-        help="draft a tree, or one chain as vLLM does (default: dynamic)",
+        "--policy", choices=("dynamic", "chain", "static"), default="dynamic",
+        help="draft a tree, or one chain as vLLM does, or with EAGLE the fixed tree of EAGLE-1, of up to 26 rows (default: dynamic)",
     )  # fmt: skip
     tree.add_argument(
         "--compat", choices=("reference",),
-        help="build exactly the same trees as the official code, its two quirks included (default: off)",
+        help="build exactly the same trees as the official code, the two quirks of Gumiho's included (default: off)",
     )  # fmt: skip
     tree.add_argument(
         "--rows", type=int, metavar="R",
         help="rows that the target verifies in one pass, root included; without a drafter those of looked-up tokens "
         "(default: 8 on the CPU, 64 elsewhere, or 16 there with --weights int4)",
     )  # fmt: skip
-    tree.add_argument("--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (default: 2)")
+    tree.add_argument(
+        "--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (default: 2; EAGLE up to 6)"
+    )
     tree.add_argument(
         "--heads", type=int, metavar="N",
         help="levels drafted by the heads (default: depends on --rows; all heads of the checkpoint at 64)",
     )  # fmt: skip
-    tree.add_argument("--top-k", type=int, metavar="N", help="candidate tokens per serial node (default: 14)")
+    tree.add_argument("--top-k", type=int, metavar="N", help="candidate tokens per serial node (default: 14; EAGLE 10)")
     tree.add_argument(
         "--head-top-k", type=int, metavar="N", help="candidate tokens per path and head (default: 35, for cuda 32)"
     )
     tree.add_argument(
         "--beam", type=int, metavar="N",
-        help="serial nodes that are expanded; drafting cost grows with it (default: depends on --rows; 14 at 64)",
+        help="serial nodes that are expanded; drafting cost grows with it (default: depends on --rows; 14 at 64, EAGLE 10)",
     )  # fmt: skip
     sizes = parser.add_argument_group("size and memory")
     sizes.add_argument(
@@ -163,63 +162,6 @@ def require_drafter(args: argparse.Namespace) -> None:
         raise InputError(f"{given[0]} is for a drafter, and there is none: name one with --ckpt, or leave the option out")
 
 
-def chain_config(args: argparse.Namespace, capacity: int) -> "TreeConfig":
-    """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible --rows."""
-    from graphs.tree import TreeConfig
-
-    rows = _rows(args) if args.rows is None else args.rows
-    if not 2 <= rows <= _MOST_ROWS:
-        raise GumihoError(f"--rows is {rows}: give 2 to {_MOST_ROWS}")
-    rows = min(rows, capacity)
-    return TreeConfig(rows, min(rows - 1, _DEEPEST), heads=0, top_k=1, head_top_k=1, beam=1)
-
-
-def tree_config(args: argparse.Namespace, pair: "Pair") -> "TreeConfig":
-    """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible options."""
-    from graphs.tree import TreeConfig, default_beam, default_depth
-
-    from .backends.specs import CUDA_TOP_K
-
-    rows = _rows(args) if args.rows is None else args.rows
-    serial = 2 if args.serial_steps is None else args.serial_steps
-    reference, chain = args.compat == "reference", args.policy == "chain"
-    if args.heads is not None:
-        heads = args.heads
-    elif serial < 2:
-        heads = 0
-    else:
-        heads = pair.heads if reference or chain else min(pair.heads, max(0, default_depth(rows) - serial))
-    for option, value, least in (
-        ("--rows", rows, 2), ("--serial-steps", serial, 1), ("--heads", heads, 0),
-        ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),
-    ):  # fmt: skip
-        if value is not None and value < least:
-            raise GumihoError(f"{option} is {value}: give {least} or more")
-    if heads > pair.heads:
-        raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
-    if heads and serial < 2:
-        raise GumihoError(
-            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
-        )
-    if chain and (args.top_k or args.head_top_k or args.beam):
-        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
-    top_k = 1 if chain else args.top_k or 14
-    beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows))
-    usual = CUDA_TOP_K if "cuda" in args.backend and not reference else 35
-    return TreeConfig(rows, serial, heads, top_k, 1 if chain else args.head_top_k or usual, beam, reference).fitted(
-        pair.drafted
-    )
-
-
-def _rows(args: argparse.Namespace) -> int:
-    """R if ``--rows`` is not given: as many rows as cost little on every backend."""
-    from .backends.specs import BACKENDS, INT4_ROWS
-
-    specs = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights in ("int4", precision.AS_IS) and any(spec.static for spec in specs)
-    return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)
-
-
 def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.checkpoint import Checkpoint
     from .checkpoints.hub import target_of
@@ -255,6 +197,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
 def plan(args: argparse.Namespace) -> "Plan":
     """Everything that the options decide. Raises GumihoError for options or checkpoints that cannot be exported."""
     from .plan import Plan
+    from .trees import chain_config, tree_config
 
     precision.apply_preset(args)
     pair = open_pair(args)

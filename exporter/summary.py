@@ -45,10 +45,18 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
 
 
 def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
+    from .checkpoints.pair import GUMIHO
+
+    gumiho = pair.family == GUMIHO
+    kind = f"{pair.draft_shape.layers} serial layers and {pair.heads} heads" if gumiho else "an EAGLE"
+    if tree.paths:
+        shape = f"the best of the {len(tree.paths)} paths of EAGLE-1"
+    else:
+        shape = f"beam {tree.beam}, top-k {tree.top_k}" + (f", head top-k {tree.head_top_k}" if gumiho else "")
+    official = ", built as by the official code" if tree.reference else ""
     return [
-        f"Drafter: {pair.drafter.source}, {pair.draft_shape.layers} serial layers and {pair.heads} heads.",
-        f"Draft tree: {tree.rows} rows, depth {tree.depth}, beam {tree.beam}, top-k {tree.top_k}, head top-k {tree.head_top_k}"
-        + (", built as by the official code." if tree.reference else "."),
+        f"Drafter: {pair.drafter.source}, {kind}.",
+        f"Draft tree: {tree.rows} rows, depth {tree.depth}, {shape}{official}.",
     ]
 
 

@@ -7,17 +7,22 @@ first. Two facts make this exact:
 - A node's score never exceeds its parent's, and ties go to the lower index. So a parent always comes before its children,
   and every prefix of the rows is itself the best tree of that size.
 - A chosen node of depth d has d - 1 chosen ancestors, so only the best R - d nodes of each level can be chosen. Keeping
-  those makes the choice exact over all candidates at every R: the best ``top_k`` nodes of the serial levels, and every
-  continuation of the expanded nodes by the heads.
+  those makes the choice exact over all candidates at every R: the best ``top_k`` nodes of the serial levels, or every
+  continuation of the expanded nodes, and every continuation of those by the heads.
+
+A static tree has fixed ``paths`` instead, such as EAGLE-1's. Its candidates are the tokens at those paths, of which the best R - 1
+are chosen in the same way: all of them, or the best smaller tree among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .dialects.plain import Plain
+
+Path = tuple[int, ...]  # ranks
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class TreeConfig:
     serial level that are expanded by the next serial step or the heads; the drafter's cost grows with it.
     reference: reproduces the official code, which differs from the paper in two ways (the siblings of a serial step attend
     causally to each other; the heads pair level-1 and level-2 tokens by rank instead of by parent) and keeps only
-    ``head_top_k`` nodes per head level.
+    ``head_top_k`` nodes per head level. wide: candidates are all tokens that a serial level tries, not the best ``top_k``, as in
+    EAGLE-2 (arXiv 2406.16858, section 4.2). paths: of a static tree; every node's rank among its parent's children, from level 1 on.
     """
 
     rows: int
@@ -39,6 +45,20 @@ class TreeConfig:
     head_top_k: int
     beam: int
     reference: bool = False
+    wide: bool = False
+    paths: tuple[Path, ...] = ()
+
+    @staticmethod
+    def static(paths: Sequence[Path]) -> "TreeConfig":
+        """A tree of fixed paths without heads. Each path's parent is one of them, or the root."""
+        steps, top_k = max(map(len, paths)), 1 + max(map(max, paths))
+        expanded = [sum(len(path) == depth for path in {path[:-1] for path in paths}) for depth in range(steps)]
+        return TreeConfig(1 + len(paths), steps, 0, top_k, 1, beam=max(expanded), paths=tuple(paths))
+
+    def static_level(self, depth: int) -> list[Path]:
+        """The paths of one level, those first that have children."""
+        parents = {path[:-1] for path in self.paths}
+        return sorted((path for path in self.paths if len(path) == depth), key=lambda path: path not in parents)
 
     @property
     def depth(self) -> int:
@@ -48,20 +68,26 @@ class TreeConfig:
     def _largest_level(self, depth: int) -> int:
         """The most nodes that a level keeps. In the reference code the rows of a serial step attend to each other, so it keeps
         all of them, even those that the tree cannot hold."""
-        if depth <= self.serial_steps:
+        if depth <= self.serial_steps and not self.wide:
             return self.top_k if self.reference else min(self.top_k, self.rows - depth)
         return min(self.head_top_k, self.rows - depth) if self.reference else self.rows - depth
 
     def expanded_nodes(self, depth: int) -> int:
         """How many nodes of serial level ``depth`` are expanded: only those that can be chosen together with a child."""
+        if self.paths:
+            return len({path[:-1] for path in self.static_level(depth + 1)})
         return min(self.beam, self.level_size(depth), self.top_k if self.reference else self.rows - 1 - depth)
 
     def tokens_per_node(self, depth: int) -> int:
         """How many tokens are tried at level ``depth`` for each node of the previous level."""
+        if self.paths:
+            return 1 + max(path[-1] for path in self.static_level(depth))
         return min(self.top_k if depth <= self.serial_steps else self.head_top_k, self._largest_level(depth))
 
     def level_size(self, depth: int) -> int:
         """How many nodes level ``depth`` keeps."""
+        if self.paths:
+            return len(self.static_level(depth))
         if depth == 1:
             return self.tokens_per_node(1)
         parents = self.expanded_nodes(depth - 1) if depth <= self.serial_steps + 1 else self.level_size(depth - 1)
@@ -69,14 +95,17 @@ class TreeConfig:
 
     def fitted(self, vocabulary: int) -> "TreeConfig":
         """The same tree, with tokens per node and rows limited to the number of candidates."""
+        if self.paths:
+            whole = TreeConfig.static([path for path in self.paths if max(path) < vocabulary])
+            return replace(whole, rows=min(self.rows, whole.rows))
         small = replace(self, top_k=min(self.top_k, vocabulary), head_top_k=min(self.head_top_k, vocabulary))
         candidates = sum(small.level_size(d) for d in range(1, small.depth + 1))
         return replace(small, rows=min(small.rows, 1 + candidates))
 
 
-def default_beam(rows: int) -> int:
-    """The official beam of 14 at 64 rows, scaled down for smaller trees to keep drafting cheap."""
-    return max(1, round(14 * rows / 64))
+def default_beam(rows: int, widest: int = 14) -> int:
+    """The official beam, Gumiho's of 14 at 64 rows, scaled down for smaller trees to keep drafting cheap."""
+    return max(1, round(widest * rows / 64))
 
 
 def default_depth(rows: int) -> int:
@@ -126,15 +155,25 @@ def grow(
         return index if token_ids is None else ops.gather(token_ids, index)
 
     def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the level's best nodes. Returns their scores, tokens, and parents' ranks among the expanded nodes."""
-        score, index = ops.top_k(options.reshape(-1), tree.level_size(depth))
+        """Keeps the level's best nodes, or those of a static tree. Returns their scores, tokens, and parents' ranks among the expanded
+        nodes."""
+        if tree.paths:
+            above = {path: rank for rank, path in enumerate(tree.static_level(depth - 1) if depth > 1 else [()])}
+            places = [above[path[:-1]] * options.shape[1] + path[-1] for path in tree.static_level(depth)]
+            index = torch.tensor(places, device=device)
+            score = ops.gather(options.reshape(-1), index)
+        else:
+            score, index = ops.top_k(options.reshape(-1), tree.level_size(depth))
         # A table instead of a division: on GPUs, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 without rounding.
         parents = torch.arange(options.shape[0], device=device)[:, None].expand_as(options).reshape(-1)
         return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
 
     # Level 1: the best tokens of the serial step that has just read the accepted tokens.
-    score, token = (x[0] for x in ops.top_k(log_probs(hidden), tree.tokens_per_node(1)))
-    token = target_id(token)
+    score, token = ops.top_k(log_probs(hidden), tree.tokens_per_node(1))
+    if tree.paths:
+        score, token, _ = select(score, token, 1)
+    else:
+        score, token = score[0], target_id(token[0])
     nodes.add(token, score, torch.zeros_like(token), 1)
     # Index of the level's first node, and the hidden row that drafted each token.
     first, drafted_by = 1, hidden.expand(token.shape[0], -1)

@@ -50,12 +50,12 @@ def best(log_probs: np.ndarray, k: int) -> list[int]:
 
 
 def brute_force_tree(
-    model: Model, rows: int, serial_steps: int, heads: int, top_k: int, head_top_k: int, beam: int
+    model: Model, rows: int, serial_steps: int, heads: int, top_k: int, head_top_k: int, beam: int, wide: bool = False
 ) -> list[Node]:
     """The best ``rows - 1`` nodes of the whole candidate space, best first; fewer where it is smaller.
 
-    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level's tries the best ``top_k`` are nodes, and of
-    them the best ``beam`` are carried on, each trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
+    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level's tries the best ``top_k`` are nodes (wide: all of
+    them), and of them the best ``beam`` are carried on, each trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
     Equal scores go to the shallower node, then to the better parent, then to the likelier token.
     """
     features: dict[Path, Feature] = {(): model.first()}
@@ -74,8 +74,8 @@ def brute_force_tree(
                 features[node.path] = model.serial(rows_of(node.path), range(len(node.path)))[-1]
         level = [child for node in parents for child in children(node, model.log_probs(features[node.path]), top_k)]
         level.sort(key=lambda node: -node.score)  # stable
-        levels.append(level[:top_k])
-        parents = level[: min(beam, top_k)]
+        levels.append(level if wide else level[:top_k])
+        parents = level[: beam if wide else min(beam, top_k)]
 
     heads_of: dict[Path, list[np.ndarray]] = {}  # last serial node -> each head's log-probabilities
     if heads:
@@ -140,6 +140,25 @@ def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k
         candidates += [node for node, _ in paths]
     candidates.sort(key=lambda node: -node.score)
     return candidates[: rows - 1]
+
+
+def static_tree(model: Model, paths: Sequence[Path]) -> list[Node]:
+    """The tokens at fixed paths of ranks, in the order of the paths."""
+
+    def at(path: Path) -> tuple[list[tuple[int, Feature]], np.float32]:
+        """The drafted rows down to a path, each a token and what it was drawn from, and the path's score."""
+        rows: list[tuple[int, Feature]] = []
+        score, feature = np.float32(0), model.first()
+        for depth, rank in enumerate(path):
+            if depth:
+                feature = model.serial(rows, range(len(rows)))[-1]
+            log_probs = model.log_probs(feature)
+            token = best(log_probs, rank + 1)[rank]
+            rows.append((token, feature))
+            score = np.float32(score + log_probs[token])
+        return rows, score
+
+    return [Node(tuple(token for token, _ in rows), score) for rows, score in map(at, paths)]
 
 
 class NaiveDrafter:

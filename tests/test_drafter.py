@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.drafter import Drafter
+from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig
 from runtime.backends.onnxruntime import Engine
-from tests.naive import NaiveDrafter, Node, brute_force_tree, reference_tree
+from tests.naive import NaiveDrafter, Node, brute_force_tree, reference_tree, static_tree
 from tests.pairs import RandomPair, drafter_config
 from tests.test_tree import check_tree, paths
 
@@ -51,7 +53,9 @@ def expected(naive: NaiveDrafter, tree: TreeConfig) -> list[Node]:
     rows = tree.rows + SPARE
     if tree.reference:
         return reference_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k)
-    return brute_force_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam)
+    if tree.paths:
+        return sorted(static_tree(naive, tree.paths), key=lambda node: -node.score)[:rows]
+    return brute_force_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam, tree.wide)
 
 
 def compare(found: list[Tensor], naive: NaiveDrafter, tree: TreeConfig) -> None:
@@ -168,12 +172,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pairs")
 
 
+def eagle_2(rows: int, beam: int, serial: int = 6) -> TreeConfig:
+    return tree_of(rows, serial=serial, heads=0, top_k=10, beam=beam, wide=True)
+
+
 CONFIGS = [
     # layers, heads of the checkpoint, head dim, tree
     *((2, 5, None, tree_of(rows)) for rows in (2, 64)),
     (2, 5, None, tree_of(33, beam=1)),
     (1, 5, 24, tree_of(33)),
     (1, 0, None, tree_of(8, heads=0)),
+    (1, 0, None, eagle_2(60, beam=10)),
+    (1, 0, 24, eagle_2(8, beam=2, serial=5)),
+    (1, 0, None, TreeConfig.static(EAGLE_1)),
+    (1, 0, None, replace(TreeConfig.static(EAGLE_1), rows=9)),
     (3, 5, None, tree_of(16)),
     (3, 2, None, tree_of(33, heads=2, serial=3, beam=6)),
     (3, 0, 24, tree_of(16, heads=0, serial=3)),
@@ -195,6 +207,7 @@ def _id(value: object) -> str:
     if not isinstance(value, TreeConfig):
         return value.__name__ if isinstance(value, type) else str(value)
     kind = "reference" if value.reference else "chain" if value.top_k == 1 else f"beam{value.beam}"
+    kind = "static" if value.paths else f"wide-{kind}" if value.wide else kind
     return f"R{value.rows}-{value.serial_steps}+{value.heads}-{kind}"
 
 
@@ -215,6 +228,9 @@ EXPORTED = [
     pytest.param(3, 2, None, tree_of(16, heads=2, serial=3, beam=6), Standard, marks=pytest.mark.exhaustive),
     pytest.param(1, 5, 24, tree_of(8, top_k=1, head_top_k=1, beam=1), Standard, marks=pytest.mark.exhaustive),
     (2, 2, 24, tree_of(16, heads=2, beam=4), Rounded),
+    (1, 0, 16, eagle_2(16, beam=3, serial=4), Contrib),
+    (1, 0, None, TreeConfig.static(EAGLE_1), Standard),
+    pytest.param(1, 0, 16, eagle_2(60, beam=10), Contrib, marks=pytest.mark.exhaustive),
 ]
 
 

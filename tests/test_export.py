@@ -38,8 +38,9 @@ import runtime.engines.golden_replay
 import runtime.engines.store
 from exporter.backends import specs as forms
 from exporter.cli import main
-from exporter.options import open_pair, parser, plan, tree_config
+from exporter.options import open_pair, parser, plan
 from exporter.progress import Progress
+from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle

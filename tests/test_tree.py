@@ -1,6 +1,7 @@
 """graphs.tree over made-up drafters, against search."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,11 +11,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig, default_beam, grow
 from tests.conftest import examples
-from tests.naive import Node, best, brute_force_tree, reference_tree
+from tests.naive import Node, best, brute_force_tree, reference_tree, static_tree
 
 PENDING = 10**6
+EAGLE_2 = TreeConfig(60, 6, 0, 10, 10, 10, wide=True)  # as its paper: ten tokens a node, depth 6
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +82,7 @@ class Toy:
         if tree.reference:
             return reference_tree(self, tree.rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k)
         return brute_force_tree(
-            self, tree.rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam
+            self, tree.rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam, tree.wide
         )  # fmt: skip
 
 
@@ -121,7 +124,20 @@ def trees(draw: st.DrawFn, reference: bool = False, serial: tuple[int, int] = (1
     steps = draw(st.integers(*serial))
     heads = draw(st.integers(0, 5)) if steps > 1 else 0
     top_k, head_top_k = draw(st.integers(1, 16)), draw(st.integers(1, 40))
-    return TreeConfig(rows, steps, heads, top_k, head_top_k, top_k if reference else draw(st.integers(1, 16)), reference)
+    wide = not reference and draw(st.booleans())
+    return TreeConfig(rows, steps, heads, top_k, head_top_k, top_k if reference else draw(st.integers(1, 16)), reference, wide)
+
+
+@st.composite
+def static_trees(draw: st.DrawFn) -> TreeConfig:
+    """Random paths, with gaps among the ranks, whose parents are among them; in any order but for that."""
+    paths: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 30))):
+        above = draw(st.sampled_from([(), *(path for path in paths if len(path) < 5)]))
+        rank = draw(st.integers(0, 8))
+        if (*above, rank) not in paths:
+            paths.append((*above, rank))
+    return TreeConfig.static(paths)
 
 
 toys = st.builds(Toy, st.integers(2, 60), st.integers(0, 2**30), st.booleans())
@@ -147,6 +163,8 @@ def same(toy: Toy, tree: TreeConfig) -> None:
 @example(TreeConfig(2, 2, 5, 14, 35, 14), Toy(60, 3))
 @example(TreeConfig(3, 3, 5, 14, 35, 14), Toy(60, 4))
 @example(TreeConfig(64, 2, 5, 14, 35, 14), Toy(60, 5, tied=True))
+@example(EAGLE_2, Toy(60, 6))
+@example(EAGLE_2, Toy(60, 7, tied=True))
 def test_dynamic_is_the_best_of_all_candidates(tree: TreeConfig, toy: Toy) -> None:
     same(toy, tree.fitted(toy.vocabulary))
 
@@ -188,6 +206,31 @@ def test_reference_is_the_official_tree(tree: TreeConfig, toy: Toy) -> None:
 def test_reference_with_a_third_serial_step(tree: TreeConfig, toy: Toy) -> None:
     assume(toy.vocabulary >= max(tree.top_k, tree.head_top_k))
     same(toy, tree.fitted(toy.vocabulary))
+
+
+@many
+@given(static_trees(), toys)
+@example(TreeConfig.static(EAGLE_1), Toy(60, 0))
+@example(TreeConfig.static(EAGLE_1), Toy(60, 1, tied=True))
+def test_static_is_the_tokens_at_its_paths(tree: TreeConfig, toy: Toy) -> None:
+    assume(any(max(path) < toy.vocabulary for path in tree.paths))
+    fitted = tree.fitted(toy.vocabulary)
+    token, depth, parent, mask, score = toy.grow(fitted)
+    check_tree(token, depth, parent, mask, score)
+    listed = static_tree(toy, [path for path in tree.paths if max(path) < toy.vocabulary])
+    grown = zip(paths(token, parent)[1:], score[1:].tolist(), strict=True)
+    assert sorted(grown) == sorted((node.path, float(node.score)) for node in listed)
+
+
+@many
+@given(static_trees(), toys, st.integers(2, 30))
+def test_a_smaller_static_tree_is_the_best_of_its_paths(tree: TreeConfig, toy: Toy, rows: int) -> None:
+    assume(any(max(path) < toy.vocabulary for path in tree.paths))
+    fitted = replace(tree, rows=min(rows, tree.rows)).fitted(toy.vocabulary)
+    token, depth, parent, mask, score = toy.grow(fitted)
+    check_tree(token, depth, parent, mask, score)
+    scores = sorted((float(node.score) for node in static_tree(toy, fitted.paths)), reverse=True)
+    assert score[1:].tolist() == scores[: fitted.rows - 1]
 
 
 class Late(Toy):
@@ -244,7 +287,7 @@ def test_the_worst_node_with_a_chosen_child_is_carried_on(rows: int, depth: int)
 def test_a_prefix_is_the_smaller_tree(tree: TreeConfig, toy: Toy, rows: int) -> None:
     whole = tree.fitted(toy.vocabulary)
     rows = min(rows, whole.rows)
-    part = TreeConfig(rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam).fitted(toy.vocabulary)
+    part = replace(tree, rows=rows).fitted(toy.vocabulary)
     assert part.rows == rows
     for name, small, large in zip(["token", "depth", "parent", "mask", "score"], toy.grow(part), toy.grow(whole), strict=True):
         expected = large[:rows, :rows] if name == "mask" else large[:rows]

@@ -26,6 +26,7 @@ from .json_config import reason, shown
 from .llama import llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
+GUMIHO, EAGLE = "gumiho", "eagle"  # families of drafters
 _SLICE_ELEMENTS = 16 << 20
 _NO_SCHEMES: Mapping[str, Schemes] = {}
 _OPTIONAL = frozenset(
@@ -115,6 +116,11 @@ class Pair:
             rows = shape[0]
             self.drafter.check_dtype(name)
         return token_map(self.drafter.read("token_map"), self.target_shape.vocabulary, rows, self.drafter.source)
+
+    @property
+    def family(self) -> str:
+        """Told by the tensors: an EAGLE has one layer and no heads. EAGLE-1 and EAGLE-2 have the same checkpoints."""
+        return EAGLE if self.draft_shape.layers == 1 and not self.heads else GUMIHO
 
     @property
     def drafted(self) -> int:

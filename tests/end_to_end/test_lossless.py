@@ -105,6 +105,8 @@ ODD = [
         ),
         ("--rows", "16", "--compat", "reference"),
     ),
+    (RandomPair({"head_dim": 16}, layers=1, heads=0, seed=7), ("--rows", "60")),  # EAGLE-2
+    (RandomPair({"num_key_value_heads": 1}, layers=1, heads=0, fc_bias=False, seed=8), ("--policy", "static")),  # EAGLE-1
 ]  # fmt: skip
 
 

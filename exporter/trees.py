@@ -1,0 +1,93 @@
+"""The tree that a bundle's drafter grows: the options of ``gumiho-export``, and what each family does without them."""
+
+import argparse
+from dataclasses import dataclass, replace
+
+from graphs.static_trees import EAGLE_1
+from graphs.tree import Path, TreeConfig, default_beam, default_depth
+from runtime.errors import GumihoError, InputError
+
+from . import precision
+from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
+from .checkpoints.pair import EAGLE, GUMIHO, Pair
+
+_DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's own code does. serial_steps: levels drafted by the serial layers, at most. top_k, wide: see ``TreeConfig``; beam:
+    nodes expanded with 64 rows. static: the paths of its static tree."""
+
+    serial_steps: int
+    top_k: int
+    beam: int
+    wide: bool = False
+    static: tuple[Path, ...] = ()
+
+
+# EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows (arXiv 2406.16858; arXiv 2503.01840, appendix A).
+_FAMILIES = {GUMIHO: _Family(2, 14, 14), EAGLE: _Family(6, 10, 10, wide=True, static=EAGLE_1)}
+
+
+def chain_config(args: argparse.Namespace, capacity: int) -> TreeConfig:
+    """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible --rows."""
+    rows = _rows(args) if args.rows is None else args.rows
+    if not 2 <= rows <= _MOST_ROWS:
+        raise GumihoError(f"--rows is {rows}: give 2 to {_MOST_ROWS}")
+    rows = min(rows, capacity)
+    return TreeConfig(rows, min(rows - 1, _DEEPEST), heads=0, top_k=1, head_top_k=1, beam=1)
+
+
+def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
+    """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible options."""
+    rows, family = _rows(args) if args.rows is None else args.rows, _FAMILIES[pair.family]
+    reference, chain = args.compat == "reference", args.policy == "chain"
+    for option, value, least in (
+        ("--rows", rows, 2), ("--serial-steps", args.serial_steps, 1), ("--heads", args.heads, 0),
+        ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise GumihoError(f"{option} is {value}: give {least} or more")
+    if args.policy == "static":
+        return _static(args, pair, family)
+    if chain and (args.top_k or args.head_top_k or args.beam):
+        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
+    serial = args.serial_steps or (
+        family.serial_steps if reference or pair.family == GUMIHO else min(family.serial_steps, default_depth(rows))
+    )
+    if args.heads is not None:
+        heads = args.heads
+    elif serial < 2:
+        heads = 0
+    else:
+        heads = pair.heads if reference or chain else min(pair.heads, max(0, default_depth(rows) - serial))
+    if heads > pair.heads:
+        raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
+    if heads and serial < 2:
+        raise GumihoError(
+            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
+        )
+    top_k = 1 if chain else args.top_k or family.top_k
+    beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows, family.beam))
+    quirks, usual = reference and pair.family == GUMIHO, CUDA_TOP_K if "cuda" in args.backend and not reference else 35
+    head_top_k = 1 if chain else args.head_top_k or usual
+    return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, family.wide).fitted(pair.drafted)
+
+
+def _static(args: argparse.Namespace, pair: Pair, family: _Family) -> TreeConfig:
+    if not family.static:
+        raise InputError(f"--policy static is for EAGLE, and drafter '{pair.drafter.source}' is none: leave it out")
+    if args.serial_steps or args.heads or args.top_k or args.head_top_k or args.beam:
+        raise InputError(
+            "--policy static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
+        )
+    tree = TreeConfig.static(family.static).fitted(pair.drafted)
+    return tree if args.rows is None else replace(tree, rows=min(args.rows, tree.rows))
+
+
+def _rows(args: argparse.Namespace) -> int:
+    """R if ``--rows`` is not given: as many rows as cost little on every backend."""
+    specs = [BACKENDS[name] for name in args.backend]
+    unpacked = args.weights in ("int4", precision.AS_IS) and any(spec.static for spec in specs)
+    return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)
