@@ -242,6 +242,22 @@ def test_exported_tree_is_the_naive_one(
     cycles(onnx(pair, tree, dialect, tmp_path), naive, tree, 48, 1009, seed=tree.rows)
 
 
+def test_biases_that_only_the_tensors_show(tmp_path: Path) -> None:
+    """As of an EAGLE for Qwen2, whose queries, keys and values have them."""
+    made = RandomPair(layers=1, heads=0, scale=1.0)
+    target, drafter = made.write(tmp_path)
+    model = made.make_target()
+    state, draw = made.make_drafter(model), torch.Generator().manual_seed(5)
+    for part in "qkv":
+        width = state[f"layers.0.self_attn.{part}_proj.weight"].shape[0]
+        state[f"layers.0.self_attn.{part}_proj.bias"] = torch.randn(width, generator=draw)
+    torch.save(state, drafter / "pytorch_model.bin")
+    config = drafter_config(model.config, 1) | {"attention_bias": True}
+    naive = naive_of(model, state | {"layers.0.self_attn.o_proj.bias": torch.zeros(48)}, config)
+    pair, tree = Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")), eagle_2(16, beam=3, serial=4)
+    cycles(eager(pair, tree), naive, tree, 48, 1009, seed=0)
+
+
 @torch.inference_mode()
 def test_heads_equal_their_loops(folder: Path) -> None:
     pair, naive = random_pair(folder, 2, 5)

@@ -68,9 +68,13 @@ class Pair:
         self.heads = 1 + max((h for h, _ in blocks), default=-1)
         self.blocks = max((b for _, b in blocks), default=0)
         self.fc_bias = "fc.bias" in drafter  # the official config.json files say false even if the tensor exists
+        shape, attention = llama_shape(self.draft_config), "layers.0.self_attn."
         self.draft_shape: LlamaShape = replace(
-            llama_shape(self.draft_config), layers=len(layers), vocabulary=self.target_shape.vocabulary
-        )
+            shape, layers=len(layers), vocabulary=self.target_shape.vocabulary,
+            # EAGLE's configurations for Qwen2 do not name these biases, which its layers have.
+            qkv_bias=shape.qkv_bias or f"{attention}q_proj.bias" in drafter,
+            o_bias=shape.o_bias or f"{attention}o_proj.bias" in drafter,
+        )  # fmt: skip
         self._check()
 
     def _check(self) -> None:
