@@ -45,7 +45,7 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
 
 
 def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
-    from .checkpoints.pair import GUMIHO
+    from .checkpoints.families import GUMIHO
 
     gumiho = pair.family == GUMIHO
     kind = f"{pair.draft_shape.layers} serial layers and {pair.heads} heads" if gumiho else "an EAGLE"

@@ -9,7 +9,8 @@ from runtime.errors import GumihoError, InputError
 
 from . import precision
 from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
-from .checkpoints.pair import EAGLE, GUMIHO, Pair
+from .checkpoints.families import EAGLE, GUMIHO
+from .checkpoints.pair import Pair
 
 _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
 

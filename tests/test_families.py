@@ -1,9 +1,11 @@
 """Which family a drafter's checkpoint is of, and the trees that each family grows."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from exporter.cli import main
 from exporter.options import open_pair, parser
@@ -81,6 +83,20 @@ def test_what_eagle_cannot_have(
 def test_gumiho_has_no_static_tree(gumiho: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*gumiho, "--out", str(tmp_path / "out"), "--policy", "static"]) == 1
     assert "--policy static is for EAGLE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "family"), [
+    ("0.0.linear.weight", "Medusa"), ("medusa_head.0.0.linear.weight", "Medusa"), ("hydra_mlp.0.0.linear.weight", "Hydra"),
+    ("midlayer.hidden_norm.weight", "EAGLE-3"),
+])  # fmt: skip
+def test_other_families_are_refused_by_name(
+    eagle: list[str], name: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(eagle[1], tmp_path / "drafter")
+    torch.save({name: torch.zeros(2, 2)}, tmp_path / "drafter" / "pytorch_model.bin")
+    argv = ["--ckpt", str(tmp_path / "drafter"), *eagle[2:], "--out", str(tmp_path / "out")]
+    assert main(argv) == 1
+    assert f"is of the family {family}, by its tensor '{name}', which is not supported" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_it_found(eagle: list[str], gumiho: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,11 @@ from runtime.errors import DamageError, InputError
 from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint
 from .draft_vocabulary import DraftVocabulary, token_map
+from .families import family, require_supported
 from .json_config import reason, shown
 from .llama import llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
-GUMIHO, EAGLE = "gumiho", "eagle"  # families of drafters
 _SLICE_ELEMENTS = 16 << 20
 _NO_SCHEMES: Mapping[str, Schemes] = {}
 _OPTIONAL = frozenset(
@@ -60,6 +60,7 @@ class Pair:
     has_drafter = True
 
     def __init__(self, target: Checkpoint, drafter: Checkpoint) -> None:
+        require_supported(drafter)
         self.target, self.drafter = target, drafter
         self.target_config, self.draft_config = llama_config(target), llama_config(drafter)
         self.target_shape: LlamaShape = llama_shape(self.target_config)
@@ -123,8 +124,8 @@ class Pair:
 
     @property
     def family(self) -> str:
-        """Told by the tensors: an EAGLE has one layer and no heads. EAGLE-1 and EAGLE-2 have the same checkpoints."""
-        return EAGLE if self.draft_shape.layers == 1 and not self.heads else GUMIHO
+        """The drafter's."""
+        return family(self.draft_shape.layers, self.heads)
 
     @property
     def drafted(self) -> int:

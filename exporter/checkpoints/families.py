@@ -1,0 +1,28 @@
+"""Which family a drafter's checkpoint is of, told by the names of its tensors."""
+
+from runtime.errors import InputError
+
+from .checkpoint import Checkpoint
+from .json_config import shown
+
+GUMIHO, EAGLE = "gumiho", "eagle"
+_UNSUPPORTED = {
+    "medusa_head.": "Medusa", "0.0.linear.": "Medusa", "blocks.0.": "Medusa", "hydra_mlp.": "Hydra", "hydra_lm_head.": "Hydra",
+    "midlayer.": "EAGLE-3", "d2t": "EAGLE-3",
+}  # fmt: skip
+
+
+def family(layers: int, heads: int) -> str:
+    """Of a drafter of so many serial layers and heads. EAGLE-1 and EAGLE-2 have the same checkpoints."""
+    return EAGLE if layers == 1 and not heads else GUMIHO
+
+
+def require_supported(drafter: Checkpoint) -> None:
+    """Raises InputError for a drafter of a family that cannot be exported."""
+    for name in drafter.names():
+        for prefix, kind in _UNSUPPORTED.items():
+            if name.startswith(prefix):
+                raise InputError(
+                    f"drafter '{drafter.source}' is of the family {kind}, by its tensor {shown(name)}, which is not supported: "
+                    "give a Gumiho or an EAGLE (1 or 2)"
+                )
