@@ -76,6 +76,14 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
     return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, family.wide).fitted(pair.drafted)
 
 
+def usual_tree(family: str, rows: int, heads: int) -> TreeConfig:
+    """The tree of a family's drafter with so many heads, as ``tree_config`` makes it without other options than ``--rows``."""
+    own = _FAMILIES[family]
+    serial = own.serial_steps if family == GUMIHO else min(own.serial_steps, default_depth(rows))
+    heads = min(heads, max(0, default_depth(rows) - serial))
+    return TreeConfig(rows, serial, heads, own.top_k, 35, default_beam(rows, own.beam), wide=own.wide)
+
+
 def _static(args: argparse.Namespace, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
         raise InputError(f"--policy static is for EAGLE, and drafter '{pair.drafter.source}' is none: leave it out")

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import exporter.cli
+import exporter.options
 import runtime
+from exporter.options import open_pair
 from exporter.training import cli, loop, losses, start, state, store, target, text
 from exporter.training.batches import SPAN, Features, anchors, batch, usable, wanted
 from exporter.training.conversation import Script, template
@@ -242,15 +244,24 @@ def test_killed_training_goes_on(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "layers"), [("gumiho", ["--heads", "1"], 2), ("eagle", ["--family", "eagle"], 1)]
+)
 def test_what_comes_out_exports_and_is_lossless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str,
+    options: list[str],
+    layers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "drafter"
     arguments = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out)]
-    assert cli.main([*arguments, "--draft-vocab", "1500", "--heads", "1"]) == 0
+    assert cli.main([*arguments, "--draft-vocab", "1500", *options]) == 0
     assert "step 3 of 3" in capsys.readouterr().out
-    bundle = tmp_path / "bundle"
-    assert exporter.cli.main(["--ckpt", str(out), "--target", str(DEMO / "target"), "--out", str(bundle)]) == 0
+    bundle, argv = tmp_path / "bundle", ["--ckpt", str(out), "--target", str(DEMO / "target")]
+    assert open_pair(exporter.options.parser().parse_args(argv)).family == family
+    assert exporter.cli.main([*argv, "--out", str(bundle)]) == 0
     with runtime.load(bundle) as loaded:
         prompt = "def first(items):\n"
         drafted = loaded.generate(prompt, max_new_tokens=48, lookup=False)
@@ -263,7 +274,10 @@ def test_what_comes_out_exports_and_is_lossless(
     monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
     again = [*arguments[:-1], str(tmp_path / "again"), "--init", str(out), "--draft-vocab", "1500"]
     assert cli.main(again) == 0
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_hidden_layers"] == layers
+    other = {"gumiho": "eagle", "eagle": "gumiho"}[family]
+    assert cli.main([*again, "--family", other]) == 1
+    assert f"are of the family {family}: name that" in capsys.readouterr().err
 
 
 def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
@@ -464,6 +478,8 @@ def test_a_beginning_with_odd_tensors_is_refused(
         (["--data", "missing.txt"], "missing.txt"),
         (["--only", "drafter"], "write some first"),
         (["--device", "cuda:7"], "--device cuda:7 is not here"),
+        (["--family", "eagle", "--heads", "2"], "--family eagle is one layer without heads"),
+        (["--family", "eagle", "--serial-layers", "2"], "--family eagle is one layer without heads"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -1,11 +1,15 @@
 """Which family a drafter's checkpoint is of, told by the names of its tensors."""
 
+from typing import TYPE_CHECKING
+
 from runtime.errors import InputError
 
-from .checkpoint import Checkpoint
 from .json_config import shown
 
-GUMIHO, EAGLE = "gumiho", "eagle"
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+FAMILIES = GUMIHO, EAGLE = "gumiho", "eagle"
 _UNSUPPORTED = {
     "medusa_head.": "Medusa", "0.0.linear.": "Medusa", "blocks.0.": "Medusa", "hydra_mlp.": "Hydra", "hydra_lm_head.": "Hydra",
     "midlayer.": "EAGLE-3", "d2t": "EAGLE-3",
@@ -17,7 +21,7 @@ def family(layers: int, heads: int) -> str:
     return EAGLE if layers == 1 and not heads else GUMIHO
 
 
-def require_supported(drafter: Checkpoint) -> None:
+def require_supported(drafter: "Checkpoint") -> None:
     """Raises InputError for a drafter of a family that cannot be exported."""
     for name in drafter.names():
         for prefix, kind in _UNSUPPORTED.items():

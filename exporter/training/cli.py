@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.command import INTERRUPTED, run
 from runtime.errors import GumihoError, InputError, UnavailableError
 
+from ..checkpoints.families import EAGLE, family
 from .interruption import Interruption
 from .options import check, parser
 
@@ -117,8 +118,13 @@ def _trained(
     from .model import Drafter
     from .vocabulary import vocabulary
 
-    layers, heads = start.shape_of(args.init) if args.init else (2, 5)
+    usual = (1, 0) if args.family == EAGLE else (2, 5)
+    layers, heads = start.shape_of(args.init) if args.init else usual
     layers, heads = args.serial_layers or layers, heads if args.heads is None else args.heads
+    if args.family not in (None, kind := family(layers, heads)):
+        raise InputError(
+            f"--family is {args.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
+        )
     if not len(usable(text, 2 + heads, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
     if not args.no_hidden_cache:

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.tree import TreeConfig, default_beam, default_depth, grow
+from graphs.tree import TreeConfig, grow
 from runtime.decoding.acceptance import accept_path
 
+from ..checkpoints.families import family
+from ..trees import usual_tree
 from .batches import Batch, Features, anchors, batch, usable, wanted
 from .losses import divergence
 from .model import Cache, Drafter
@@ -114,8 +116,8 @@ class Walk:
 
     def run(self, rows: int, begin: int, stop: int) -> tuple[int, int]:
         """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and cycles."""
-        heads = min(len(self.drafter.mlp), max(0, default_depth(rows) - 2))
-        tree = TreeConfig(rows, 2, heads, 14, 35, default_beam(rows)).fitted(self.vocabulary.lm_head.shape[0])
+        kind, heads = family(len(self.drafter.serial), len(self.drafter.mlp)), len(self.drafter.mlp)
+        tree = usual_tree(kind, rows, heads).fitted(self.vocabulary.lm_head.shape[0])
         pending, cycles, answer = begin, 0, iter(self.ids[begin + 1 : stop])
         while pending + 1 < stop:
             tokens, parents = self.grow(tree, pending - 1)

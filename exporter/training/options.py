@@ -6,13 +6,15 @@ from pathlib import Path
 from runtime.command import argument_parser
 from runtime.errors import InputError
 
+from ..checkpoints.families import EAGLE, FAMILIES
+
 _LEAST_WINDOW = 48
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
         "train",
-        "Trains a Gumiho drafter for a target. Interrupt it at any time: the same command goes on from where it was.",
+        "Trains a drafter for a target, a Gumiho or an EAGLE. Interrupt it at any time: the same command goes on from where it was.",
         prog="gumiho train",
     )
     files = parser.add_argument_group("sources and output")
@@ -38,9 +40,12 @@ def parser() -> argparse.ArgumentParser:
     )
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
-        "--serial-layers", type=int, metavar="N", help="layers of the serial steps (default: 2, or those of --init)"
+        "--family", choices=FAMILIES, help="what to train; eagle: one layer without heads (default: gumiho, or that of --init)"
     )
-    drafter.add_argument("--heads", type=int, metavar="N", help="parallel heads (default: 5, or those of --init)")
+    drafter.add_argument(
+        "--serial-layers", type=int, metavar="N", help="layers of Gumiho's serial steps (default: 2, or those of --init)"
+    )
+    drafter.add_argument("--heads", type=int, metavar="N", help="Gumiho's parallel heads (default: 5, or those of --init)")
     drafter.add_argument(
         "--draft-vocab", type=int, metavar="N",
         help="draft and train only the N most frequent tokens of the text, which makes steps and drafting faster (default: all)",
@@ -110,5 +115,7 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(f"--hidden-weight is {args.hidden_weight}: give a number from 0")
     if args.anchors % 32:
         raise InputError(f"--anchors is {args.anchors}: give a multiple of 32")
+    if args.family == EAGLE and (args.serial_layers not in (None, 1) or args.heads):
+        raise InputError("--family eagle is one layer without heads: leave out --serial-layers and --heads")
     if args.shard_target and args.no_hidden_cache:
         raise InputError("--shard-target needs the hidden states on disk: leave out --no-hidden-cache")
