@@ -54,9 +54,7 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         return _static(args, pair, family)
     if chain and (args.top_k or args.head_top_k or args.beam):
         raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
-    serial = args.serial_steps or (
-        family.serial_steps if reference or pair.family == GUMIHO else min(family.serial_steps, default_depth(rows))
-    )
+    serial = args.serial_steps or (family.serial_steps if reference else min(family.serial_steps, default_depth(rows)))
     if args.heads is not None:
         heads = args.heads
     elif serial < 2:
@@ -79,7 +77,7 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
 def usual_tree(family: str, rows: int, heads: int) -> TreeConfig:
     """The tree of a family's drafter with so many heads, as ``tree_config`` makes it without other options than ``--rows``."""
     own = _FAMILIES[family]
-    serial = own.serial_steps if family == GUMIHO else min(own.serial_steps, default_depth(rows))
+    serial = min(own.serial_steps, default_depth(rows))
     heads = min(heads, max(0, default_depth(rows) - serial))
     return TreeConfig(rows, serial, heads, own.top_k, 35, default_beam(rows, own.beam), wide=own.wide)
 
