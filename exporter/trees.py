@@ -54,30 +54,32 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         return _static(args, pair, family)
     if chain and (args.top_k or args.head_top_k or args.beam):
         raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
-    serial = args.serial_steps or (family.serial_steps if reference else min(family.serial_steps, default_depth(rows)))
+    usual = usual_tree(pair.family, rows, pair.heads, args.serial_steps)
+    serial = args.serial_steps or (family.serial_steps if reference else usual.serial_steps)
     if args.heads is not None:
         heads = args.heads
     elif serial < 2:
         heads = 0
     else:
-        heads = pair.heads if reference or chain else min(pair.heads, max(0, default_depth(rows) - serial))
+        heads = pair.heads if reference or chain else usual.heads
     if heads > pair.heads:
         raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
     if heads and serial < 2:
         raise GumihoError(
             f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
         )
-    top_k = 1 if chain else args.top_k or family.top_k
-    beam = 1 if chain else args.beam or (top_k if reference else default_beam(rows, family.beam))
-    quirks, usual = reference and pair.family == GUMIHO, CUDA_TOP_K if "cuda" in args.backend and not reference else 35
-    head_top_k = 1 if chain else args.head_top_k or usual
-    return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, family.wide).fitted(pair.drafted)
+    top_k = 1 if chain else args.top_k or usual.top_k
+    beam = 1 if chain else args.beam or (top_k if reference else usual.beam)
+    most = CUDA_TOP_K if "cuda" in args.backend and not reference else usual.head_top_k
+    head_top_k = 1 if chain else args.head_top_k or most
+    quirks = reference and pair.family == GUMIHO
+    return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, usual.wide).fitted(pair.drafted)
 
 
-def usual_tree(family: str, rows: int, heads: int) -> TreeConfig:
-    """The tree of a family's drafter with so many heads, as ``tree_config`` makes it without other options than ``--rows``."""
+def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = None) -> TreeConfig:
+    """The tree of a family's drafter with so many heads, where no option says otherwise. serial_steps: None for as many as are worth it."""
     own = _FAMILIES[family]
-    serial = min(own.serial_steps, default_depth(rows))
+    serial = serial_steps or min(own.serial_steps, default_depth(rows))
     heads = min(heads, max(0, default_depth(rows) - serial))
     return TreeConfig(rows, serial, heads, own.top_k, 35, default_beam(rows, own.beam), wide=own.wide)
 

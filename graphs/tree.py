@@ -14,6 +14,7 @@ A static tree has fixed ``paths`` instead, such as EAGLE-1's. Its candidates are
 are chosen in the same way: all of them, or the best smaller tree among them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,8 +53,8 @@ class TreeConfig:
     def static(paths: Sequence[Path]) -> "TreeConfig":
         """A tree of fixed paths without heads. Each path's parent is one of them, or the root."""
         steps, top_k = max(map(len, paths)), 1 + max(map(max, paths))
-        expanded = [sum(len(path) == depth for path in {path[:-1] for path in paths}) for depth in range(steps)]
-        return TreeConfig(1 + len(paths), steps, 0, top_k, 1, beam=max(expanded), paths=tuple(paths))
+        expanded = Counter(len(parent) for parent in {path[:-1] for path in paths})
+        return TreeConfig(1 + len(paths), steps, 0, top_k, 1, beam=max(expanded.values()), paths=tuple(paths))
 
     def static_level(self, depth: int) -> list[Path]:
         """The paths of one level, those first that have children."""

@@ -70,10 +70,8 @@ def test_many_tokens(
     chat_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of them are compared, also after an interruption, and a wrong one is found."""
-    out, options = (
-        tmp_path / "tokens.jsonl",
-        [str(chat_bundle), "--prompts", str(prompts), "--streams", "2", "--new-tokens", "20"],
-    )
+    out = tmp_path / "tokens.jsonl"
+    options = [str(chat_bundle), "--prompts", str(prompts), "--streams", "2", "--new-tokens", "20"]
     assert compare_tokens.main([*options, "--out", str(out), "--tokens", "30"]) == 0
     first = out.read_text().splitlines()
     assert compare_tokens.main([*options, "--out", str(out), "--tokens", "90"]) == 0

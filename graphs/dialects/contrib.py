@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
-from .plain import Cache, Plain, Rows, _split, join_heads
+from .plain import Cache, Plain, Rows, join_heads
 from .standard import Standard
 
 
@@ -84,8 +84,8 @@ class Contrib(Standard):
         """When traced: attention over a copy of the cache's used part, to which the operator appends the rows."""
         if not is_in_onnx_export():
             return super()._attend_uncached(rows, cache, length, uncached, mask)
-        q, k = (join_heads(cls.rotary(_split(x, h), rows)) for x, h in ((rows.q, rows.heads), (rows.k, rows.kv_heads)))
-        new = _split(k, rows.kv_heads), _split(rows.v, rows.kv_heads)
+        apart = super().rotated(rows)
+        q, k, new = join_heads(apart.q), join_heads(apart.k), (apart.k, apart.v)
         zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
         earlier: list[Tensor] = []
         for i in (0, 1):

@@ -205,9 +205,9 @@ class Plain:
         cls, rows: Rows, cache: Cache, length: Tensor, uncached: list[Cache], mask: Tensor
     ) -> tuple[Tensor, Cache]:
         """``attend_readonly`` over the first ``length`` (int64 [1]) positions of a cache."""
-        new = cls.rotary(_split(rows.k, rows.kv_heads), rows), _split(rows.v, rows.kv_heads)
+        apart = cls.rotated(rows)
+        q, new = apart.q, (apart.k, apart.v)
         keys, values = (torch.cat([pair[i] for pair in [*uncached, new]], dim=2) for i in (0, 1))
-        q = cls.rotary(_split(rows.q, rows.heads), rows)
         _, heads, n, d = q.shape
         capacity = cache[0].shape[2]
         grouped = (q * d**-0.5).reshape(rows.kv_heads, -1, d)
