@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from graphs.dialects.exact import BLOCK
+from graphs.dialects.exact import BLOCK, MOST_ROWS
 from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes
 from graphs.tree import TreeConfig
 from runtime.errors import InputError, UnavailableError
@@ -71,9 +71,9 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
-        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, and its heads have at most 128 numbers
-        (docs/decisions.md)."""
-        if self.pair.target_shape.head_dim > BLOCK:
+        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, its heads have at most 128 numbers, and its trees at most 193
+        rows (docs/decisions.md)."""
+        if self.pair.target_shape.head_dim > BLOCK or self.tree.rows > MOST_ROWS:
             return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()

@@ -11,20 +11,32 @@ from .contrib import Contrib
 from .plain import Plain
 from .rounded import Rounded
 
-BLOCK = 128  # positions summed in fp32: ONNX Runtime's products sum so many terms in one order, however many rows they have
+BLOCK = 128  # positions that are settled together
 # The last positions before a row never belong to a block, so that the ancestors that a row has among a tree's rows do not either.
 _RECENT = 64
 _FEWEST = 2  # blocks: a row with only one counts its positions as recent, which is faster (docs/decisions.md)
+_COLUMNS = 32  # of recent values that are summed by one product
+
+
+def _terms(columns: int) -> int:
+    """How many terms ONNX Runtime's fp32 products of so many columns sum one after the other, however many rows there are."""
+    return BLOCK * BLOCK // max(16, 1 << (columns - 1).bit_length())
+
+
+MOST_ROWS = _terms(_COLUMNS) - (_FEWEST * BLOCK + _RECENT - 1)  # of a pass, whose recent positions are no more than the terms
 
 
 @dataclass(frozen=True)
 class Seen:
     """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. Biases are 0, or so low that nothing is left.
 
-    any_settled: bool [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1], the first
-    position that is in no block settled for all rows. recent_bias: fp32 [n, m], of the m positions from there to the last row.
+    few: bool [1], whether the positions up to the last row are no more than the terms that products of whole values sum in one order.
+    bias: fp32 [n, S]. any_settled: bool [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1],
+    the first position that is in no block settled for all rows. recent_bias: fp32 [n, m], of the m positions from there to the last row.
     """
 
+    few: Tensor
+    bias: Tensor
     any_settled: Tensor
     settled_bias: Tensor
     begin: Tensor
@@ -47,9 +59,10 @@ class Exact(Rounded):
 
     Attention settles blocks of 128 positions that end 64 positions before a row or earlier, if the row has two of them or more: each is
     one softmax and one sum in fp32, in an order that nothing else in the pass changes. To the row it is then one more position, whose
-    exponential is the block's sum of exponentials and whose value is the block's result. Exponentials are fp32, each the same wherever
-    it stands. Those of blocks and of the recent positions, whose order depends on the other rows, are summed in double precision:
-    rounding the sum hides the order.
+    exponential is the block's sum of exponentials and whose value is the block's result. The recent positions are one sum in fp32, of so
+    many terms only that they are added one after the other: zeros between them, the other rows of the pass, change nothing. Exponentials
+    are fp32, each the same wherever it stands. Their sums and those of blocks, whose order depends on the other rows, are taken in double
+    precision: rounding the sum hides the order.
     """
 
     block = BLOCK
@@ -69,56 +82,86 @@ class Exact(Rounded):
         positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)
         blocks = _range(torch.zeros(1, dtype=torch.int64), positions // BLOCK, count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
-        bias = Contrib._bias(row_mask, past_length - begin, torch.float32)[0, 0]
+        bias, recent_bias = (Contrib._bias(row_mask, past_length - at, torch.float32)[0, 0] for at in (0, begin))
+        zero = torch.zeros(1, dtype=torch.int64)
+        unused = torch.cat((zero, zero, zero, positions - past_length - rows))
         recent = _range(begin, past_length + rows, rows)
         in_block = _symbolic("Less", (recent[None], (settled * BLOCK)[:, None]), torch.bool, [rows, rows])
         return Seen(
+            past_length + rows <= _terms(cache.shape[3]),
+            _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]]),
             settled.amax(0, keepdim=True) > 0,
             torch.where(_symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows]), 0.0, lowest)[..., None],
             begin,
-            torch.where(in_block, lowest, bias),
+            torch.where(in_block, lowest, recent_bias),
         )
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
         """The declared shapes lack the past, whose length is data."""
         _, heads, n, d = q.shape
-        kv_heads, axis = keys.shape[1], torch.full((1,), 2)
-        recent_keys, recent_values = (
-            _symbolic("Slice", (cache, seen.begin, used, axis), cache.dtype, [1, kv_heads, n, d]) for cache in (keys, values)
-        )
+        kv_heads = keys.shape[1]
         grouped, repeats = q.reshape(1, kv_heads, -1, d), heads // kv_heads
         if repeats == 1:
             grouped, repeats = torch.cat((grouped, grouped), dim=2), 2  # the kernel for a single row sums in another order
-        scores = _products(grouped, recent_keys, [1, kv_heads, grouped.shape[2], n]) + torch.cat([seen.recent_bias] * repeats)
-        recent = recent_values.double()
-        exponentials = (scores - scores.amax(-1, keepdim=True)).exp().double()
+
+        def recent(cache: Tensor, first: int, last: int) -> Tensor:
+            """Some columns of the recent positions."""
+            begin, end = (torch.cat((at, torch.tensor([column]))) for at, column in ((seen.begin, first), (used, last)))
+            shape = [1, kv_heads, n, last - first]
+            return _symbolic("Slice", (cache, begin, end, torch.tensor([2, 3])), cache.dtype, shape)
+
+        scores = _scores(grouped, recent(keys, 0, d), seen.recent_bias, repeats)
+        columns = [recent(values, first, min(d, first + _COLUMNS)) for first in range(0, d, _COLUMNS)]
+        settled_bias = torch.cat([seen.settled_bias] * repeats, dim=1)
         out = _either(
-            seen.any_settled,
-            Exact._with_blocks(grouped, keys, values, scores, recent, torch.cat([seen.settled_bias] * repeats, dim=1)),
-            exponentials @ recent / exponentials.sum(-1, keepdim=True),
-        ).to(q.dtype)
+            seen.few,
+            _at_once(_scores(grouped, keys, seen.bias, repeats), [values]),
+            _either(
+                seen.any_settled,
+                _with_blocks(grouped, keys, values, scores, columns, settled_bias),
+                _at_once(scores, columns),
+            ),
+        )
         return (out[:, :, :n] if heads == kv_heads else out).reshape(1, heads, -1, d)
 
-    @staticmethod
-    def _with_blocks(
-        q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: Tensor, settled_bias: Tensor
-    ) -> Tensor:
-        """q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores: [1, kv heads, n', m]; recent: fp64 values
-        [1, kv heads, m, d]; settled_bias: [blocks, n', 1] -> fp64 [1, kv heads, n', d]."""
-        _, kv_heads, rows, d = q.shape
-        blocks = keys.shape[2] // BLOCK
-        shape = torch.tensor([kv_heads, -1, BLOCK, d])
-        k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
-        scores = _products(q.transpose(0, 1), k, [kv_heads, blocks, rows, BLOCK])
-        shares = scores.softmax(-1)
-        largest = scores.amax(-1, keepdim=True) + settled_bias
-        reference = torch.maximum(largest.amax(1)[None], recent_scores.amax(-1, keepdim=True))
-        # A block's largest share is 1 divided by the sum of its exponentials.
-        of_blocks = (largest - reference.transpose(0, 1)).exp() / shares.amax(-1, keepdim=True)
-        of_recent = (recent_scores - reference).exp().double()
-        total = of_blocks.double().sum(1) + of_recent.sum(-1, keepdim=True)
-        return (((shares @ v) * of_blocks).double().sum(1) + of_recent @ recent) / total
+
+def _with_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: list[Tensor], settled_bias: Tensor
+) -> Tensor:
+    """Attention to blocks and recent positions. q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores:
+    [1, kv heads, n', m]; recent: columns of their values, in turn; settled_bias: [blocks, n', 1] -> [1, kv heads, n', d]."""
+    _, kv_heads, rows, d = q.shape
+    blocks = keys.shape[2] // BLOCK
+    shape = torch.tensor([kv_heads, -1, BLOCK, d])
+    k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
+    scores = _products(q.transpose(0, 1), k, [kv_heads, blocks, rows, BLOCK])
+    shares = scores.softmax(-1)
+    largest = scores.amax(-1, keepdim=True) + settled_bias
+    reference = torch.maximum(largest.amax(1)[None], recent_scores.amax(-1, keepdim=True))
+    # A block's largest share is 1 divided by the sum of its exponentials.
+    of_blocks = (largest - reference.transpose(0, 1)).exp() / shares.amax(-1, keepdim=True)
+    of_recent = (recent_scores - reference).exp()
+    total = of_blocks.double().sum(1) + of_recent.double().sum(-1, keepdim=True)
+    added = ((shares @ v) * of_blocks).double().sum(1) + _sum(of_recent, recent).double()
+    # Rounded first: a row without blocks gets what it gets in a pass without blocks.
+    return added.to(q.dtype) / total.to(q.dtype)
+
+
+def _scores(q: Tensor, keys: Tensor, bias: Tensor, repeats: int) -> Tensor:
+    """q: [1, kv heads, repeats * n, d]; keys: [1, kv heads, m, d]; bias: [n, m] -> [1, kv heads, repeats * n, m]."""
+    return _products(q, keys, [*q.shape[:3], bias.shape[1]]) + torch.cat([bias] * repeats)
+
+
+def _at_once(scores: Tensor, values: list[Tensor]) -> Tensor:
+    """Attention to all positions. scores: [1, kv heads, n', m]; values: their columns, in turn."""
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return _sum(exponentials, values) / exponentials.double().sum(-1, keepdim=True).to(scores.dtype)
+
+
+def _sum(shares: Tensor, values: list[Tensor]) -> Tensor:
+    parts = [shares @ columns for columns in values]
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def _products(q: Tensor, keys: Tensor, shape: list[Any]) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from exporter.backends import specs
 from graphs.dialects import exact
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
@@ -26,9 +27,14 @@ from tests.seal import edit, without_shared
 
 # A head of keys for every head of queries, so that a row's products with the keys are of one row.
 FULL = RandomPair(ODD.target | {"num_key_value_heads": 4, "max_position_embeddings": 512}, seed=4)
+# Heads of more numbers than products sum in one order as far as recent positions reach.
+WIDE = RandomPair(
+    ODD.target | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80, "max_position_embeddings": 512}, seed=5
+)
 LONGER = dataclasses.replace(ODD, target=ODD.target | {"max_position_embeddings": 512})
 ROWS = (2, 8, 17, 60)
-PAST = 0, 37, 187, 312, 442  # from 320 on rows have two settled blocks, from 448 on three
+# Trees behind 230 positions lie on both sides of 256; from 320 on rows have two settled blocks, from 448 on three.
+PAST = 0, 37, 187, 230, 312, 442
 LONG = "--capacity", "510"
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
 
@@ -86,7 +92,7 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
 
 
 def bundle_of(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...]) -> Path:
-    return make_bundle(pair, *options, drafter=pair is not FULL)
+    return make_bundle(pair, *options, drafter=pair not in (FULL, WIDE))
 
 
 def unlike(model: Model) -> int:
@@ -103,6 +109,7 @@ QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
     pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
     pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
+    pytest.param(WIDE, ("--weights", "int4", "--capacity", "510"), id="wide heads int4, no drafter"),
     pytest.param(DEMO, (*WHOLE, *LONG), id="demo w8a8"),
 ])  # fmt: skip
 
@@ -146,8 +153,19 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
         assert unlike(model) > 0
 
 
+@pytest.mark.parametrize("columns", [64, pytest.param(80, marks=pytest.mark.exhaustive)])
+def test_values_are_summed_in_so_many_columns(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Products of more columns sum fewer terms in one order."""
+    monkeypatch.setattr(exact, "_COLUMNS", columns)
+    with load(
+        make_bundle(WIDE, "--weights", "int4", "--capacity", f"{445 + columns}", drafter=False), "cpu", threads=1
+    ) as model:
+        assert unlike(model) > 0
+
+
 def test_graphs_and_runtime_agree() -> None:
-    """A tree's rows must not lie in a block that is settled for one of them."""
+    """A tree's rows must not lie in a block that is settled for one of them, and a pass's recent positions are summed in one order."""
+    assert exact.MOST_ROWS >= specs._CHUNK
     assert exact.BLOCK == manifest.BLOCK
     (bounds,) = get_type_hints(manifest.Manifest, include_extras=True)["depth"].__metadata__
     assert bounds.most <= exact._RECENT
@@ -159,10 +177,18 @@ def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBu
     branches = [node for node in graph if node.op_type == "If"]
     assert len(branches) == sum(node.op_type == "TensorScatter" for node in graph) // 2
     assert not {"Softmax", "Log", "Either"} & {node.op_type for node in graph}
-    for node in branches:
-        some, none = ([n.op_type for n in node.attributes[f"{name}_branch"].as_graph()] for name in ("then", "else"))
-        assert [some.count(op) for op in ("Softmax", "Exp", "FusedMatMul", "MatMul")] == [1, 2, 1, 2]
-        assert [none.count(op) for op in ("Softmax", "Exp", "FusedMatMul", "MatMul")] == [0, 1, 0, 1]
+    for node in branches:  # without slices where all positions are few
+        few, many = (node.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
+        (inner,) = (node for node in many if node.op_type == "If")
+        some, none = (inner.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
+        for graph, counts in (
+            (few, [0, 1, 1, 1, 0]),
+            (many, [0, 0, 1, 0, 2]),
+            (some, [1, 2, 1, 2, 0]),
+            (none, [0, 1, 0, 1, 0]),
+        ):
+            ops = [node.op_type for node in graph]
+            assert [ops.count(op) for op in ("Softmax", "Exp", "FusedMatMul", "MatMul", "Slice")] == counts
 
 
 def opened(graph: dict[str, Any], positions: int | str) -> None:
