@@ -1,5 +1,6 @@
 """``gumiho serve`` as a process: how it starts, what it refuses, how it ends."""
 
+import ctypes
 import json
 import os
 import signal
@@ -147,3 +148,35 @@ def test_what_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main([str(chat_bundle)]) == 1
     assert "pip install '.[serve]'" in capsys.readouterr().err
+
+
+ARENAS = """
+import ctypes, sys, threading
+from runtime.serve.main import _share_arena
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "shared":
+    _share_arena()
+started = threading.Barrier(5)
+def allocate():
+    library.free(ctypes.c_void_p(library.malloc(1000)))
+    started.wait()
+for _ in range(4):
+    threading.Thread(target=allocate).start()
+started.wait()
+library.malloc_info(0, ctypes.c_void_p.in_dll(library, "stdout"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc")
+def test_threads_share_one_memory_arena() -> None:
+    def arenas(how: str, **environment: str) -> int:
+        clean = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+        command = [sys.executable, "-c", ARENAS, how]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=True
+        ).stdout.count("<heap")
+
+    own = arenas("own")
+    assert own >= 4 > arenas("shared")
+    assert arenas("shared", MALLOC_ARENA_MAX="8") == own  # who has set it knows why
