@@ -71,8 +71,8 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
-        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, its heads have at most 128 numbers, and its trees at most 193
-        rows (docs/decisions.md)."""
+        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, its heads have at most 128 numbers, and its trees at most
+        ``MOST_ROWS`` rows (docs/decisions.md)."""
         if self.pair.target_shape.head_dim > BLOCK or self.tree.rows > MOST_ROWS:
             return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)

@@ -16,11 +16,13 @@ BLOCK = 128  # positions that are settled together
 _RECENT = 64
 _FEWEST = 2  # blocks: a row with only one counts its positions as recent, which is faster (docs/decisions.md)
 _COLUMNS = 32  # of recent values that are summed by one product
+# Numbers of the right side of a product, of 16 columns or more, that ONNX Runtime reads before it writes sums.
+_PACKED = 128 * 128
 
 
 def _terms(columns: int) -> int:
     """How many terms ONNX Runtime's fp32 products of so many columns sum one after the other, however many rows there are."""
-    return BLOCK * BLOCK // max(16, 1 << (columns - 1).bit_length())
+    return _PACKED // max(16, 1 << (columns - 1).bit_length())
 
 
 MOST_ROWS = _terms(_COLUMNS) - (_FEWEST * BLOCK + _RECENT - 1)  # of a pass, whose recent positions are no more than the terms
