@@ -20,7 +20,7 @@ from .engines.memory_check import require
 from .engines.store import find_engines
 from .errors import GumihoError
 from .shared_passes import InTurn, SharedTarget
-from .turns import Turns
+from .teams import Teams
 
 if TYPE_CHECKING:
     from .backends.onnxruntime_lanes import Lanes
@@ -44,7 +44,7 @@ class Loaded:
     costs: Costs | None = None
     backend: Backend | None = None
     shares: bool = False
-    turns: Turns = field(default_factory=Turns)
+    teams: Teams = field(default_factory=Teams)
     streams: list[weakref.ref[Model]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
@@ -54,9 +54,9 @@ class Loaded:
         if not self.shares:
             return self.engines
         return {
-            name: SharedTarget(cast("Lanes", engine), self.turns, stream)
+            name: SharedTarget(cast("Lanes", engine), self.teams, stream)
             if name == "target"
-            else InTurn(engine, self.turns, stream)
+            else InTurn(engine, self.teams, stream)
             for name, engine in self.engines.items()
         }
 
@@ -82,7 +82,9 @@ class Loaded:
                 require(bundle, backend, streams=streams)
                 measured = costs.threads_on(physical_cores()) if costs else 0
                 engines, device = backend.open(bundle, folder, threads or measured, streams)
-                return Loaded(bundle, form, engines, device, costs, backend, streams > 1 and SHARED in form.graphs)
+                shares = streams > 1 and SHARED in form.graphs
+                teams = Teams(cast("Lanes", engines["target"]).at_once if shares else 1)
+                return Loaded(bundle, form, engines, device, costs, backend, shares, teams)
             except GumihoError:
                 if folder.exists():
                     raise  # otherwise a compile has just replaced them

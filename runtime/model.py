@@ -55,13 +55,13 @@ class Model:
     def __init__(self, loaded: Loaded) -> None:
         """Use ``load`` to open a bundle on disk."""
         self.bundle, self._loaded = loaded.bundle, loaded
-        self._number, turns = next(loaded.numbers), loaded.turns
+        self._number, teams = next(loaded.numbers), loaded.teams
 
         def others(number: int = self._number) -> bool:  # does not hold the model: nothing would free both at once
-            turns.yield_turn(number)
-            return turns.shared(number)
+            teams.yield_turn(number)
+            return teams.shared(number)
 
-        with turns.of(self._number):
+        with teams.of(self._number):
             engines = loaded.engines_of(self._number)
             self.decoder = Decoder(self.bundle.manifest, loaded.form, engines, loaded.device, loaded.costs, others)
         self._lock = threading.Lock()
@@ -204,6 +204,7 @@ class Model:
                     generation.ids += cycle.tokens
                     generation.logprobs += cycle.logprobs
                     if cycle.finish_reason:
+                        self._loaded.teams.forget(self._number)
                         _log.debug("generation ended: %s", generation.stats.summary())
                 return cycle
             except BaseException as error:
@@ -223,20 +224,18 @@ class Model:
     def _held(self, turn: bool = True, closed: bool = False, patience: float = -1) -> Iterator[None]:
         """Locks the stream for this thread. turn: the engines too, when its turn has come. closed: allow a closed model. patience:
         seconds after which a stream that another thread still holds raises MisuseError, -1 to wait."""
-        turns = self._loaded.turns
-        if threading.get_ident() in (self._holder, turns.holder):
-            raise MisuseError(BUSY)
-        if not self._lock.acquire(timeout=patience):
+        teams = self._loaded.teams
+        if self._holder == threading.get_ident() or teams.mine or not self._lock.acquire(timeout=patience):
             raise MisuseError(BUSY)
         try:
             if not closed:
                 self._require_open()
             self._holder = threading.get_ident()
             if turn:
-                turns.take(self._number)
+                teams.take(self._number)
             yield
         finally:
-            turns.give()
+            teams.give()
             self._holder = None
             self._lock.release()
 
@@ -256,7 +255,7 @@ class Model:
                 self._closed, self._kept = True, ()
                 self._loaded.closed = owner
                 self.decoder.close(engines=owner)
-                self._loaded.turns.forget(self._number)
+                self._loaded.teams.forget(self._number)
                 _log.debug("closed %s", self.bundle.path)
 
     def __enter__(self) -> "Model":

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from .backends import Engine
 from .devices import Array, Call
-from .turns import Place, Turns
+from .teams import Teams
+from .turns import Place
 
 if TYPE_CHECKING:  # not every installation has ONNX Runtime
     from .backends.onnxruntime_lanes import Lanes, Pass
@@ -20,8 +21,8 @@ class SharedTarget:
     """The target as one of several streams over the same engine sees it: a pass takes the rows of all streams that wait for one. Implements
     ``backends.Engine``, with the buffers of the graph ``target``."""
 
-    def __init__(self, lanes: "Lanes", turns: Turns, stream: int) -> None:
-        self._lanes, self._turns, self._stream = lanes, turns, stream
+    def __init__(self, lanes: "Lanes", teams: Teams, stream: int) -> None:
+        self._lanes, self._teams, self._stream = lanes, teams, stream
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         """See ``backends.Engine``. The call returns the nanoseconds that count as this stream's: its share of the pass."""
@@ -37,7 +38,7 @@ class SharedTarget:
 
     def _run(self, own: "Pass") -> None:
         """Runs the pass, or has another stream's thread run it. If that one is interrupted, the pass is not done."""
-        turns, lanes = self._turns, self._lanes
+        turns, lanes = self._teams.turns(self._stream), self._lanes
         if turns.mine:
             lanes.run([own])
         elif turns.take(self._stream, own):
@@ -46,7 +47,7 @@ class SharedTarget:
                 patience = min(_PATIENCE, _SHARE * lanes.seconds)
                 claimed = turns.claim(lanes.count - 1, patience, lambda others: _fit([own, *others]))
                 if claimed is not None:
-                    lanes.run([own, *(place.wanted for place in claimed)])
+                    lanes.run([own, *(place.wanted for place in claimed)], self._teams.shared(self._stream))
             finally:
                 if claimed is not None:
                     turns.did(self._stream, claimed)
@@ -62,14 +63,14 @@ def _fit(passes: "Sequence[Pass]") -> bool:
 
 
 class InTurn:
-    """An engine that several streams use one after the other. Implements ``backends.Engine``."""
+    """An engine that the streams of a team use one after the other. Implements ``backends.Engine``."""
 
-    def __init__(self, engine: Engine, turns: Turns, stream: int) -> None:
-        self._engine, self._turns, self._stream = engine, turns, stream
+    def __init__(self, engine: Engine, teams: Teams, stream: int) -> None:
+        self._engine, self._teams, self._stream = engine, teams, stream
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         """See ``backends.Engine``. The call returns its nanoseconds without those that it waited."""
-        own, turns = self._engine.bind(buffers), self._turns
+        own = self._engine.bind(buffers)
 
         def timed() -> float:
             started = perf_counter_ns()
@@ -77,6 +78,7 @@ class InTurn:
             return perf_counter_ns() - started
 
         def call() -> float:
+            turns = self._teams.turns(self._stream)
             if turns.mine:
                 return timed()
             with turns.of(self._stream):

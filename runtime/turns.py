@@ -40,6 +40,11 @@ class Turns:
         self._expected = dict[int, float]()  # when what a stream wanted was done, until it comes again
 
     @property
+    def wanted(self) -> bool:
+        """Whether a thread waits for the turn."""
+        return bool(self._waiting)
+
+    @property
     def mine(self) -> bool:
         """Whether this thread has the turn."""
         return self.holder == threading.get_ident()
@@ -136,19 +141,17 @@ class Turns:
         finally:
             self.give()
 
-    def shared(self, stream: int) -> bool:
-        """Whether another stream than this one has wanted a turn lately."""
+    def active(self, stream: int) -> int:
+        """How many other streams than this one have wanted a turn lately."""
         now = monotonic()
-        return any(now - last < _RECENT for other, last in list(self._last.items()) if other != stream)
+        return sum(now - last < _RECENT for other, last in list(self._last.items()) if other != stream)
 
-    def yield_turn(self, stream: int) -> None:
-        """Lets those that wait go first, if this thread has the turn."""
-        if self._waiting and self.mine:
-            self.give()
-            self.take(stream)
+    def join(self, stream: int) -> None:
+        """The stream will want a turn at once."""
+        self._last[stream] = monotonic()
 
     def forget(self, stream: int) -> None:
-        """The stream is closed."""
+        """The stream will want no turn for now."""
         with self._lock:
             self._last.pop(stream, None)
             self._expected.pop(stream, None)

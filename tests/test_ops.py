@@ -242,7 +242,7 @@ def test_settled_blocks(d: int) -> None:
 ])  # fmt: skip
 def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
     run, capacity = exported_pass(ops, d), ops.block or CAPACITY
-    assert operators <= {node.op_type for node in run.graph}  # type: ignore[attr-defined]
+    assert operators <= {node.op_type for node in run.graph.all_nodes()}  # type: ignore[attr-defined]
     for seed, (rows, past) in enumerate(PASSES):
         x = inputs(d, rows, past, seed, capacity)
         check_pass(run(**x), d, x)

@@ -425,7 +425,7 @@ def test_a_full_queue_is_told(model: Model) -> None:
 
 
 def held(model: Model) -> Any:
-    return model._loaded.turns.of(-1)
+    return model._loaded.teams.of(-1)
 
 
 def streaming(address: str, body: dict[str, Any]) -> http.client.HTTPConnection:

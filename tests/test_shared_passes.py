@@ -29,6 +29,7 @@ from runtime.engines.store import find_engines
 from runtime.errors import DamageError, GumihoError, MisuseError
 from runtime.shared_passes import InTurn
 from runtime.shared_passes import SharedTarget as StreamsTarget
+from runtime.teams import Teams
 from runtime.turns import Turns
 from tests.conftest import DEMO, MakeBundle
 from tests.pairs import SMALL
@@ -155,9 +156,9 @@ def test_eager_is_the_targets_own_passes(counts: list[int], tmp_path: Path) -> N
 def test_streams_share_passes_and_none_changes_anothers_text(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, real = list[int](), Lanes.run
 
-    def counted(lanes: Lanes, passes: Any) -> None:
+    def counted(lanes: Lanes, passes: Any, beside: bool) -> None:
         counts.append(len(passes))
-        real(lanes, passes)
+        real(lanes, passes, beside)
 
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 900, size).tolist() for size in (5, 80, 300, 20, 1, 130)]
@@ -251,7 +252,7 @@ class Recorded:
         made.buffers, made.failure, made.ns, made.done, made.rows = buffers, None, 1.0, False, buffers.get("rows", 1)
         return made
 
-    def run(self, passes: Any) -> None:
+    def run(self, passes: Any, beside: bool = False) -> None:
         self.runs.append([one.buffers["name"] for one in passes])
         if self.interrupted:
             self.interrupted -= 1
@@ -273,11 +274,12 @@ def queued(turns: Turns, threads: list[threading.Thread], streams: Sequence[Call
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_whoever_waits_is_served_in_the_next_passes(interrupted: int) -> None:
     """In the order in which they came; and again by themselves, if the thread that ran their pass was interrupted."""
-    lanes, turns, done = Recorded(interrupted), Turns(), list[str]()
+    lanes, teams, done = Recorded(interrupted), Teams(), list[str]()
+    turns = teams.turns(9)
     turns.take(9)
 
     def stream(number: int) -> None:
-        call = StreamsTarget(lanes, turns, number).bind({"name": f"{number}"})  # type: ignore[arg-type]
+        call = StreamsTarget(lanes, teams, number).bind({"name": f"{number}"})  # type: ignore[arg-type]
         try:
             assert call() == 1.0
             done.append(f"{number}")
@@ -323,7 +325,8 @@ def test_a_stream_that_is_about_to_come_again_is_waited_for() -> None:
 
 def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
     """Whoever came first: its pass waits for the drafts of the others, and for their passes after these."""
-    lanes, turns, drafts, threads = Recorded(), Turns(), list[int](), list[threading.Thread]()
+    lanes, teams, drafts, threads = Recorded(), Teams(), list[int](), list[threading.Thread]()
+    turns = teams.turns(9)
     turns.take(9)
 
     class Draft:
@@ -331,10 +334,10 @@ def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
             return lambda: drafts.append(stream)
 
     def verify(stream: int) -> None:
-        StreamsTarget(lanes, turns, stream).bind({"name": f"{stream}"})()  # type: ignore[arg-type,dict-item]
+        StreamsTarget(lanes, teams, stream).bind({"name": f"{stream}"})()  # type: ignore[arg-type,dict-item]
 
     def draft(stream: int) -> None:
-        InTurn(Draft(), turns, stream).bind(stream)()  # type: ignore[arg-type]
+        InTurn(Draft(), teams, stream).bind(stream)()  # type: ignore[arg-type]
         while turns.holder != threads[0].ident and not lanes.runs:  # comes late
             pass
         verify(stream)
@@ -352,12 +355,13 @@ def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
 
 def test_prompts_are_read_one_after_the_other_with_the_rows_of_others() -> None:
     """Chunks of several prompts in one pass would delay the others for as long as all of them take."""
-    lanes, turns = Recorded(), Turns()
+    lanes, teams = Recorded(), Teams()
+    turns = teams.turns(9)
     turns.take(9)
     rows = 128, 1, 128, 5
 
     def stream(number: int) -> None:
-        StreamsTarget(lanes, turns, number).bind({"name": f"{number}", "rows": rows[number]})()  # type: ignore[arg-type,dict-item]
+        StreamsTarget(lanes, teams, number).bind({"name": f"{number}", "rows": rows[number]})()  # type: ignore[arg-type,dict-item]
 
     threads = queued(turns, [], [partial(stream, number) for number in range(4)])
     turns.give()

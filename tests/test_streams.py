@@ -20,6 +20,7 @@ from runtime import InputError, MisuseError, Model, UnavailableError, load
 from runtime.backends import memory
 from runtime.backends.memory import buffers
 from runtime.bundle.reader import Bundle
+from runtime.teams import Teams
 from runtime.turns import Turns
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
@@ -55,9 +56,17 @@ def together(bundle: Path) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture(params=["by turns", "together"])
-def model(request: pytest.FixtureRequest, by_turns: Model, together: Model) -> Model:
-    return by_turns if request.param == "by turns" else together
+@pytest.fixture(scope="module")
+def at_once(bundle: Path) -> Iterator[Model]:
+    """Two such passes at once."""
+    with load(bundle, "cpu", threads=2, streams=3) as model:
+        assert len(model._loaded.teams._turns) == 2
+        yield model
+
+
+@pytest.fixture(params=["by turns", "together", "at once"])
+def model(request: pytest.FixtureRequest, by_turns: Model, together: Model, at_once: Model) -> Model:
+    return {"by turns": by_turns, "together": together, "at once": at_once}[request.param]
 
 
 def test_texts_do_not_depend_on_what_runs_beside_them(model: Model) -> None:
@@ -124,12 +133,13 @@ def test_sessions_of_streams_keep_their_caches(model: Model) -> None:
 
 
 def test_turns_go_to_those_who_wait_longest() -> None:
-    turns, order, ready = Turns(), list[int](), threading.Semaphore(0)
-    turns.take(0)
+    teams, order, ready = Teams(), list[int](), threading.Semaphore(0)
+    turns = teams.turns(0)
+    teams.take(0)
 
     def want(number: int) -> None:
         ready.release()
-        with turns.of(number):
+        with teams.of(number):
             order.append(number)
 
     threads = []
@@ -139,14 +149,14 @@ def test_turns_go_to_those_who_wait_longest() -> None:
         ready.acquire()
         while len(turns._waiting) < number:
             pass
-    turns.yield_turn(0)
+    teams.yield_turn(0)
     assert order == [1, 2, 3, 4, 5]  # all of them, before the one that had it gets it again
-    turns.give()
+    teams.give()
     for thread in threads:
         thread.join()
     assert turns.holder is None
-    assert turns.shared(0)
-    assert not Turns().shared(0)
+    assert teams.shared(0)
+    assert not Teams().shared(0)
 
 
 def test_turns_survive_an_interruption_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +193,7 @@ def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: p
         first = feed(tokens, last)
         if len(sizes) == 1:
             started.set()
-            while not long._loaded.turns._waiting:  # the other stream asks for its turn
+            while not long._loaded.teams.turns(long._number)._waiting:  # the other stream asks for its turn
                 pass
         return first
 

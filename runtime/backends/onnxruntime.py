@@ -79,9 +79,12 @@ class Cpu:
         graphs = bundle.manifest.form(self.NAME).graphs
         shares = streams > 1 and SHARED in graphs
         # Each packs the target's weights. Of a small target a stream alone would lose more by the branches of ``shared``.
-        needless = "" if shares and graphs["target"].weights < _SMALL else "target" if shares else SHARED
+        small = shares and graphs["target"].weights < _SMALL
+        needless = "" if small else "target" if shares else SHARED
+        threads = threads or physical_cores()
+        at_once = min(2, threads) if small else 1
         for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
-            options = session_options(bundle, threads)
+            options = session_options(bundle, threads if name == "target" else threads + 1 - at_once)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
@@ -90,7 +93,7 @@ class Cpu:
                 options.add_session_config_entry("session.disable_prepacking", "1")
             session = open_session(folder / f"{name}.onnx", options, _CPU, {})
             if name == SHARED:
-                engines["target"] = Lanes(session, graphs[SHARED], graphs["target"], alone)
+                engines["target"] = Lanes(session, graphs[SHARED], graphs["target"], alone, at_once)
             else:
                 engines[name] = own = Engine(session)
                 alone = own if name == "target" else alone

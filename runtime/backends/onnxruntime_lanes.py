@@ -45,14 +45,16 @@ class Pass:
 class Lanes:
     """The engine of the graph ``shared``. Implements ``backends.Engine``, with the buffers of the graph ``target``.
 
-    count: streams that a pass may have. seconds: of the last pass.
+    count: streams that a pass may have. at_once: passes that may run at once. seconds: of the last pass.
     """
 
-    def __init__(self, session: ort.InferenceSession, shared: Graph, target: Graph, alone: Engine | None) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, shared: Graph, target: Graph, alone: Engine | None, at_once: int = 1
+    ) -> None:
         """alone: the engine of ``target``, if passes of a single stream are to use it."""
         self._alone = alone
         self._session: ort.InferenceSession | None = session
-        self.count, self.seconds = shared.lanes, 0.0
+        self.count, self.at_once, self.seconds = shared.lanes, at_once, 0.0
         self._inputs = [tensor.name for tensor in target.inputs]
         caches = [tensor.name for tensor in target.caches]
         self._caches = [
@@ -72,14 +74,15 @@ class Lanes:
         require_buffers(set(self._inputs), buffers)
         return Pass(self, buffers, self._alone.bind(buffers) if self._alone else None)
 
-    def run(self, passes: Sequence[Pass]) -> None:
-        """Runs the passes of up to ``count`` streams as one. Whether each is done, and what it took, is in the passes."""
+    def run(self, passes: Sequence[Pass], beside: bool = False) -> None:
+        """Runs the passes of up to ``count`` streams as one. Whether each is done, and what it took, is in the passes. beside: others may
+        run at once."""
         if self._session is None:
             raise MisuseError(_CLOSED)
         failure: GumihoError | None = None
         started = perf_counter()
         try:
-            if len(passes) == 1 and passes[0].alone:
+            if passes[0].alone and len(passes) == 1 and not (beside and self.at_once > 1):
                 passes[0].alone()
             else:
                 self._run(self._session, sorted(passes, key=lambda one: one.key.ctypes.data))
