@@ -188,7 +188,7 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         rows=plan.tree.rows,
         depth=plan.tree.depth,
         vocabulary=pair.target_shape.vocabulary,
-        hidden=pair.target_shape.hidden,
+        hidden=pair.features,
         dtype=DTYPE_NAMES[io_dtype(plan.dtype)],
         weights={name: plan.how(name) for name in plan.quantized},
         eos_token_ids=eos_token_ids(pair),

@@ -12,12 +12,14 @@ from runtime.errors import GumihoError, InputError
 from . import precision
 
 if TYPE_CHECKING:
+    from .checkpoints.drafters import Overrides
     from .checkpoints.pair import Pair
     from .plan import Plan
 
 _DEFAULT_CAPACITY = 2048
 _DRAFTING = (
-    "draft_weights", "draft_vocab", "draft_text", "heads", "serial_steps", "top_k", "head_top_k", "beam", "compat",
+    "draft_weights", "draft_vocab", "draft_text", "heads", "serial_steps", "top_k", "head_top_k", "beam", "compat", "taps",
+    "norm_before_residual", "draft_rope_theta",
 )  # fmt: skip
 
 
@@ -28,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("sources and output")
     files.add_argument(
         "--ckpt",
-        help="drafter, Gumiho's or EAGLE's (-1 and -2): a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
+        help="drafter, Gumiho's or EAGLE's (-1, -2 and -3): a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
         "then decodes plainly and by prompt lookup)",
     )
     files.add_argument(
@@ -114,6 +116,22 @@ def parser() -> argparse.ArgumentParser:
         "--beam", type=int, metavar="N",
         help="serial nodes that are expanded; drafting cost grows with it (default: depends on --rows; 14 at 64, EAGLE 10)",
     )  # fmt: skip
+    drafter = parser.add_argument_group(
+        "what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output"
+    )
+    drafter.add_argument(
+        "--taps", nargs="+", metavar="N",
+        help="layers of the target whose inputs it reads; or 'output', if the numbers in its config.json are of layers whose outputs are "
+        "meant (default: config.json's, else the official code's: 2, half of the layers, and three before the last)",
+    )  # fmt: skip
+    drafter.add_argument(
+        "--norm-before-residual",
+        choices=("yes", "no"),
+        help="whether its layer adds to the normed features (default: config.json's)",
+    )
+    drafter.add_argument(
+        "--draft-rope-theta", type=float, metavar="BASE", help="base of the drafter's rotary embedding (default: config.json's)"
+    )
     sizes = parser.add_argument_group("size and memory")
     sizes.add_argument(
         "--capacity", type=int, metavar="S",
@@ -170,7 +188,21 @@ def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.target import target_checkpoint
 
     target = target_checkpoint(args.target or target_of(args.ckpt))
-    return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"))
+    return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"), _overrides(args))
+
+
+def _overrides(args: argparse.Namespace) -> "Overrides":
+    from .checkpoints.drafters import Overrides
+
+    given: list[str] = args.taps or []
+    outputs = given == ["output"]
+    if not outputs and not all(tap.isascii() and tap.isdigit() and len(tap) < 6 for tap in given):
+        raise GumihoError(f"--taps is {' '.join(given)}: give numbers of layers, from 0, or the word output")
+    taps = "output" if outputs else tuple(map(int, given))
+    theta = args.draft_rope_theta
+    if theta is not None and not 1 <= theta <= 1e12:
+        raise GumihoError(f"--draft-rope-theta is {theta:g}: give 1 to 1e12")
+    return Overrides(taps, theta, None if args.norm_before_residual is None else args.norm_before_residual == "yes")
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
@@ -185,6 +217,10 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
                 "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
             )
         return
+    if pair.reader.own_head:
+        raise GumihoError(
+            f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave --draft-vocab out"
+        )
     require_size(size, vocabulary, ends)
     if args.draft_text and pair.tokenizer is None:
         raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")

@@ -246,7 +246,7 @@ class Plan:
         files = self.sources()
         table = files["weights/target.bin"][EMBEDDING]
         for file, sources in files.items():
-            trimmed = file == "weights/draft.bin" and self.pair.draft_vocabulary is not None
+            trimmed = file == "weights/draft.bin" and (self.pair.draft_vocabulary is not None or self.pair.reader.own_head)
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
             for name in ({EMBEDDING, scale_of(EMBEDDING)} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name

@@ -1,7 +1,7 @@
 """Traces two layers of a target and repeats the second in the graph, instead of tracing them all."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -29,25 +29,28 @@ def shortened(module: Target | Drafter) -> Iterator[int]:
     """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
     second, if the layers after the first are alike. Yields the number of its layers.
     """
-    layers, hooks = module.layers, list[torch.utils.hooks.RemovableHandle]()
+    layers, hooks, taps = module.layers, list[torch.utils.hooks.RemovableHandle](), getattr(module, "taps", ())
     if isinstance(module, Target) and len(layers) > 2 and len({_structure(layer) for layer in layers[1:]}) == 1:
-        module.layers = layers[:2]
+        module.layers, module.taps = layers[:2], tuple(min(tap, 1) for tap in taps)
         hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
     try:
         yield len(layers)
     finally:
         module.layers = layers
+        if isinstance(module, Target):
+            module.taps = taps
         for hook in hooks:
             hook.remove()
 
 
-def repeat(graph: ir.Graph, layers: int, cached: int) -> None:
+def repeat(graph: ir.Graph, layers: int, cached: int, taps: Sequence[int] = ()) -> None:
     """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
-    second layer is the nodes between the marks. cached: caches of a layer."""
+    second layer is the nodes between the marks. cached: caches of a layer. taps: of the target."""
     nodes = list(graph)
     begin, end = (node for node in nodes if node.op_type == "Mark")
     second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
     first, last = begin.inputs[0], end.inputs[0]
+    entering = {1: first, 2: last}
     caches, written = graph.inputs[-cached:], graph.outputs[-cached:]
     ir.convenience.replace_all_uses_with(begin.outputs[0], first)
     inner = {value for node in second for value in node.outputs}
@@ -74,6 +77,13 @@ def repeat(graph: ir.Graph, layers: int, cached: int) -> None:
         graph.inputs.extend(twins[cache] for cache in caches)
         graph.outputs.extend(ends[1:])
         graph.insert_before(end, copies)
-        last = ends[0]
+        entering[i + 1] = last = ends[0]
     ir.convenience.replace_all_uses_with(end.outputs[0], last)
     graph.remove((begin, end), safe=True)
+    if taps:
+        joined = next(value for value in graph.outputs if value.name == "hidden").producer()
+        while joined.op_type != "Concat":
+            joined = joined.inputs[0].producer()
+        for place, tap in enumerate(taps):
+            if tap > 1:
+                joined.replace_input_with(place, entering[tap])

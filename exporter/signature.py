@@ -34,7 +34,7 @@ def signature(
     """
     sizes = sizes or {}
     attention = module.layers[0].self_attn
-    hidden, layers = module.embed_tokens.hidden, len(module.layers)
+    layers = len(module.layers)
     block = module.ops.block
     positions, symbolic = (3 * block, {2: "positions"}) if block else (module.capacity, {})
     past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
@@ -57,7 +57,7 @@ def signature(
         wanted = [] if sizes.keys() & {"rows", "wanted"} else [spec("wanted", torch.int64, "wanted")]
         return [*ids, mask, *wanted, length, *cached], ["choice", "logits", "hidden", *written]
     tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
-    rows = spec("hidden", dtype, "rows", width=hidden)
+    rows = spec("hidden", dtype, "rows", width=module.features)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
     return [tokens, rows, path, count, length, *cached], [*tree, *written]

@@ -49,6 +49,8 @@ def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
 
     gumiho = pair.family == GUMIHO
     kind = f"{pair.draft_shape.layers} serial layers and {pair.heads} heads" if gumiho else "an EAGLE"
+    if pair.taps:
+        kind = f"an EAGLE-3 that reads what enters layers {', '.join(map(str, pair.taps))}"
     if tree.paths:
         shape = f"the best of the {len(tree.paths)} paths of EAGLE-1"
     else:

@@ -9,7 +9,7 @@ from runtime.errors import GumihoError, InputError
 
 from . import precision
 from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
-from .checkpoints.families import EAGLE, GUMIHO
+from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO
 from .checkpoints.pair import Pair
 
 _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
@@ -27,8 +27,13 @@ class _Family:
     static: tuple[Path, ...] = ()
 
 
-# EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows (arXiv 2406.16858; arXiv 2503.01840, appendix A).
-_FAMILIES = {GUMIHO: _Family(2, 14, 14), EAGLE: _Family(6, 10, 10, wide=True, static=EAGLE_1)}
+# EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows; EAGLE-3 depth 8 (arXiv 2406.16858; arXiv 2503.01840,
+# appendix A).
+_FAMILIES = {
+    GUMIHO: _Family(2, 14, 14),
+    EAGLE: _Family(6, 10, 10, wide=True, static=EAGLE_1),
+    EAGLE_3: _Family(8, 10, 10, wide=True),
+}
 
 
 def chain_config(args: argparse.Namespace, capacity: int) -> TreeConfig:
@@ -86,7 +91,7 @@ def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = No
 
 def _static(args: argparse.Namespace, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
-        raise InputError(f"--policy static is for EAGLE, and drafter '{pair.drafter.source}' is none: leave it out")
+        raise InputError(f"--policy static is for EAGLE-1, and drafter '{pair.drafter.source}' is none: leave it out")
     if args.serial_steps or args.heads or args.top_k or args.head_top_k or args.beam:
         raise InputError(
             "--policy static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"

@@ -45,8 +45,14 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
         elif name in plan.factors:
             weights[name] = sources[name].whole()
     llama = transformers_model(plan.pair.target_config, weights, weights.__getitem__)
-    hidden = llama.model(ids[None]).last_hidden_state[0]
+    before_norm: list[Tensor] = []
+    llama.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+    outputs = llama.model(ids[None], output_hidden_states=bool(plan.pair.taps))
+    hidden = outputs.last_hidden_state[0]
     logits = llama.lm_head(hidden)
+    if plan.pair.taps:  # the last of transformers' is normed
+        entering = [*outputs.hidden_states[:-1], *before_norm]
+        hidden = torch.cat([entering[tap][0] for tap in plan.pair.taps], dim=-1)
 
     logit_parts, hidden_parts, choice_parts = [], [], []
     with load(folder, backend_name, device) as model:
@@ -92,7 +98,7 @@ def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
-    """The scores of the tree after ``ids``, fp32 [rows], drafted from transformers' hidden rows [len(ids), hidden]."""
+    """The scores of the tree after ``ids``, fp32 [rows], drafted from transformers' hidden rows [len(ids), features]."""
     module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(plan.codes[0]))["draft"]
     assert isinstance(module, Drafter)
     state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}

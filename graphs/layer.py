@@ -95,13 +95,14 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """The projections of an attention block. The caller does the attention itself (``Plain.attend``)."""
 
-    def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes) -> None:
+    def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes, inputs: int | None = None) -> None:
+        """inputs: the width of the rows that it reads, H by default."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        options = shape.qkv_bias, ops
-        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim, *options, schemes["q_proj.weight"])
-        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options, schemes["k_proj.weight"])
-        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim, *options, schemes["v_proj.weight"])
+        options, inputs = (shape.qkv_bias, ops), inputs or shape.hidden
+        self.q_proj = Linear(inputs, shape.heads * shape.head_dim, *options, schemes["q_proj.weight"])
+        self.k_proj = Linear(inputs, shape.kv_heads * shape.head_dim, *options, schemes["k_proj.weight"])
+        self.v_proj = Linear(inputs, shape.kv_heads * shape.head_dim, *options, schemes["v_proj.weight"])
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, schemes["o_proj.weight"])
         self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.eps, ops) if shape.qk_norm else None for _ in range(2))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.onnx import is_in_onnx_export, ops
 
 from .dialects.plain import Rows, join_heads
-from .target import Target, choose
+from .target import Target
 
 LANES = 4  # streams that a pass may have
 
@@ -36,7 +36,7 @@ class SharedTarget(Target):
         position, filled, width = _join(positions, depth), [count > 0 for count in counts.split(1)], 2 * len(masks)
         seen = [self.ops.attention_mask(*lane) for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)]
         x = self.embed_tokens(tokens)
-        present: list[Tensor] = []
+        present, entering = list[Tensor](), [x]
         for layer, at in zip(self.layers, range(0, len(caches), width), strict=True):
             rows, own = self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype)), caches[at : at + width]
             parts = zip(*(_split(y, counts, masks) for y in (rows.q, rows.k, rows.v)), positions, strict=True)
@@ -50,11 +50,9 @@ class SharedTarget(Target):
             alone = self.ops.attend_rotated(first, (own[0], own[1]), past_lengths[0], seen[0])
             attended, *written = _either(filled[1], several, [*alone, *own[2:]])
             x = layer.finish(x, join_heads(attended))
+            entering.append(x)
             present += written
-        hidden = self.norm(x)
-        read = self.ops.gather(hidden, wanted)
-        logits = self.lm_head(read).to(caches[0].dtype)
-        return choose(logits, read), logits, hidden.to(caches[0].dtype), *present
+        return *self.outputs(entering, wanted, caches[0].dtype), *present
 
 
 def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows:

@@ -13,6 +13,7 @@ from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from .layer import Embedding, Layer, Linear, LlamaShape, Norm, Rotary
 
 _LARGEST_SUM = 3e38  # just below the largest fp32
+_LARGEST_HALF = 65504.0  # of fp16
 
 
 def choose(logits: Tensor, hidden: Tensor) -> Tensor:
@@ -29,14 +30,16 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    schemes: how its matrices are quantized, by parameter name.
+    schemes: how its matrices are quantized, by parameter name. taps: the layers whose inputs the drafter reads, 0 to L, where L stands
+    for the last layer's output before the final norm; none if it reads the rows after that norm.
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED
-    ) -> None:
+        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        taps: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.capacity, self.ops = capacity, ops
+        self.capacity, self.ops, self.taps = capacity, ops, taps
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -51,19 +54,34 @@ class Target(nn.Module):
 
         tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all; past_length: int64
         [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns
-        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm, and the
-        keys and values that the dialect's ``attend`` returns.
+        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm or
+        [R, taps * H], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
         x = self.embed_tokens(tokens)
-        present: list[Tensor] = []
+        present, entering = list[Tensor](), [x]
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position, key.dtype)
             attended, *written = self.ops.attend(rows, (key, value), past_length, attention_mask)
             x = layer.finish(x, attended)
+            entering.append(x)
             present += written
-        hidden = self.norm(x)
-        read = hidden if wanted is None else self.ops.gather(hidden, wanted)
-        logits = self.lm_head(read).to(caches[0].dtype)
-        return choose(logits, read), logits, hidden.to(caches[0].dtype), *present
+        return *self.outputs(entering, wanted, caches[0].dtype), *present
+
+    def outputs(self, entering: Sequence[Tensor], wanted: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``choice``, ``logits`` and ``hidden``. entering: what each layer takes, [R, H], and what the last one returns."""
+        normed = self.norm(entering[-1])
+        read = normed if wanted is None else self.ops.gather(normed, wanted)
+        logits = self.lm_head(read).to(dtype)
+        choice = choose(logits, read)
+        if not self.taps:
+            return choice, logits, normed.to(dtype)
+        tapped = torch.cat([entering[tap] for tap in self.taps], dim=-1)
+        if tapped.dtype == torch.bfloat16 and dtype == torch.float16:
+            return (
+                choice,
+                logits,
+                tapped.to(dtype).clamp(-_LARGEST_HALF, _LARGEST_HALF),
+            )  # rows that are not normed may exceed fp16
+        return choice, logits, tapped.to(dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 Path = tuple[int, ...]  # drafted tokens, from the first one on
 Feature = Any  # what a step predicts and reads; only the model looks inside
@@ -224,6 +224,69 @@ class NaiveDrafter:
 
     def log_probs(self, feature: Tensor) -> np.ndarray:
         return torch.log_softmax(self.lm_head @ feature, dim=0).detach().numpy()
+
+
+class NaiveEagle3:
+    """An EAGLE-3 drafter from the formulas of its paper, behind a context that is read anew for every node. See ``NaiveDrafter``.
+
+    state: tensors by SafeAILab's names. config: of its layer. A feature is what the layer returns, or the target's tapped rows side by
+    side. normed: ``norm_before_residual``.
+    """
+
+    def __init__(self, state: dict[str, Tensor], config: LlamaConfig, normed: bool = False) -> None:
+        self.state, self.config, self.normed = {n: t.float() for n, t in state.items() if t.is_floating_point()}, config, normed
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.tokens: list[int] = []
+        self.hidden = torch.zeros(0)
+
+    def read(self, tokens: Sequence[int], hidden: Tensor) -> "NaiveEagle3":
+        """Sets the context: the token after each position, and the target's tapped rows at it."""
+        self.tokens, self.hidden = list(tokens), hidden
+        return self
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.state[f"{name}.weight"], self.config.rms_norm_eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.linear(x, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
+
+    @torch.no_grad()
+    def _layer(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
+        features = [f if len(f) == self.config.hidden_size else self._linear(f, "fc") for _, f in rows]
+        s, n = torch.stack(features), len(rows)
+        embedded = self.state["embed_tokens.weight"][[token for token, _ in rows]]
+        normed = self._norm(s, "midlayer.hidden_norm")
+        wide = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), normed), dim=-1)
+        q, k, v = (self._linear(wide, f"midlayer.self_attn.{part}_proj").view(n, -1, self.config.head_dim) for part in "qkv")
+        if "midlayer.self_attn.q_norm.weight" in self.state:
+            q, k = self._norm(q, "midlayer.self_attn.q_norm"), self._norm(k, "midlayer.self_attn.k_norm")
+        rotation = self.rotary(s[None], torch.tensor([positions]))
+        q, k = (y[0] for y in apply_rotary_pos_emb(q[None], k[None], *rotation, unsqueeze_dim=2))
+        attended = attention(q, k, v, torch.ones(n, n, dtype=torch.bool).tril())
+        t = (normed if self.normed else s) + self._linear(attended, "midlayer.self_attn.o_proj")
+        x = self._norm(t, "midlayer.post_attention_layernorm")
+        gate, up = (self._linear(x, f"midlayer.mlp.{part}_proj") for part in ("gate", "up"))
+        return t + self._linear(nn.functional.silu(gate) * up, "midlayer.mlp.down_proj")
+
+    def first(self) -> Tensor:
+        return self._layer(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]
+
+    def serial(self, rows: Sequence[tuple[int, Tensor]], depth: Sequence[int]) -> list[Tensor]:
+        n = len(self.tokens)
+        context = list(zip(self.tokens, self.hidden, strict=True))
+        return list(self._layer(context + list(rows), list(range(n)) + [n + d for d in depth])[n:])
+
+    def head(self, i: int, pair: tuple[tuple[int, Tensor], tuple[int, Tensor]]) -> Tensor:
+        raise NotImplementedError
+
+    def log_probs(self, feature: Tensor) -> np.ndarray:
+        """Of the target's tokens; those outside the draft vocabulary have none."""
+        drafted = torch.log_softmax(self.state["lm_head.weight"] @ self._norm(feature, "norm"), dim=0)
+        found = torch.full((self.config.vocab_size,), -torch.inf)
+        found[self.ids] = drafted
+        return found.numpy()
+
+    ids: Tensor  # the target's id of each row of lm_head
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

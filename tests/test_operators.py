@@ -18,7 +18,7 @@ from exporter.weights.source import Location
 from graphs.dialects.basic import Basic
 from graphs.dialects.plain import Plain
 from graphs.dialects.standard import Standard
-from graphs.drafter import Drafter
+from graphs.drafters.gumiho import Gumiho
 from graphs.layer import LlamaShape
 from graphs.target import Target
 from graphs.tree import TreeConfig
@@ -382,9 +382,9 @@ TREE = TreeConfig(rows=9, serial_steps=2, heads=1, top_k=2, head_top_k=2, beam=2
 @cache
 def graphs(ops: type[Plain], dtype: torch.dtype) -> list[ir.Model]:
     """A target and a draft graph of fixed sizes, whose weights are nowhere."""
-    target, drafter = Target(SHAPE, 64, 128, ops), Drafter(SHAPE, 64, 128, TREE, fc_bias=True, ops=ops)
+    target, drafter = Target(SHAPE, 64, 128, ops), Gumiho(SHAPE, 64, 128, TREE, fc_bias=True, ops=ops)
 
-    def traced(module: Target | Drafter, sizes: dict[str, int]) -> ir.Model:
+    def traced(module: Target | Gumiho, sizes: dict[str, int]) -> ir.Model:
         module.to("meta", dtype).rotary.float()  # the tables keep fp32
         parameters = enumerate(module.named_parameters())
         places = {n: Location("w.bin", 4096 * i, t.nbytes, t.dtype, tuple(t.shape)) for i, (n, t) in parameters}

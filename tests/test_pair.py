@@ -85,7 +85,7 @@ def values(source: Source) -> Tensor:
 
 def test_the_pair_fits_as_it_is(folder: Path) -> None:
     pair = open_pair(folder)
-    assert (pair.heads, pair.blocks, pair.fc_bias) == (HEADS, 5, True)
+    assert (pair.heads, pair.reader.blocks, pair.reader.fc_bias) == (HEADS, 5, True)
     assert (pair.draft_shape.layers, pair.draft_shape.vocabulary, pair.draft_shape.hidden) == (2, V, H)
 
 
@@ -181,7 +181,7 @@ def test_a_transposed_matrix_is_a_wrong_shape(folder: Path) -> None:
         ("target", "model.layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.bias"),
         ("drafter", "layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
         ("drafter", "norm.weight", "norm.weight"),
-        ("drafter", "midlayer.fc.weight", "midlayer.fc.weight"),
+        ("drafter", "midlayer.fc.weight", "layers.0.fc.weight"),
     ],
 )
 def test_a_surplus_tensor(folder: Path, side: str, stored: str, name: str) -> None:
@@ -386,7 +386,7 @@ def test_sources_are_the_parameters_of_the_graphs(folder: Path) -> None:
 
 
 def test_big_tensors_are_read_in_slices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.checkpoints.pair._SLICE_ELEMENTS", 7 * H)
+    monkeypatch.setattr("exporter.checkpoints.checkpoint._SLICE_ELEMENTS", 7 * H)
     pair = open_pair(folder)
     source = pair.target_sources(20)["embed_tokens.weight"]
     assert [len(s) for s in source.slices()] == [7] * 8 + [5]
@@ -429,7 +429,7 @@ def test_the_fc_bias_is_where_the_tensor_is(tmp_path: Path, bias: bool) -> None:
     RandomPair(SMALL, heads=1, fc_bias=bias).write(tmp_path)
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["bias"] is False
     pair = open_pair(tmp_path)
-    assert pair.fc_bias is bias
+    assert pair.reader.fc_bias is bias
     assert ("fc.bias" in pair.draft_sources(1, 20)) is bias
 
 

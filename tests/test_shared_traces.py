@@ -11,7 +11,7 @@ from torch.fx.proxy import TracerBase
 from exporter import trace
 from exporter.weights.source import Location
 from graphs.dialects.standard import Standard
-from graphs.drafter import Drafter
+from graphs.drafters.gumiho import Gumiho
 from graphs.layer import LlamaShape
 from graphs.tree import TreeConfig
 from tests import traces
@@ -22,7 +22,7 @@ TREE = TreeConfig(rows=5, serial_steps=2, heads=1, top_k=2, head_top_k=2, beam=2
 
 def exported(capacity: int) -> bytes:
     with torch.device("meta"):
-        module = Drafter(SHAPE, capacity, 128, TREE, fc_bias=True, ops=Standard)
+        module = Gumiho(SHAPE, capacity, 128, TREE, fc_bias=True, ops=Standard)
     parameters = enumerate(module.named_parameters())
     places = {n: Location("w.bin", 4096 * i, t.nbytes, t.dtype, tuple(t.shape)) for i, (n, t) in parameters}
     return ir.to_proto(trace.trace(module, places, Path("nowhere"), torch.float32)).SerializeToString()

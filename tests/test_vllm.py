@@ -197,8 +197,8 @@ def round_trip(pair: Pair, state: State, folder: Path) -> Loaded:
     equal(loaded.strict(), state)
     back = opened(Path(pair.target.source).parent, folder)
     equal({name: back.drafter.read(name) for name in back.drafter.names()}, state)
-    for what in ("heads", "blocks", "fc_bias", "draft_shape"):
-        assert getattr(back, what) == getattr(pair, what), what
+    for what in ("heads", "blocks", "fc_bias", "shape"):
+        assert getattr(back.reader, what) == getattr(pair.reader, what), what
     for mine, theirs in zip(rotary_tables(back.draft_config, 200), rotary_tables(pair.draft_config, 200), strict=True):
         assert torch.equal(mine, theirs)
     return loaded

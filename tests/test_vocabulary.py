@@ -375,7 +375,7 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
 def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     tmp_path: Path, how: tuple[str, ...], backends: tuple[str, ...], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.checkpoints.pair._SLICE_ELEMENTS", 37 * 128)  # of which some hold no row that is kept
+    monkeypatch.setattr("exporter.checkpoints.checkpoint._SLICE_ELEMENTS", 37 * 128)  # of which some hold no row that is kept
     fields = {"hidden_size": 128, "vocab_size": 301, "tie_word_embeddings": tied}
     RandomPair(SMALL | fields, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *how, "--backend", *backends, "--dtype", "fp32", "--draft-vocab", "80")

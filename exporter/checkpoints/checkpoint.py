@@ -6,8 +6,9 @@ repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``m
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from runtime.errors import DamageError, GumihoError, InputError
 
-from ..weights.source import Coded, Stored, is_finite
+from ..weights.source import Coded, Source, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
 from .json_config import document, reason, shown
 
+_SLICE_ELEMENTS = 16 << 20
 _SMALL = 1 << 24  # bytes up to which a pickled file is read whole, since opening it for every tensor takes longer
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
 _TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by their names in safetensors files
@@ -36,6 +38,8 @@ def _drafter_name(name: str) -> str | None:
     while name.startswith("model."):
         name = name.removeprefix("model.")
     name = re.sub(r"^mlp\.mlp\.", "mlp.", name)
+    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    name = {"draft_id_to_target_id": "d2t"}.get(name, name)
     return None if "rotary_emb" in name else name
 
 
@@ -227,6 +231,17 @@ class Checkpoint:
             )
         return rows
 
+    def source_of(self, name: str) -> Source:
+        """A tensor to read when it is packed, a slice at a time."""
+        shape = self.shape(name)
+        rows = max(1, _SLICE_ELEMENTS // max(1, prod(shape[1:])))
+
+        def slices() -> Iterator[Tensor]:
+            for start in range(0, shape[0], rows):
+                yield self.read(name, start, start + rows)
+
+        return Source(shape, slices, stored=self.stored(name), coded=self.coded(name))
+
     def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
         """Checks that the checkpoint has every expected tensor with its shape, and no others except optional ones.
 
@@ -250,3 +265,20 @@ class Checkpoint:
                 f"{self.kind} '{self.source}' has the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no "
                 f"{self.kind} with its config.json has: name a checkpoint of that architecture, or download it again"
             )
+
+
+def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:
+    """The numbers at each # of ``pattern``, from all tensor names that begin with the pattern."""
+    prefix = re.compile(re.escape(pattern).replace(r"\#", "([0-9]{1,9})"))
+    return {tuple(map(int, m.groups())) for name in checkpoint.names() if (m := prefix.match(name))}
+
+
+def require_tensors(
+    checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]
+) -> None:
+    """Raises DamageError for the first expected index that no tensor has. name: a format string for the tensor's name."""
+    missing = next((index for index in expected if index not in indices), None)
+    if missing is not None:
+        raise DamageError(
+            f"{checkpoint.kind} '{checkpoint.source}' lacks the tensor '{name.format(*missing)}': download it again"
+        )

@@ -122,14 +122,14 @@ def _fields(line: str, where: str) -> list[str]:
     return texts
 
 
-def token_map(ids: Tensor, vocabulary: int, rows: int | None, source: str) -> DraftVocabulary | None:
-    """The draft vocabulary of a drafter with a ``token_map``; None if the map has all tokens.
+def token_map(ids: Tensor, vocabulary: int, rows: int | None, source: str, name: str = "token_map") -> DraftVocabulary | None:
+    """The draft vocabulary of a drafter with a ``token_map``; None if the map has all tokens, in order.
 
     ids: the map, the target's token id of each row of a trimmed lm_head. rows: rows of the drafter's lm_head, None if it has
     none. A trimmed lm_head is used as it is. Without one, or with a whole one, the target's rows are used, as in vLLM
     (``models/eagle.py`` of its V0 engine; its Gumiho ignores the map). Raises DamageError for an invalid map.
     """
-    where = f"drafter '{source}': its token_map"
+    where = f"drafter '{source}': its {name}"
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or not len(ids):
         raise DamageError(f"{where} is {ids.dtype} of shape {list(ids.shape)}, expected a list of token ids: download it again")
     ascending = ids.long().unique()
@@ -140,5 +140,5 @@ def token_map(ids: Tensor, vocabulary: int, rows: int | None, source: str) -> Dr
     if len(ids) == vocabulary:
         return None
     own_rows = rows == len(ids)
-    origin = "the drafter's token_map" + (" with an lm_head of its own" if own_rows else "")
+    origin = f"the drafter's {name}" + (" with an lm_head of its own" if own_rows else "")
     return DraftVocabulary(ids.long() if own_rows else ascending, origin, own_rows)

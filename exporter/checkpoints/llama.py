@@ -62,7 +62,8 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     Raises InputError for another architecture, quantized weights, or invalid fields.
     """
     raw = checkpoint.config
-    raw = raw["model"] if isinstance(raw.get("model"), dict) else raw  # vLLM nests the decoder's configuration
+    for key in ("model", "transformer_layer_config"):  # vLLM and speculators nest the decoder's configuration
+        raw = raw[key] if isinstance(raw.get(key), dict) else raw
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     kind = raw.get("model_type", "llama") if checkpoint.kind == "target" else "llama"
     if not isinstance(kind, str) or kind not in ARCHITECTURES:

@@ -1,8 +1,8 @@
 """A target that is exported without a drafter."""
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, require_tensors, tensor_indices
 from .llama import llama_config, llama_shape
-from .pair import Pair, require_tensors, tensor_indices
+from .pair import Pair
 
 
 class LoneTarget(Pair):
@@ -13,6 +13,7 @@ class LoneTarget(Pair):
 
     has_drafter = False
     draft_vocabulary = None
+    taps = ()
 
     def __init__(self, target: Checkpoint) -> None:
         self.target, self.target_config = target, llama_config(target)

@@ -1,14 +1,11 @@
 """A target and its drafter: checks that they belong together, and maps checkpoint tensors to graph parameters."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
@@ -17,38 +14,20 @@ from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError, InputError
+from runtime.errors import InputError
 
 from ..weights.source import Coded, Source, is_matrix
-from .checkpoint import Checkpoint
-from .draft_vocabulary import DraftVocabulary, token_map
-from .families import family, require_supported
+from .checkpoint import Checkpoint, require_tensors, tensor_indices
+from .draft_vocabulary import DraftVocabulary
+from .drafters import Overrides, reader_of
+from .drafters.reader import LM_HEAD
+from .families import require_supported
 from .json_config import reason, shown
-from .llama import llama_config, llama_shape, rotary_sources
+from .llama import LlamaConfig, llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
-_SLICE_ELEMENTS = 16 << 20
 _NO_SCHEMES: Mapping[str, Schemes] = {}
-_OPTIONAL = frozenset(
-    ("lm_head.weight", "token_map")
-)  # of a drafter; a whole lm_head is a copy of the target's, so it is not read
-
-
-def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:
-    """The numbers at each # of ``pattern``, from all tensor names that begin with the pattern."""
-    prefix = re.compile(re.escape(pattern).replace(r"\#", "([0-9]{1,9})"))
-    return {tuple(map(int, m.groups())) for name in checkpoint.names() if (m := prefix.match(name))}
-
-
-def require_tensors(
-    checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]
-) -> None:
-    """Raises DamageError for the first expected index that no tensor has. name: a format string for the tensor's name."""
-    missing = next((index for index in expected if index not in indices), None)
-    if missing is not None:
-        raise DamageError(
-            f"{checkpoint.kind} '{checkpoint.source}' lacks the tensor '{name.format(*missing)}': download it again"
-        )
+_AS_IT_SAYS = Overrides()
 
 
 class Pair:
@@ -59,44 +38,50 @@ class Pair:
 
     has_drafter = True
 
-    def __init__(self, target: Checkpoint, drafter: Checkpoint) -> None:
+    def __init__(self, target: Checkpoint, drafter: Checkpoint, overrides: Overrides = _AS_IT_SAYS) -> None:
         require_supported(drafter)
         self.target, self.drafter = target, drafter
-        self.target_config, self.draft_config = llama_config(target), llama_config(drafter)
+        self.target_config = llama_config(target)
         self.target_shape: LlamaShape = llama_shape(self.target_config)
-        layers = tensor_indices(drafter, "layers.#.")
-        blocks = tensor_indices(drafter, "mlp.#.#.")
-        self.heads = 1 + max((h for h, _ in blocks), default=-1)
-        self.blocks = max((b for _, b in blocks), default=0)
-        self.fc_bias = "fc.bias" in drafter  # the official config.json files say false even if the tensor exists
-        shape, attention = llama_shape(self.draft_config), "layers.0.self_attn."
-        self.draft_shape: LlamaShape = replace(
-            shape, layers=len(layers), vocabulary=self.target_shape.vocabulary,
-            # EAGLE's configurations for Qwen2 do not name these biases, which its layers have.
-            qkv_bias=shape.qkv_bias or f"{attention}q_proj.bias" in drafter,
-            o_bias=shape.o_bias or f"{attention}o_proj.bias" in drafter,
-        )  # fmt: skip
+        self.reader = reader_of(drafter, target, overrides)
         self._check()
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See ``Target``."""
+        return self.reader.taps
+
+    @property
+    def features(self) -> int:
+        """Numbers of a row of the target's output ``hidden``."""
+        return self.target_shape.hidden * max(1, len(self.taps))
+
+    @property
+    def family(self) -> str:
+        """The drafter's."""
+        return self.reader.family
+
+    @property
+    def heads(self) -> int:
+        """The drafter's parallel heads."""
+        return self.reader.heads
+
+    @property
+    def draft_shape(self) -> LlamaShape:
+        """That of the drafter's layers."""
+        return self.reader.shape
+
+    @property
+    def draft_config(self) -> LlamaConfig:
+        """That of the drafter's layers."""
+        return self.reader.config
+
     def _check(self) -> None:
-        target, drafter = self.target_shape, self.draft_config
-        for field, size, expected in (
-            ("hidden_size", drafter.hidden_size, target.hidden),
-            ("vocab_size", drafter.vocab_size, target.vocabulary),
-        ):
-            if size != expected:
-                raise InputError(
-                    f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': "
-                    f"its {field} is {size}, expected {expected}"
-                )
-        # Checked first, because configurations and tensor names may hold any number and the modules are built from them.
-        layer, block = "layers.{}.self_attn.q_proj.weight", "mlp.{}.{}.linear.weight"
-        for checkpoint, layers in ((self.target, target.layers), (self.drafter, max(1, self.draft_shape.layers))):
-            require_tensors(checkpoint, layer, tensor_indices(checkpoint, "layers.#."), ((i,) for i in range(layers)))
-        blocks = ((h, b) for h in range(self.heads) for b in range(self.blocks + 1))
-        require_tensors(self.drafter, block, tensor_indices(self.drafter, "mlp.#.#."), blocks)
+        # Checked first, because configurations may hold any number and the modules are built from them.
+        layers = ((i,) for i in range(self.target_shape.layers))
+        require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
         self.target.require(self._expected_target)
-        self.drafter.require(self._expected_drafter, _OPTIONAL)
+        self.drafter.require(self.reader.expected(), self.reader.optional)
         draft, full = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)
@@ -107,25 +92,8 @@ class Pair:
 
     @cached_property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary, by default that of the drafter's ``token_map``; None for all tokens. Can be assigned."""
-        if "token_map" not in self.drafter:
-            return None
-        name, hidden, rows = "lm_head.weight", self.target_shape.hidden, None
-        if name in self.drafter:
-            shape = self.drafter.shape(name)
-            if len(shape) != 2 or shape[1] != hidden:
-                raise DamageError(
-                    f"drafter '{self.drafter.source}': tensor '{name}' has shape {list(shape)}, expected {hidden} columns: "
-                    "download it again"
-                )
-            rows = shape[0]
-            self.drafter.check_dtype(name)
-        return token_map(self.drafter.read("token_map"), self.target_shape.vocabulary, rows, self.drafter.source)
-
-    @property
-    def family(self) -> str:
-        """The drafter's."""
-        return family(self.draft_shape.layers, self.heads)
+        """The draft vocabulary, by default the one that the drafter comes with; None for all tokens. Can be assigned."""
+        return self.reader.vocabulary()
 
     @property
     def drafted(self) -> int:
@@ -165,25 +133,13 @@ class Pair:
         return expected
 
     @cached_property
-    def _expected_drafter(self) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            module = Drafter(self.draft_shape, 1, 1, None, self.fc_bias)
-        h = self.draft_shape.hidden
-        expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
-        if EMBEDDING not in self.drafter:
-            del expected[EMBEDDING]
-        for head in range(self.heads):
-            for block in range(self.blocks + 1):
-                expected[f"mlp.{head}.{block}.linear.weight"] = (h, h if block else 2 * h)
-                expected[f"mlp.{head}.{block}.linear.bias"] = (h,)
-        return expected
-
-    @cached_property
     def embedding_shared(self) -> bool:
         """Whether the drafter's embedding is identical to the target's."""
         if EMBEDDING not in self.drafter:
             return True
-        slices = (self._tensor(checkpoint, EMBEDDING).slices() for checkpoint in (self.target, self.drafter))
+        if self.target.shape(EMBEDDING) != self.drafter.shape(EMBEDDING):
+            return False
+        slices = (checkpoint.source_of(EMBEDDING).slices() for checkpoint in (self.target, self.drafter))
         return all(torch.equal(a.float(), b.float()) for a, b in zip(*slices, strict=True))
 
     @cached_property
@@ -219,21 +175,19 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED))
+                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.taps)
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:
                 modules |= {
-                    name: Drafter(
-                        self.draft_shape, capacity, positions, t, self.fc_bias, self.blocks, draft_ops, of_draft, trimmed
-                    )
+                    name: self.reader.module(t, capacity, positions, draft_ops, of_draft, trimmed)
                     for name, t in (("draft", tree), ("extend", None))
                 }
         return {name: module.eval() for name, module in modules.items()}
 
     def target_sources(self, positions: int) -> dict[str, Source]:
         """The target's parameters, in the order in which they are packed. positions: rows of the rotary tables."""
-        sources = {name: self._tensor(self.target, name) for name in self._expected_target}
+        sources = {name: self.target.source_of(name) for name in self._expected_target}
         if self.target_config.tie_word_embeddings:
             sources["lm_head.weight"] = sources[EMBEDDING]
         return sources | rotary_sources(self.target_config, positions)
@@ -248,50 +202,21 @@ class Pair:
 
         heads: how many heads the graph uses; positions: rows of the rotary tables; schemes: how they will be quantized.
         """
-        names = [name for name in self._expected_drafter if not name.startswith("mlp.")]
-        sources = {name: self._tensor(self.drafter, name) for name in names}
         target = self.target_sources(positions)
-        sources.setdefault(EMBEDDING, target[EMBEDDING])
-        sources |= self._draft_head(target["lm_head.weight"])
-        h = self.draft_shape.hidden
-        input_major = schemes.of("heads.weight.0", h) is None
-        if heads:
-            for block in range(self.blocks + 1):
-                weights = [f"mlp.{head}.{block}.linear.weight" for head in range(heads)]
-                biases = [f"mlp.{head}.{block}.linear.bias" for head in range(heads)]
-                stacked = Source((heads, 1, h), partial(self._stack, biases, transposed=False))
-                if block:
-                    sources[f"heads.weight.{block - 1}"] = Source(
-                        (heads, h, h), partial(self._stack, weights, transposed=input_major)
-                    )
-                    sources[f"heads.bias.{block - 1}"] = stacked
-                else:
-                    sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
-                    sources["heads.first.bias"] = replace(stacked, shape=(heads * h,))
+        sources = {
+            EMBEDDING: target[EMBEDDING],
+            **self.reader.sources(heads, schemes),
+            **self._draft_head(target["lm_head.weight"]),
+        }
         return sources | rotary_sources(self.draft_config, positions)
 
     def _draft_head(self, target_head: Source) -> dict[str, Source]:
         """The drafter's lm_head, and with a draft vocabulary the token ids of its rows."""
+        own = self.reader.own_head
         if self.draft_vocabulary is None:
-            return {"lm_head.weight": target_head}
-        ids, own = self.draft_vocabulary.ids, self.draft_vocabulary.own_rows
+            return {LM_HEAD: self.drafter.source_of(LM_HEAD) if own else target_head}
+        ids, own = self.draft_vocabulary.ids, own or self.draft_vocabulary.own_rows
         return {
             "token_ids": Source((len(ids),), lambda: iter((ids,)), torch.int64),
-            "lm_head.weight": self._tensor(self.drafter, "lm_head.weight") if own else target_head.rows(ids),
+            LM_HEAD: self.drafter.source_of(LM_HEAD) if own else target_head.rows(ids),
         }
-
-    @staticmethod
-    def _tensor(checkpoint: Checkpoint, name: str) -> Source:
-        shape = checkpoint.shape(name)
-        rows = max(1, _SLICE_ELEMENTS // max(1, int(torch.Size(shape[1:]).numel())))
-
-        def slices() -> Iterator[Tensor]:
-            for start in range(0, shape[0], rows):
-                yield checkpoint.read(name, start, start + rows)
-
-        return Source(shape, slices, stored=checkpoint.stored(name), coded=checkpoint.coded(name))
-
-    def _stack(self, names: list[str], transposed: bool) -> Iterator[Tensor]:
-        for name in names:
-            tensor = self.drafter.read(name)
-            yield tensor.T if transposed else tensor

@@ -37,6 +37,7 @@ from runtime.errors import InputError
 
 from ..weights.source import require_fp16
 from .checkpoint import Checkpoint
+from .drafters.gumiho import GumihoReader
 from .pair import Pair
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -64,11 +65,21 @@ def _trimmed(pair: Pair) -> bool:
     return name in pair.drafter and pair.drafter.shape(name) != shape
 
 
+def _reader(pair: Pair) -> GumihoReader:
+    """The drafter's. Raises InputError for one of another family than Gumiho's."""
+    if not isinstance(pair.reader, GumihoReader):
+        raise InputError(
+            f"drafter '{pair.drafter.source}' is of the family {pair.family}, which vLLM runs as it is: give it to vLLM"
+        )
+    return pair.reader
+
+
 def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """The dtypes of the tensors to write, by the checkpoint's names. Raises InputError for a drafter that vLLM cannot run."""
-    if pair.heads and pair.blocks != _RESIDUAL_BLOCKS:
+    reader = _reader(pair)
+    if reader.heads and reader.blocks != _RESIDUAL_BLOCKS:
         raise InputError(
-            f"drafter '{pair.drafter.source}' has heads of {pair.blocks} residual blocks, but vLLM supports only "
+            f"drafter '{pair.drafter.source}' has heads of {reader.blocks} residual blocks, but vLLM supports only "
             f"{_RESIDUAL_BLOCKS}: export it for another --backend"
         )
     drafter, dtypes = pair.drafter, dict[str, torch.dtype]()
@@ -92,7 +103,7 @@ def _config(pair: Pair) -> dict[str, Any]:
     return {
         "architectures": ["GumihoLlamaForCausalLM"],
         "model_type": "gumiho",
-        "gumiho_fc_bias": pair.fc_bias,
+        "gumiho_fc_bias": _reader(pair).fc_bias,
         "truncated_vocab_size": shape.vocabulary,
         "model": {
             "architectures": ["LlamaForCausalLM"],

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 
 from runtime.errors import InputError
 
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.pair import tensor_indices
+from ..checkpoints.checkpoint import Checkpoint, tensor_indices
 from .batches import Features, usable
 from .model import BLOCKS, Drafter
 from .parallel import whole

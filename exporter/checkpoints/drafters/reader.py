@@ -1,0 +1,98 @@
+"""What the readers of all families have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
+from graphs.drafter import Drafter
+from graphs.layer import LlamaShape
+from graphs.tree import TreeConfig
+from runtime.errors import InputError
+
+from ...weights.source import Source
+from ..checkpoint import Checkpoint
+from ..draft_vocabulary import DraftVocabulary
+from ..llama import llama_config, llama_shape
+
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the options of an export say about a drafter against its config.json, or because that does not say it.
+
+    taps: see ``graphs.target.Target``, or "output" if the checkpoint's own numbers are of layers whose output is meant. rope_theta: base of
+    the drafter's rotary embedding. normed: ``norm_before_residual``.
+    """
+
+    taps: tuple[int, ...] | str = ()
+    rope_theta: float | None = None
+    normed: bool | None = None
+
+
+class Reader(ABC):
+    """A drafter's checkpoint. Raises InputError if it does not belong to the target, and DamageError if it lacks tensors.
+
+    family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. taps: see
+    ``graphs.target.Target``. target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's. optional: tensors that it may have.
+    """
+
+    family: str
+    heads = 0
+    taps: tuple[int, ...] = ()
+    own_head = False
+    optional: frozenset[str]
+
+    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
+        self.checkpoint, self.target, self.overrides = checkpoint, llama_config(target), overrides
+        self._source = target.source
+        config = llama_config(checkpoint)
+        if overrides.rope_theta is not None:
+            config = replace(config, rope_parameters={**config.rope_parameters, "rope_theta": overrides.rope_theta})
+        self.config = config
+        shape, attention = llama_shape(config), "layers.0.self_attn."
+        # EAGLE's configurations for Qwen2 do not name these biases, which its layers have.
+        self.shape: LlamaShape = replace(
+            shape,
+            vocabulary=self.target.vocab_size,
+            qkv_bias=shape.qkv_bias or f"{attention}q_proj.bias" in checkpoint,
+            o_bias=shape.o_bias or f"{attention}o_proj.bias" in checkpoint,
+        )
+
+    def require_size(self, field: str, size: int, expected: int) -> None:
+        """Raises InputError if a size differs from the target's."""
+        if size != expected:
+            raise InputError(
+                f"drafter '{self.checkpoint.source}' does not belong to target '{self._source}': its {field} is {size}, "
+                f"expected {expected}"
+            )
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that the checkpoint must have, with their shapes; those of the graph ``extend`` by default."""
+        with torch.device("meta"):
+            module: nn.Module = self.module(None, 1, 1)
+        expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
+        if EMBEDDING not in self.checkpoint:
+            del expected[EMBEDDING]
+        return expected
+
+    @abstractmethod
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that the checkpoint comes with; None for all tokens."""
+
+    @abstractmethod
+    def module(
+        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> Drafter:  # fmt: skip
+        """The drafter's graph; see ``Drafter``."""
+
+    def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
+        """Its parameters but the rotary tables, ``lm_head`` and an embedding that it has not. heads: how many the graph uses; schemes: how
+        they will be quantized."""
+        return {name: self.checkpoint.source_of(name) for name in self.expected() if name != LM_HEAD}

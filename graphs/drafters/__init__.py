@@ -1,0 +1,1 @@
+"""The families of drafters, a file each."""
