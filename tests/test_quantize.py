@@ -26,7 +26,7 @@ from exporter.weights.source import Location, Source
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
-from graphs.dialects.exact import Exact
+from graphs.dialects.exact import MOST_ROWS, Exact
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import FP8, Scheme, Schemes, bits_of, dequantize
 from graphs.dialects.rounded import Rounded
@@ -590,6 +590,8 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Rounded)),
         ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Rounded)),
         ("long heads", int8, (Standard, Contrib)), ("long heads", (), (Contrib, Contrib)),
+        ("wide", (*int8, "--rows", f"{MOST_ROWS}"), (Exact, Contrib)),
+        ("wide", (*int8, "--rows", f"{MOST_ROWS + 1}"), (Standard, Contrib)),
     ):  # fmt: skip
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)
