@@ -1,4 +1,4 @@
-"""graphs.drafter, eager and through ONNX Runtime, against tests.naive behind the same context."""
+"""graphs.drafters, eager and through ONNX Runtime, against tests.naive behind the same context."""
 
 import json
 from collections.abc import Callable

@@ -31,7 +31,7 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import FP8, Scheme, Schemes, bits_of, dequantize
 from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
-from graphs.drafter import Heads
+from graphs.drafters.gumiho import Heads
 from graphs.layer import Linear
 from tests.conftest import numbers as as_asked
 from tests.pairs import RandomPair

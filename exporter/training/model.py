@@ -1,4 +1,4 @@
-"""The drafter in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafter.py for that."""
+"""The drafter in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafters for that."""
 
 from dataclasses import dataclass
 from typing import Any
