@@ -233,7 +233,8 @@ class Plan:
         }
         drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
-        how = dict(self.quantized), self.others, self.calibration
+        configs = [self.pair.target_config, *([self.pair.draft_config] if self.pair.has_drafter else [])]
+        how = dict(self.quantized), self.others, self.calibration, [dict(config.rope_parameters) for config in configs]
         return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter, *how])
 
     def disk(self) -> int:

@@ -138,6 +138,8 @@ def test_what_is_asked_for_overrides_what_is_said(tmp_path: Path) -> None:
     assert asked.draft_config.rope_parameters["rope_theta"] == 500000
     assert not torch.equal(rotary_tables(theirs.draft_config, 9)[0], rotary_tables(asked.draft_config, 9)[0])
     assert asked.target_config == theirs.target_config
+    plans = (plan(parser().parse_args([*argv, *more])) for more in ((), ("--draft-rope-theta", "500000")))
+    assert len({made.fingerprint() for made in plans}) == 2  # an interrupted export goes on with what the same options packed
 
 
 @pytest.mark.parametrize(("fields", "options", "message"), [
