@@ -80,9 +80,9 @@ def repeat(graph: ir.Graph, layers: int, cached: int, taps: Sequence[int] = ()) 
         entering[i + 1] = last = ends[0]
     ir.convenience.replace_all_uses_with(end.outputs[0], last)
     graph.remove((begin, end), safe=True)
-    if taps:
+    if any(tap > 1 for tap in taps):
         joined = next(value for value in graph.outputs if value.name == "hidden").producer()
-        while joined.op_type != "Concat":
+        while first not in joined.inputs:  # all of these were traced as what enters the second layer
             joined = joined.inputs[0].producer()
         for place, tap in enumerate(taps):
             if tap > 1:

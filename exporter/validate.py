@@ -53,6 +53,9 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     if plan.pair.taps:  # the last of transformers' is normed
         entering = [*outputs.hidden_states[:-1], *before_norm]
         hidden = torch.cat([entering[tap][0] for tap in plan.pair.taps], dim=-1)
+        if plan.dtype == torch.bfloat16:  # the graph's are fp16
+            largest = torch.finfo(torch.float16).max
+            hidden = hidden.clamp(-largest, largest)
 
     logit_parts, hidden_parts, choice_parts = [], [], []
     with load(folder, backend_name, device) as model:

@@ -24,7 +24,9 @@ class Teams:
             own = self._members.get(stream, self._turns[0])
             if len(self._turns) > 1 and not own.mine:
                 own = min(self._turns, key=lambda turns: (turns.active(stream), turns is not own))
-                self.forget(stream)
+                for turns in self._turns:
+                    if turns is not own:
+                        turns.forget(stream)
                 own.join(stream)
                 self._members[stream] = own
             return own
@@ -38,6 +40,8 @@ class Teams:
         """Waits for a turn that no other stream has one beside, of any team."""
         for turns in self._turns:
             turns.take(stream)
+        if len(self._turns) > 1:  # it may not decode at all, which would leave a stream alone with half of the threads
+            self.forget(stream)
 
     def give(self) -> None:
         """Ends this thread's turns, if it has any."""

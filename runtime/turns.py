@@ -155,3 +155,4 @@ class Turns:
         with self._lock:
             self._last.pop(stream, None)
             self._expected.pop(stream, None)
+            self._arrived.notify_all()

@@ -21,7 +21,7 @@ class RandomEagle3:
     """A random target (``RandomPair``), and a drafter for it.
 
     taps: the layers whose inputs it reads. drafted: tokens of the draft vocabulary, None for all, without a ``d2t``. hidden: of its layer,
-    None for the target's. embedding: whether it has one. qk_norm, bias: of its queries and keys; biases of all three.
+    None for the target's. layers: of which the others are Llama's own. embedding: whether it has one. qk_norm, bias: of its queries and keys; biases of all three.
     """
 
     pair: RandomPair
@@ -33,6 +33,7 @@ class RandomEagle3:
     bias: bool = False
     fc_bias: bool = False
     normed: bool = False
+    layers: int = 1
 
     def state(self) -> dict[str, Tensor]:
         """Tensors by SafeAILab's names."""
@@ -48,7 +49,8 @@ class RandomEagle3:
         if self.fc_bias:
             state["fc.bias"] = torch.randn(h, generator=draw) * 0.1
         if self.drafted:
-            ids = torch.randperm(vocabulary, generator=draw)[: self.drafted].sort().values
+            ids = torch.randperm(vocabulary, generator=draw)[: self.drafted]
+            ids = ids if self.drafted == vocabulary else ids.sort().values
             state["d2t"] = ids - torch.arange(self.drafted)
             state["t2d"] = torch.isin(torch.arange(vocabulary), ids)
         if self.embedding:
@@ -63,6 +65,12 @@ class RandomEagle3:
         norms = [f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
         for name in ("norm", *norms):
             state[f"{name}.weight"] = torch.rand(h, generator=draw) + 0.5
+        for i in range(1, self.layers):  # Llama's own
+            state |= {
+                f"layers.{i}.{n}_proj.weight": matrix(r, c // 2 if n[-1] in "qkv" and "attn" in n else c)
+                for n, (r, c) in sizes.items()
+            }
+            state |= {f"layers.{i}.{name}.weight": torch.rand(h, generator=draw) + 0.5 for name in ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
         for part in "qk" if self.qk_norm else "":
             state[f"midlayer.self_attn.{part}_norm.weight"] = torch.rand(d, generator=draw) + 0.5
         return state

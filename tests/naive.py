@@ -253,20 +253,28 @@ class NaiveEagle3:
     @torch.no_grad()
     def _layer(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
         features = [f if len(f) == self.config.hidden_size else self._linear(f, "fc") for _, f in rows]
-        s, n = torch.stack(features), len(rows)
+        s = torch.stack(features)
         embedded = self.state["embed_tokens.weight"][[token for token, _ in rows]]
         normed = self._norm(s, "midlayer.hidden_norm")
         wide = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), normed), dim=-1)
-        q, k, v = (self._linear(wide, f"midlayer.self_attn.{part}_proj").view(n, -1, self.config.head_dim) for part in "qkv")
-        if "midlayer.self_attn.q_norm.weight" in self.state:
-            q, k = self._norm(q, "midlayer.self_attn.q_norm"), self._norm(k, "midlayer.self_attn.k_norm")
+        x = self._rest("midlayer", normed if self.normed else s, wide, positions)
+        for i in range(1, 1 + max((int(name.split(".")[1]) for name in self.state if name.startswith("layers.")), default=0)):
+            x = self._rest(f"layers.{i}", x, self._norm(x, f"layers.{i}.input_layernorm"), positions)
+        return x
+
+    def _rest(self, name: str, s: Tensor, read: Tensor, positions: list[int]) -> Tensor:
+        """A layer. s: the rows that it adds to; read: those that its attention reads."""
+        n = len(s)
+        q, k, v = (self._linear(read, f"{name}.self_attn.{part}_proj").view(n, -1, self.config.head_dim) for part in "qkv")
+        if f"{name}.self_attn.q_norm.weight" in self.state:
+            q, k = self._norm(q, f"{name}.self_attn.q_norm"), self._norm(k, f"{name}.self_attn.k_norm")
         rotation = self.rotary(s[None], torch.tensor([positions]))
         q, k = (y[0] for y in apply_rotary_pos_emb(q[None], k[None], *rotation, unsqueeze_dim=2))
         attended = attention(q, k, v, torch.ones(n, n, dtype=torch.bool).tril())
-        t = (normed if self.normed else s) + self._linear(attended, "midlayer.self_attn.o_proj")
-        x = self._norm(t, "midlayer.post_attention_layernorm")
-        gate, up = (self._linear(x, f"midlayer.mlp.{part}_proj") for part in ("gate", "up"))
-        return t + self._linear(nn.functional.silu(gate) * up, "midlayer.mlp.down_proj")
+        t = s + self._linear(attended, f"{name}.self_attn.o_proj")
+        x = self._norm(t, f"{name}.post_attention_layernorm")
+        gate, up = (self._linear(x, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        return t + self._linear(nn.functional.silu(gate) * up, f"{name}.mlp.down_proj")
 
     def first(self) -> Tensor:
         return self._layer(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]

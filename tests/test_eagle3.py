@@ -37,6 +37,8 @@ MADE = {
     "normed": replace(PLAIN, normed=True),
     "narrow": replace(PLAIN, hidden=36, pair=RandomPair({"head_dim": 16}, scale=1.0)),
     "two taps": replace(PLAIN, taps=(2, 1)),
+    "two layers": replace(PLAIN, layers=2),
+    "in another order": replace(PLAIN, drafted=1009),
 }  # fmt: skip
 
 
@@ -176,6 +178,7 @@ def test_what_is_refused(
     ({"d2t": None}, "its lm_head's number of rows without a d2t is 200, expected 1009"),
     ({"d2t": torch.zeros(200)}, "its d2t is torch.float32 of shape [200], expected integers"),
     ({"d2t": torch.full((200,), 900)}, "its d2t has a token twice, or one outside the vocabulary of 1009"),
+    ({"d2t": torch.zeros(150, dtype=torch.int64), "lm_head.weight": torch.zeros(1009, 48)}, "its d2t has 150 tokens and its lm_head 1009 rows"),
     ({"d2t": torch.zeros(150, dtype=torch.int64)}, "its d2t has 150 tokens and its lm_head 200 rows"),
     ({"mask_hidden": torch.zeros(48)}, "has the tensor 'mask_hidden'"),
     ({"input_norm.weight": torch.zeros(144)}, "has the tensor 'input_norm.weight'"),
@@ -190,6 +193,16 @@ def test_tensors_that_are_refused(
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [("--taps", "1"), ("--norm-before-residual", "no")])
+def test_options_that_are_for_eagle_3_alone(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RandomPair({"vocab_size": 61}).write(tmp_path)
+    argv = ["--ckpt", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--dry-run", *options]
+    assert main(argv) == 1
+    assert "--taps and --norm-before-residual are for an EAGLE-3" in capsys.readouterr().err
 
 
 def test_norm_before_residual_is_asked_for_where_readers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +249,7 @@ def exported(folder: Path, made: RandomEagle3, weights: str) -> Path:
 def test_greedy_texts_are_transformers(tmp_path: Path) -> None:
     """Of a target of more layers than are traced."""
     target = {"num_hidden_layers": 4, "hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
-    bundle = exported(tmp_path, RandomEagle3(RandomPair(target, seed=8), taps=(1, 2, 4)), "none")
+    bundle = exported(tmp_path, RandomEagle3(RandomPair(target, seed=8), taps=(0, 2, 4), hidden=192), "none")
     with load(bundle) as model:
         assert model.bundle.manifest.hidden == 3 * 96
         for length in (1, 3, 130):
@@ -249,11 +262,11 @@ def test_greedy_texts_are_transformers(tmp_path: Path) -> None:
 def test_the_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
     """To the last bit, in sampling, and beside another stream, whose passes it shares."""
     target = {**QWEN3, "hidden_size": 96, "intermediate_size": 128}
-    made = RandomEagle3(RandomPair(target, seed=9), taps=(3, 2), embedding=False, qk_norm=True)
+    made = RandomEagle3(RandomPair(target, seed=9), taps=(3,), embedding=False, qk_norm=True)
     bundle = exported(tmp_path, made, "int8")
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     with load(bundle, streams=2) as model:
-        assert model.bundle.manifest.hidden == 2 * 96
+        assert model.bundle.manifest.hidden == 96
         for options in ({}, {"temperature": 0.8, "seed": 3}):
             plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
             assert [finished(model, prompt, 40, options | {"rows": 16, "lookup": False}) for prompt in prompts] == plain

@@ -84,7 +84,7 @@ class Cpu:
         threads = threads or physical_cores()
         at_once = min(2, threads) if small else 1
         for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
-            options = session_options(bundle, threads if name == "target" else threads + 1 - at_once)
+            options = session_options(bundle, threads // at_once if name == SHARED else threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
@@ -95,7 +95,11 @@ class Cpu:
             if name == SHARED:
                 engines["target"] = Lanes(session, graphs[SHARED], graphs["target"], alone, at_once)
             else:
-                engines[name] = own = Engine(session)
+                beside = None
+                if at_once > 1 and name != "target":
+                    options.intra_op_num_threads = threads // at_once
+                    beside = open_session(folder / f"{name}.onnx", options, _CPU, {})
+                engines[name] = own = Engine(session, beside)
                 alone = own if name == "target" else alone
         return engines, Host()
 
@@ -113,7 +117,7 @@ def session_options(bundle: Bundle, threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or physical_cores()  # its own default ignores which cores the process may use
-    # Draft and target sessions run in turn: spinning threads of one would slow down the other.
+    # Draft and target sessions run in turn, or have half of the threads each: spinning threads of one would slow down the other.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
     return options
@@ -146,12 +150,16 @@ def failed_run(error: Exception) -> GumihoError:
 
 
 class Call:
-    """A run on bound buffers. It keeps the buffers alive, since the binding stores only their addresses."""
+    """A run on bound buffers. It keeps the buffers alive, since the binding stores only their addresses.
 
-    __slots__ = ("_binding", "_buffers", "_run")
+    beside: the same run, for while another engine runs too.
+    """
+
+    __slots__ = ("_binding", "_buffers", "_run", "beside")
 
     def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, buffers: tuple[Array, ...]) -> None:
         self._run, self._binding, self._buffers = session.run_with_iobinding, binding, buffers
+        self.beside = self
 
     def __call__(self) -> None:
         try:
@@ -161,10 +169,11 @@ class Call:
 
 
 class Engine:
-    """A compiled graph."""
+    """A compiled graph. beside: it again with fewer threads, for runs while another engine runs too."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, beside: ort.InferenceSession | None = None) -> None:
         self._session: ort.InferenceSession | None = session
+        self._beside = beside
         self._inputs = {value.name for value in session.get_inputs()}
         self._outputs = {value.name for value in session.get_outputs()}
 
@@ -173,7 +182,13 @@ class Engine:
         if self._session is None:
             raise MisuseError("the model is closed: load the bundle again")
         require_buffers(self._inputs, buffers)
-        binding = self._session.io_binding()
+        call = self._bound(self._session, buffers)
+        if self._beside:
+            call.beside = self._bound(self._beside, buffers)
+        return call
+
+    def _bound(self, session: ort.InferenceSession, buffers: Mapping[str, np.ndarray]) -> Call:
+        binding = session.io_binding()
         for name, buffer in buffers.items():
             assert buffer.flags.c_contiguous, name
             tensor = ("cpu", 0, buffer.dtype, buffer.shape, buffer.ctypes.data)
@@ -181,7 +196,7 @@ class Engine:
                 binding.bind_input(name, *tensor)
             elif name in self._outputs:
                 binding.bind_output(name, *tensor)
-        return Call(self._session, binding, tuple(buffers.values()))
+        return Call(session, binding, tuple(buffers.values()))
 
     def close(self) -> None:
-        self._session = None
+        self._session = self._beside = None

@@ -88,10 +88,10 @@ class Lanes:
                 self._run(self._session, sorted(passes, key=lambda one: one.key.ctypes.data))
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             failure = error if isinstance(error, GumihoError) else failed_run(error)
-        self.seconds = perf_counter() - started
+        self.seconds = seconds = perf_counter() - started  # another pass may end just now
         weight = sum(_SAME + one.rows for one in passes)
         for one in passes:
-            one.done, one.failure, one.ns = True, failure, self.seconds * 1e9 * (_SAME + one.rows) / weight
+            one.done, one.failure, one.ns = True, failure, seconds * 1e9 * (_SAME + one.rows) / weight
 
     def _run(self, session: ort.InferenceSession, passes: Sequence[Pass]) -> None:
         """passes: in an order that does not depend on which came first, so that there are few bindings."""

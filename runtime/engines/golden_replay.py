@@ -168,7 +168,8 @@ class _EveryLane:
             self._lanes.run(passes)
             passes[0].result()
             for copy in copies:
-                _require(SHARED, _relative(copy["logits"], buffers["logits"]), self._tolerance)
+                for name in ("logits", "hidden"):
+                    _require(SHARED, _relative(copy[name], buffers[name]), self._tolerance)
 
         return call
 

@@ -69,7 +69,7 @@ class Eagle3Reader(Reader):
         where = f"drafter '{self.checkpoint.source}'"
         if isinstance(asked, tuple) and asked:
             taps, origin = asked, "--taps are"
-        elif said is None:
+        elif not said:
             if asked:
                 raise InputError(f"{where} does not number its taps, so --taps output says nothing: give their numbers")
             taps, origin = (2, layers // 2, layers - 3), f"{where} does not say what it reads, and the official code's taps are"
@@ -117,7 +117,15 @@ class Eagle3Reader(Reader):
                 f"drafter '{self.checkpoint.source}': its d2t is {added.dtype} of shape {list(added.shape)}, expected integers: "
                 "download it again"
             )
-        return token_map(torch.arange(len(added)) + added, self.shape.vocabulary, rows, self.checkpoint.source, "d2t")
+        if len(added) != rows:
+            raise DamageError(
+                f"drafter '{self.checkpoint.source}': its d2t has {len(added)} tokens and its lm_head {rows} rows: download it again"
+            )
+        order = torch.arange(rows)
+        found = token_map(order + added, self.shape.vocabulary, rows, self.checkpoint.source, "d2t")
+        return found or (
+            DraftVocabulary(order + added, "in the order of the drafter's d2t", own_rows=True) if added.any() else None
+        )
 
     def module(
         self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
