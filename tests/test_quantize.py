@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -590,11 +591,12 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Rounded)),
         ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Rounded)),
         ("long heads", int8, (Standard, Contrib)), ("long heads", (), (Contrib, Contrib)),
-        ("wide", (*int8, "--rows", f"{MOST_ROWS}"), (Exact, Contrib)),
-        ("wide", (*int8, "--rows", f"{MOST_ROWS + 1}"), (Standard, Contrib)),
     ):  # fmt: skip
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)
+    plan = wanted(tmp_path / "wide", *int8)
+    for rows in (MOST_ROWS, MOST_ROWS + 1):
+        assert replace(plan, tree=replace(plan.tree, rows=rows)).exact == (rows <= MOST_ROWS)
 
 
 @pytest.mark.parametrize(("backend", "how", "warned"), [
