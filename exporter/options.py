@@ -194,12 +194,12 @@ def open_pair(args: argparse.Namespace) -> "Pair":
 def _overrides(args: argparse.Namespace) -> "Overrides":
     from .checkpoints.drafters import Overrides
 
-    given: list[str] = getattr(args, "taps", None) or []  # tools have fewer options
+    given: list[str] = args.taps or []
     outputs = given == ["output"]
     if not outputs and not all(tap.isascii() and tap.isdigit() and len(tap) < 6 for tap in given):
         raise GumihoError(f"--taps is {' '.join(given)}: give numbers of layers, from 0, or the word output")
     taps = "output" if outputs else tuple(map(int, given))
-    theta, normed = getattr(args, "draft_rope_theta", None), getattr(args, "norm_before_residual", None)
+    theta, normed = args.draft_rope_theta, args.norm_before_residual
     if theta is not None and not 1 <= theta <= 1e12:
         raise GumihoError(f"--draft-rope-theta is {theta:g}: give 1 to 1e12")
     return Overrides(taps, theta, None if normed is None else normed == "yes")

@@ -74,14 +74,8 @@ class Target(nn.Module):
         normed = self.norm(entering[-1])
         read = normed if wanted is None else self.ops.gather(normed, wanted)
         logits = self.lm_head(read).to(dtype)
-        choice = choose(logits, read)
-        if not self.taps:
-            return choice, logits, normed.to(dtype)
-        tapped = torch.cat([entering[tap] for tap in self.taps], dim=-1)
-        if tapped.dtype == torch.bfloat16 and dtype == torch.float16:
-            return (
-                choice,
-                logits,
-                tapped.to(dtype).clamp(-_LARGEST_HALF, _LARGEST_HALF),
-            )  # rows that are not normed may exceed fp16
-        return choice, logits, tapped.to(dtype)
+        rows = torch.cat([entering[tap] for tap in self.taps], dim=-1) if self.taps else normed
+        hidden = rows.to(dtype)
+        if self.taps and rows.dtype == torch.bfloat16 and dtype == torch.float16:
+            hidden = hidden.clamp(-_LARGEST_HALF, _LARGEST_HALF)  # rows that are not normed may exceed it
+        return choose(logits, read), logits, hidden

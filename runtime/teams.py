@@ -1,13 +1,11 @@
 """Teams of streams, each with turns of its own, so that as many passes run at once as there are teams."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from .turns import Turns
+from .turns import Takeable, Turns
 
 
-class Teams:
+class Teams(Takeable):
     """A stream takes turns with those of its team only. It changes teams where that makes the streams that want turns lately more equal
     in number, since teams share the processor's cores equally.
 
@@ -47,15 +45,6 @@ class Teams:
         """Ends this thread's turns, if it has any."""
         for turns in self._turns:
             turns.give()
-
-    @contextmanager
-    def of(self, stream: int) -> Iterator[None]:
-        """A turn of a stream beside which no other one has one."""
-        try:
-            self.take(stream)
-            yield
-        finally:
-            self.give()
 
     def yield_turn(self, stream: int) -> None:
         """Lets those that wait go first, if this thread has the turn that ``take`` waits for."""

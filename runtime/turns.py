@@ -1,6 +1,7 @@
 """Turns of several streams at one set of engines: one pass after another, in the order in which they were wanted."""
 
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,28 @@ class Place:
         self.lock.acquire()
 
 
-class Turns:
+class Takeable:
+    """What a stream takes and gives back."""
+
+    @abstractmethod
+    def take(self, stream: int) -> object:
+        """Waits for the turn of a stream."""
+
+    @abstractmethod
+    def give(self) -> None:
+        """Ends this thread's turn, if it has it."""
+
+    @contextmanager
+    def of(self, stream: int) -> Iterator[None]:
+        """A turn of a stream."""
+        try:
+            self.take(stream)
+            yield
+        finally:
+            self.give()
+
+
+class Turns(Takeable):
     """A lock whose waiting threads get it in the order in which they came. ``threading.Lock`` has no order: a thread that releases it
     and takes it again in a loop, as decoding does, can keep it from all the others.
 
@@ -131,15 +153,6 @@ class Turns:
         """What the stream wanted is done, and it will come again."""
         with self._lock:
             self._expected[stream] = monotonic()
-
-    @contextmanager
-    def of(self, stream: int) -> Iterator[None]:
-        """A turn of a stream."""
-        try:
-            self.take(stream)
-            yield
-        finally:
-            self.give()
 
     def active(self, stream: int) -> int:
         """How many other streams than this one have wanted a turn lately."""

@@ -7,7 +7,7 @@ transformers' Llama layers, and trees are found by search instead of by bounded 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -161,7 +161,31 @@ def static_tree(model: Model, paths: Sequence[Path]) -> list[Node]:
     return [Node(tuple(token for token, _ in rows), score) for rows, score in map(at, paths)]
 
 
-class NaiveDrafter:
+class Context:
+    """A drafter behind a context that is read anew for every node."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.hidden = torch.zeros(0)
+
+    def read(self, tokens: Sequence[int], hidden: Tensor) -> Self:
+        """Sets the context: the token after each position, and what the drafter reads of the target at it."""
+        self.tokens, self.hidden = list(tokens), hidden
+        return self
+
+    def _layers(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
+        raise NotImplementedError
+
+    def first(self) -> Tensor:
+        return self._layers(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]
+
+    def serial(self, rows: Sequence[tuple[int, Tensor]], depth: Sequence[int]) -> list[Tensor]:
+        n = len(self.tokens)
+        context = list(zip(self.tokens, self.hidden, strict=True))
+        return list(self._layers(context + list(rows), list(range(n)) + [n + d for d in depth])[n:])
+
+
+class NaiveDrafter(Context):
     """A drafter from its checkpoint's own tensors, behind a context that is read anew for every node.
 
     state: tensors by their official names; config: the drafter's; lm_head: the target's weight.
@@ -179,13 +203,7 @@ class NaiveDrafter:
             layer.load_state_dict({n.removeprefix(prefix): t for n, t in self.state.items() if n.startswith(prefix)})
             self.layers.append(layer)
         self.rotary = LlamaRotaryEmbedding(config)
-        self.tokens: list[int] = []
-        self.hidden = torch.zeros(0)
-
-    def read(self, tokens: Sequence[int], hidden: Tensor) -> "NaiveDrafter":
-        """Sets the context: the token after each position, and the target's hidden state at it."""
-        self.tokens, self.hidden = list(tokens), hidden
-        return self
+        super().__init__()
 
     def _fuse(self, token: int, hidden: Tensor) -> Tensor:
         out = self.state["fc.weight"] @ torch.cat((self.state["embed_tokens.weight"][token], hidden))
@@ -201,14 +219,6 @@ class NaiveDrafter:
             x = layer(x, attention_mask=mask, position_ids=where, position_embeddings=rotation)
             x = x[0] if isinstance(x, tuple) else x
         return x[0]
-
-    def first(self) -> Tensor:
-        return self._layers(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]
-
-    def serial(self, rows: Sequence[tuple[int, Tensor]], depth: Sequence[int]) -> list[Tensor]:
-        n = len(self.tokens)
-        context = list(zip(self.tokens, self.hidden, strict=True))
-        return list(self._layers(context + list(rows), list(range(n)) + [n + d for d in depth])[n:])
 
     @torch.no_grad()
     def head(self, i: int, pair: tuple[tuple[int, Tensor], tuple[int, Tensor]]) -> Tensor:
@@ -226,7 +236,7 @@ class NaiveDrafter:
         return torch.log_softmax(self.lm_head @ feature, dim=0).detach().numpy()
 
 
-class NaiveEagle3:
+class NaiveEagle3(Context):
     """An EAGLE-3 drafter from the formulas of its paper, behind a context that is read anew for every node. See ``NaiveDrafter``.
 
     state: tensors by SafeAILab's names. config: of its layer. A feature is what the layer returns, or the target's tapped rows side by
@@ -236,13 +246,7 @@ class NaiveEagle3:
     def __init__(self, state: dict[str, Tensor], config: LlamaConfig, normed: bool = False) -> None:
         self.state, self.config, self.normed = {n: t.float() for n, t in state.items() if t.is_floating_point()}, config, normed
         self.rotary = LlamaRotaryEmbedding(config)
-        self.tokens: list[int] = []
-        self.hidden = torch.zeros(0)
-
-    def read(self, tokens: Sequence[int], hidden: Tensor) -> "NaiveEagle3":
-        """Sets the context: the token after each position, and the target's tapped rows at it."""
-        self.tokens, self.hidden = list(tokens), hidden
-        return self
+        super().__init__()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.state[f"{name}.weight"], self.config.rms_norm_eps)
@@ -251,7 +255,7 @@ class NaiveEagle3:
         return nn.functional.linear(x, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
 
     @torch.no_grad()
-    def _layer(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
+    def _layers(self, rows: list[tuple[int, Tensor]], positions: list[int]) -> Tensor:
         features = [f if len(f) == self.config.hidden_size else self._linear(f, "fc") for _, f in rows]
         s = torch.stack(features)
         embedded = self.state["embed_tokens.weight"][[token for token, _ in rows]]
@@ -275,14 +279,6 @@ class NaiveEagle3:
         x = self._norm(t, f"{name}.post_attention_layernorm")
         gate, up = (self._linear(x, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
         return t + self._linear(nn.functional.silu(gate) * up, f"{name}.mlp.down_proj")
-
-    def first(self) -> Tensor:
-        return self._layer(list(zip(self.tokens, self.hidden, strict=True)), list(range(len(self.tokens))))[-1]
-
-    def serial(self, rows: Sequence[tuple[int, Tensor]], depth: Sequence[int]) -> list[Tensor]:
-        n = len(self.tokens)
-        context = list(zip(self.tokens, self.hidden, strict=True))
-        return list(self._layer(context + list(rows), list(range(n)) + [n + d for d in depth])[n:])
 
     def head(self, i: int, pair: tuple[tuple[int, Tensor], tuple[int, Tensor]]) -> Tensor:
         raise NotImplementedError

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from exporter.options import open_pair
+from exporter import options
 from exporter.signature import arguments, signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
@@ -79,7 +79,8 @@ def check(args: argparse.Namespace) -> int:
             raise UnavailableError(f"torch_migraphx cannot be imported ({error}): install it and PyTorch for ROCm") from None
     if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
         raise UnavailableError(f"PyTorch {torch.__version__} finds no GPU: install it for ROCm, or give --torch-device cpu")
-    pair = open_pair(args)
+    named = [f"--ckpt={args.ckpt}", *([f"--target={args.target}"] if args.target else [])]
+    pair = options.open_pair(options.parser().parse_args(named))
     vocabulary = pair.target_shape.vocabulary
     tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
     positions = CAPACITY + args.rows

@@ -123,7 +123,7 @@ def _fields(line: str, where: str) -> list[str]:
 
 
 def token_map(ids: Tensor, vocabulary: int, rows: int | None, source: str, name: str = "token_map") -> DraftVocabulary | None:
-    """The draft vocabulary of a drafter with a ``token_map``; None if the map has all tokens, in order.
+    """The draft vocabulary of a drafter with a ``token_map``; None if the map has all tokens.
 
     ids: the map, the target's token id of each row of a trimmed lm_head. rows: rows of the drafter's lm_head, None if it has
     none. A trimmed lm_head is used as it is. Without one, or with a whole one, the target's rows are used, as in vLLM

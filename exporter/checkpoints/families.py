@@ -9,7 +9,7 @@ from .json_config import shown
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-FAMILIES = GUMIHO, EAGLE, EAGLE_3 = "gumiho", "eagle", "eagle3"
+GUMIHO, EAGLE, EAGLE_3 = "gumiho", "eagle", "eagle3"
 _UNSUPPORTED = {
     "medusa_head.": "Medusa", "0.0.linear.": "Medusa", "blocks.0.": "Medusa", "hydra_mlp.": "Hydra", "hydra_lm_head.": "Hydra",
 }  # fmt: skip

@@ -81,7 +81,7 @@ class Pair:
         layers = ((i,) for i in range(self.target_shape.layers))
         require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
         self.target.require(self._expected_target)
-        self.drafter.require(self.reader.expected(), self.reader.optional)
+        self.drafter.require(self.reader.expected, self.reader.optional)
         draft, full = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)

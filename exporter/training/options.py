@@ -6,7 +6,7 @@ from pathlib import Path
 from runtime.command import argument_parser
 from runtime.errors import InputError
 
-from ..checkpoints.families import EAGLE, FAMILIES
+from ..checkpoints.families import EAGLE, GUMIHO
 
 _LEAST_WINDOW = 48
 
@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     )
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
-        "--family", choices=FAMILIES, help="what to train; eagle: one layer without heads (default: gumiho, or that of --init)"
+        "--family",
+        choices=(GUMIHO, EAGLE),
+        help="what to train; eagle: one layer without heads (default: gumiho, or that of --init)",
     )
     drafter.add_argument(
         "--serial-layers", type=int, metavar="N", help="layers of Gumiho's serial steps (default: 2, or those of --init)"

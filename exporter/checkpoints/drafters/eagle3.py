@@ -34,7 +34,7 @@ class Eagle3Reader(Reader):
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         super().__init__(checkpoint, target, overrides)
-        where, layers = f"drafter '{checkpoint.source}'", tensor_indices(checkpoint, "layers.#.")
+        layers = tensor_indices(checkpoint, "layers.#.")
         require_tensors(checkpoint, "layers.{}.self_attn.q_proj.weight", layers, ((i,) for i in range(len(layers))))
         self.require_size("vocab_size", self.config.vocab_size, self.target.vocab_size)
         heads, rows = self.shape.heads, (*checkpoint.shape("layers.0.self_attn.q_proj.weight"), 0)[0]
@@ -46,7 +46,7 @@ class Eagle3Reader(Reader):
         self.fc_bias, fc = "fc.bias" in checkpoint, checkpoint.shape("fc.weight")
         if len(fc) != 2 or fc[1] % self.target.hidden_size or not fc[1]:
             raise InputError(
-                f"{where}: its fc reads {list(fc)[1:]} numbers, not rows of the target of {self.target.hidden_size} each: "
+                f"{self.where}: its fc reads {list(fc)[1:]} numbers, not rows of the target of {self.target.hidden_size} each: "
                 "it belongs to another target"
             )
         if EMBEDDING not in checkpoint:
@@ -55,7 +55,7 @@ class Eagle3Reader(Reader):
         self.normed = self._normed()
         for key in _UNSUPPORTED:
             if self._said(key):
-                raise InputError(f"{where} has {key}, which is not supported: give an EAGLE-3 without it")
+                raise InputError(f"{self.where} has {key}, which is not supported: give an EAGLE-3 without it")
 
     def _said(self, key: str) -> Any:
         """A field of config.json, or of the part that some layouts nest."""
@@ -66,17 +66,19 @@ class Eagle3Reader(Reader):
     def _taps(self, count: int, layers: int) -> tuple[int, ...]:
         """The layers whose inputs ``fc`` reads: those of the options, else config.json's, else those of the official code."""
         asked, said = self.overrides.taps, self._said(_TAP_IDS)
-        where = f"drafter '{self.checkpoint.source}'"
         if isinstance(asked, tuple) and asked:
             taps, origin = asked, "--taps are"
         elif not said:
             if asked:
-                raise InputError(f"{where} does not number its taps, so --taps output says nothing: give their numbers")
-            taps, origin = (2, layers // 2, layers - 3), f"{where} does not say what it reads, and the official code's taps are"
+                raise InputError(f"{self.where} does not number its taps, so --taps output says nothing: give their numbers")
+            taps, origin = (
+                (2, layers // 2, layers - 3),
+                f"{self.where} does not say what it reads, and the official code's taps are",
+            )
         elif not isinstance(said, list) or not all(is_whole(tap, 0, 1 << 16) for tap in said):
-            raise InputError(f"{where} has {_TAP_IDS} {shown(said)}, expected a list of layers: give --taps")
+            raise InputError(f"{self.where} has {_TAP_IDS} {shown(said)}, expected a list of layers: give --taps")
         else:
-            taps, origin = tuple(tap + (asked == "output") for tap in said), f"{where} reads layers"
+            taps, origin = tuple(tap + (asked == "output") for tap in said), f"{self.where} reads layers"
         if len(taps) != count or not all(0 <= tap <= layers for tap in taps):
             raise InputError(
                 f"{origin} {', '.join(map(str, taps))}, but its fc reads {count} rows of a target of {layers} layers: "
@@ -90,20 +92,20 @@ class Eagle3Reader(Reader):
             return asked
         if said is None and "transformer_layer_config" in self.checkpoint.config:
             raise InputError(
-                f"drafter '{self.checkpoint.source}' does not say norm_before_residual, for which readers have different defaults: "
+                f"{self.where} does not say norm_before_residual, for which readers have different defaults: "
                 "give --norm-before-residual yes or no, whichever accepts more"
             )
         if not isinstance(said, bool | None):
             raise InputError(
-                f"drafter '{self.checkpoint.source}' has norm_before_residual {shown(said)}, expected true or false: correct it, or "
+                f"{self.where} has norm_before_residual {shown(said)}, expected true or false: correct it, or "
                 "give --norm-before-residual"
             )
         return bool(said)
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
+    def _expected(self) -> dict[str, tuple[int, ...]]:
         """See ``Reader``."""
         rows = self.checkpoint.shape(LM_HEAD)[:1] if LM_HEAD in self.checkpoint else (self.shape.vocabulary,)
-        return super().expected() | {"norm.weight": (self.shape.hidden,), LM_HEAD: (*rows, self.shape.hidden)}
+        return super()._expected() | {"norm.weight": (self.shape.hidden,), LM_HEAD: (*rows, self.shape.hidden)}
 
     def vocabulary(self) -> DraftVocabulary | None:
         """That of its ``d2t``, what to add to a drafted token to have the target's."""
@@ -114,13 +116,10 @@ class Eagle3Reader(Reader):
         added = self.checkpoint.read("d2t")
         if added.ndim != 1 or added.dtype not in (torch.int32, torch.int64):
             raise DamageError(
-                f"drafter '{self.checkpoint.source}': its d2t is {added.dtype} of shape {list(added.shape)}, expected integers: "
-                "download it again"
+                f"{self.where}: its d2t is {added.dtype} of shape {list(added.shape)}, expected integers: download it again"
             )
         if len(added) != rows:
-            raise DamageError(
-                f"drafter '{self.checkpoint.source}': its d2t has {len(added)} tokens and its lm_head {rows} rows: download it again"
-            )
+            raise DamageError(f"{self.where}: its d2t has {len(added)} tokens and its lm_head {rows} rows: download it again")
         order = torch.arange(rows)
         found = token_map(order + added, self.shape.vocabulary, rows, self.checkpoint.source, "d2t")
         return found or (

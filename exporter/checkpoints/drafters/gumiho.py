@@ -28,9 +28,7 @@ class GumihoReader(Reader):
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         super().__init__(checkpoint, target, overrides)
         if overrides.taps or overrides.normed is not None:
-            raise InputError(
-                f"--taps and --norm-before-residual are for an EAGLE-3, and drafter '{checkpoint.source}' is none: leave them out"
-            )
+            raise InputError(f"--taps and --norm-before-residual are for an EAGLE-3, and {self.where} is none: leave them out")
         layers, blocks = tensor_indices(checkpoint, "layers.#."), tensor_indices(checkpoint, "mlp.#.#.")
         self.heads = 1 + max((h for h, _ in blocks), default=-1)
         self.blocks = max((b for _, b in blocks), default=0)
@@ -45,9 +43,9 @@ class GumihoReader(Reader):
         parts = ((h, b) for h in range(self.heads) for b in range(self.blocks + 1))
         require_tensors(checkpoint, "mlp.{}.{}.linear.weight", blocks, parts)
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
+    def _expected(self) -> dict[str, tuple[int, ...]]:
         """See ``Reader``."""
-        expected, h = super().expected(), self.shape.hidden
+        expected, h = super()._expected(), self.shape.hidden
         for head in range(self.heads):
             for block in range(self.blocks + 1):
                 expected[f"mlp.{head}.{block}.linear.weight"] = (h, h if block else 2 * h)
@@ -63,8 +61,7 @@ class GumihoReader(Reader):
             shape = self.checkpoint.shape(LM_HEAD)
             if len(shape) != 2 or shape[1] != hidden:
                 raise DamageError(
-                    f"drafter '{self.checkpoint.source}': tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: "
-                    "download it again"
+                    f"{self.where}: tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: download it again"
                 )
             rows = shape[0]
             self.checkpoint.check_dtype(LM_HEAD)
@@ -79,7 +76,7 @@ class GumihoReader(Reader):
 
     def sources(self, heads: int, schemes: Schemes) -> dict[str, Source]:
         """See ``Reader``. Blocks of all heads are stacked."""
-        names = [name for name in self.expected() if not name.startswith("mlp.")]
+        names = [name for name in self.expected if not name.startswith("mlp.")]
         sources = {name: self.checkpoint.source_of(name) for name in names}
         h = self.shape.hidden
         input_major = schemes.of("heads.weight.0", h) is None

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ class Reader(ABC):
     """A drafter's checkpoint. Raises InputError if it does not belong to the target, and DamageError if it lacks tensors.
 
     family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. taps: see
-    ``graphs.target.Target``. target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's. optional: tensors that it may have.
+    ``graphs.target.Target``. target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's.
+    optional: tensors that it may have. where: its name, for messages.
     """
 
     family: str
@@ -50,7 +52,7 @@ class Reader(ABC):
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         self.checkpoint, self.target, self.overrides = checkpoint, llama_config(target), overrides
-        self._source = target.source
+        self.where, self._target = f"drafter '{checkpoint.source}'", f"target '{target.source}'"
         config = llama_config(checkpoint)
         if overrides.rope_theta is not None:
             config = replace(config, rope_parameters={**config.rope_parameters, "rope_theta": overrides.rope_theta})
@@ -67,13 +69,15 @@ class Reader(ABC):
     def require_size(self, field: str, size: int, expected: int) -> None:
         """Raises InputError if a size differs from the target's."""
         if size != expected:
-            raise InputError(
-                f"drafter '{self.checkpoint.source}' does not belong to target '{self._source}': its {field} is {size}, "
-                f"expected {expected}"
-            )
+            raise InputError(f"{self.where} does not belong to {self._target}: its {field} is {size}, expected {expected}")
 
+    @cached_property
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that the checkpoint must have, with their shapes; those of the graph ``extend`` by default."""
+        """The tensors that the checkpoint must have, with their shapes."""
+        return self._expected()
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """Those of the graph ``extend``."""
         with torch.device("meta"):
             module: nn.Module = self.module(None, 1, 1)
         expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
@@ -95,4 +99,4 @@ class Reader(ABC):
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
         """Its parameters but the rotary tables, ``lm_head`` and an embedding that it has not. heads: how many the graph uses; schemes: how
         they will be quantized."""
-        return {name: self.checkpoint.source_of(name) for name in self.expected() if name != LM_HEAD}
+        return {name: self.checkpoint.source_of(name) for name in self.expected if name != LM_HEAD}
