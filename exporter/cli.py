@@ -32,7 +32,7 @@ def export(args: argparse.Namespace) -> None:
 
 def export_nothing(args: argparse.Namespace, out: Path) -> None:
     """A dry run."""
-    from .plan import require_space
+    from .disk import require_space
 
     planned = _planned(args)
     print(describe(planned, out, args))
@@ -52,8 +52,8 @@ def export_bundle(args: argparse.Namespace, out: Path) -> None:
 
         from . import bundle
         from .calibration import calibrated, cost
+        from .disk import require_space
         from .engines import compile_here
-        from .plan import require_space
 
         planned = _planned(args)
         require_space(planned.disk(), out)
@@ -96,7 +96,7 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     import torch
 
     from .checkpoints import vllm
-    from .plan import require_space
+    from .disk import require_space
     from .progress import Progress
 
     for option in (

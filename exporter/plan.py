@@ -1,27 +1,29 @@
 """The plan of an export: its files, their sizes, trace specs, and the memory and disk that it needs."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from graphs.dialects.exact import BLOCK, MOST_ROWS
-from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes
+from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes, first_part
 from graphs.tree import TreeConfig
-from runtime.errors import InputError, UnavailableError
+from runtime.errors import InputError
 
 from .backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
 from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
 from .precision import AS_IS
+from .weights.joined import joined
 from .weights.packer import ALIGNMENT
 from .weights.quantize import carried, quantized, scale_of, signed
 from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
+_LARGER_BLOCK = 64  # numbers of 8 bits, of which ONNX Runtime's CPU provider sums each row alike
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -91,25 +93,39 @@ class Plan:
         return tuple(sorted({BACKENDS[name].codes for name in self.backends}, key=lambda codes: codes.count(torch.int8)))
 
     @property
-    def block(self) -> int:
-        """How many numbers of 4 or 8 bits share a scale. It is the same for all backends, so that they compute the same."""
-        return max(BACKENDS[name].block for name in self.backends)
+    def joined(self) -> bool:
+        """Whether quantized matrices that read the same rows are one. The compilers of other backends than ONNX Runtime join them
+        where that pays."""
+        return set(self.backends) <= {"cpu", "cuda"}
+
+    @cached_property
+    def blocks(self) -> Mapping[int, int]:
+        """How many numbers share a scale, by their bits. It is the same for all backends, so that they compute the same. The CPU reads
+        larger blocks of 8 bits faster, if all rows consist of them (docs/decisions.md)."""
+        block = max(BACKENDS[name].block for name in self.backends)
+        sources = self.pair.target_sources(positions=1)
+        if self.pair.has_drafter:
+            sources = {**sources, **{f"draft {n}": s for n, s in self.pair.draft_sources(1, positions=1).items()}}
+        inputs = {source.shape[-1] for name, source in sources.items() if is_matrix(name, source)}
+        larger = self.backends == ("cpu",) and all(Scheme(_LARGER_BLOCK, torch.uint8, 8).fits(n) for n in inputs)
+        return {4: block, 8: _LARGER_BLOCK if larger else block}
 
     def schemes(self, codes: Codes) -> dict[str, Schemes]:
         """The schemes of the quantized models' matrices."""
         schemes = {
             "fp8": Scheme(0, FP8),
             "w8a8": Scheme(0, torch.int8, 8),
-            "int8": Scheme(self.block, codes.eight, 8),
-            "int4": Scheme(self.block, codes.four),
+            "int8": Scheme(self.blocks[8], codes.eight, 8),
+            "int4": Scheme(self.blocks[4], codes.four),
         }
-        found = {name: Schemes(schemes[to]) for name, to in self.quantized.items() if to != AS_IS}
+        found = {name: Schemes(schemes[to], joined=self.joined) for name, to in self.quantized.items() if to != AS_IS}
         if self.quantized.get("target") == AS_IS:
             coded = self.pair.coded().items()
             own = {n: Scheme(CODED_BLOCK, codes.of(held.bits), held.bits, held.zeros) for n, held in coded}
-            found["target"] = Schemes(schemes.get(self.others), own)
+            found["target"] = Schemes(schemes.get(self.others), own, self.joined)
         if self.zeros:
-            found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]})
+            own = {"lm_head.weight": schemes["int8"]}
+            found["target"] = Schemes(replace(schemes["int4"], zeros=True), own, self.joined)
         for name in self.models:
             if embedding := self._embedding(name):
                 chosen = found.get(name, UNQUANTIZED)
@@ -122,7 +138,7 @@ class Plan:
         if "target" not in self.quantized or self.link or self.backends != ("cpu",):
             return None
         if self.quantized["target"] != AS_IS or (model == "draft" and EMBEDDING in self.pair.drafter):
-            return Scheme(CODED_BLOCK, torch.uint8, 8)
+            return Scheme(self.blocks[8], torch.uint8, 8)
         coded = self.pair.target.coded(EMBEDDING)
         return Scheme(CODED_BLOCK, torch.uint8, coded.bits) if coded and not coded.zeros else None
 
@@ -144,7 +160,8 @@ class Plan:
             to += ", " + " and ".join(sorted({f"int{coded.bits}" for coded in self.pair.coded().values()}))
         if to in ("fp8", "w8a8"):
             return f"{to}, a scale a row"
-        return f"{to}, blocks of {self.block}" + (" with zero points, lm_head int8" if model == "target" and self.zeros else "")
+        block = CODED_BLOCK if self.quantized[model] == AS_IS else self.blocks[int(to.removeprefix("int"))]
+        return f"{to}, blocks of {block}" + (" with zero points, lm_head int8" if model == "target" and self.zeros else "")
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
         """The parameters of the models before quantization."""
@@ -161,7 +178,7 @@ class Plan:
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
             importance = self.importance if model == "target" else {}
-            for name, source in parameters.items():
+            for name, source in joined(parameters, chosen).items():
                 scheme = chosen.of(name, source.shape[-1]) if name == EMBEDDING or is_matrix(name, source) else None
                 as_is = self.quantized.get("target" if name == EMBEDDING else model) == AS_IS
                 if scheme is None:
@@ -170,7 +187,7 @@ class Plan:
                     file |= carried(source, name, scheme, self.dtype)
                 else:
                     errors = self.errors if self.quantized.get(model) == AS_IS else None
-                    file |= quantized(source, name, scheme, self.dtype, importance.get(name), errors)
+                    file |= quantized(source, name, scheme, self.dtype, importance.get(first_part(name)), errors)
         return files
 
     def signed(self, model: str, names: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -235,7 +252,7 @@ class Plan:
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
         configs = [self.pair.target_config, *([self.pair.draft_config] if self.pair.has_drafter else [])]
         how = dict(self.quantized), self.others, self.calibration, [dict(config.rope_parameters) for config in configs]
-        return json.dumps([parameters, self.block, drafted, self.pair.target.identity(), drafter, *how])
+        return json.dumps([parameters, self.blocks, drafted, self.pair.target.identity(), drafter, *how])
 
     def disk(self) -> int:
         """Upper bound of the bytes of disk space: weights, graphs, golden run and engines."""
@@ -279,21 +296,3 @@ def eos_token_ids(pair: Pair) -> tuple[int, ...]:
     if "eos_token_id" in generation:
         return end_ids(generation["eos_token_id"], vocabulary, file)
     return end_ids(pair.target.config.get("eos_token_id"), vocabulary, pair.target.folder / "config.json")
-
-
-def free_space(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-def require_space(needed: int, out: Path) -> None:
-    """Raises UnavailableError if the disk of ``out`` has fewer free bytes than ``needed``."""
-    free = free_space(out)
-    if free < needed:
-        raise UnavailableError(
-            f"the export needs {needed / 1e9:.2f} GB and the disk of '{out}' has {free / 1e9:.2f} GB free: "
-            "free some space, or name a folder on another disk with --out"
-        )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
     """What an export would write and need."""
-    from .plan import DTYPE_NAMES, free_space
+    from .disk import free_space
+    from .plan import DTYPE_NAMES
 
     pair, tree, sizes, shared = plan.pair, plan.tree, plan.sizes(), plan.shared()
     target = pair.target_shape
@@ -82,7 +83,9 @@ def _remarks(plan: "Plan") -> list[str]:
         lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
     if unfit := plan.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
-        lines.append(f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.block} numbers long.")
+        lines.append(
+            f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.blocks[4]} numbers long."
+        )
     lines += _kept(plan)
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
         lines.append(

@@ -1,5 +1,6 @@
 """The Llama decoder layer that target and drafter share, and the shape that describes a model. Other architectures are flags of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dialects.plain import Plain, Rows
-from .dialects.quantization import Scheme, Schemes
+from .dialects.quantization import JOINED, Scheme, Schemes
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,23 @@ class Linear(nn.Module):
         return self.ops.linear(x, self.weight, self.scale, self.bias, self.zero)
 
 
+def _project(
+    module: nn.Module, whole: str, inputs: int, widths: Sequence[int], bias: bool, ops: type[Plain], schemes: Schemes
+) -> None:
+    """Gives a module the linear layers that ``whole`` of ``JOINED`` consists of, with so many outputs each, or that one if the schemes
+    join them."""
+    parts, outputs = ((whole,), [sum(widths)]) if schemes.joins(whole, inputs) else (JOINED[whole], widths)
+    for part, width in zip(parts, outputs, strict=True):
+        module.add_module(part, Linear(inputs, width, bias, ops, schemes[f"{part}.weight"]))
+
+
+def _projected(module: nn.Module, whole: str, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    """What those layers make of x [n, inputs]: [n, width] of each part."""
+    if hasattr(module, whole):
+        return module.get_submodule(whole)(x).split(widths, dim=-1)
+    return [module.get_submodule(part)(x) for part in JOINED[whole]]
+
+
 class Embedding(nn.Module):
     """A table of rows. ``weight`` and ``scale`` are the parameters of ``matrix``."""
 
@@ -99,18 +117,18 @@ class Attention(nn.Module):
         """inputs: the width of the rows that it reads, H by default."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        options, inputs = (shape.qkv_bias, ops), inputs or shape.hidden
-        self.q_proj = Linear(inputs, shape.heads * shape.head_dim, *options, schemes["q_proj.weight"])
-        self.k_proj = Linear(inputs, shape.kv_heads * shape.head_dim, *options, schemes["k_proj.weight"])
-        self.v_proj = Linear(inputs, shape.kv_heads * shape.head_dim, *options, schemes["v_proj.weight"])
+        _project(self, "qkv_proj", inputs or shape.hidden, self._widths(), shape.qkv_bias, ops, schemes)
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, schemes["o_proj.weight"])
         self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.eps, ops) if shape.qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""
-        q, k = self._normed(self.q_proj(x), self.q_norm), self._normed(self.k_proj(x), self.k_norm)
-        q, k, v = (y.to(dtype) for y in (q, k, self.v_proj(x)))
+        q, k, v = _projected(self, "qkv_proj", x, self._widths())
+        q, k, v = (y.to(dtype) for y in (self._normed(q, self.q_norm), self._normed(k, self.k_norm), v))
         return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
+
+    def _widths(self) -> list[int]:
+        return [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Each head of x [n, heads * head dim] normed, if there is a norm."""
@@ -120,13 +138,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
-        options = shape.mlp_bias, ops
-        self.gate_proj = Linear(shape.hidden, shape.intermediate, *options, schemes["gate_proj.weight"])
-        self.up_proj = Linear(shape.hidden, shape.intermediate, *options, schemes["up_proj.weight"])
-        self.down_proj = Linear(shape.intermediate, shape.hidden, *options, schemes["down_proj.weight"])
+        self.widths = [shape.intermediate] * 2
+        _project(self, "gate_up_proj", shape.hidden, self.widths, shape.mlp_bias, ops, schemes)
+        self.down_proj = Linear(shape.intermediate, shape.hidden, shape.mlp_bias, ops, schemes["down_proj.weight"])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = _projected(self, "gate_up_proj", x, self.widths)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):

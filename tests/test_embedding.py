@@ -121,10 +121,10 @@ def test_the_codes_are_stored_once_and_not_counted_as_read(make_bundle: MakeBund
             if tensor.name.startswith("embed_tokens."):
                 where = {entry.key: entry.value for entry in tensor.external_data}
                 places.setdefault(tensor.name, set()).add((where["location"], where["offset"]))
-                assert list(tensor.dims) == [2048, 192 if tensor.name == EMBEDDING else 6]
+                assert list(tensor.dims) == [2048, 192 if tensor.name == EMBEDDING else 3]
     assert {name: len(own) for name, own in places.items()} == {EMBEDDING: 1, scale_of(EMBEDDING): 1}
     for name in ("target", "extend"):  # which multiply by no matrix twice
-        assert graphs[name].weights - graphs[name].reads >= 2048 * (192 + 4 * 6)
+        assert graphs[name].weights - graphs[name].reads >= 2048 * (192 + 4 * 3)
 
 
 def test_eight_bits_are_within_half_a_step_of_the_checkpoint() -> None:

@@ -575,8 +575,13 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
 
 
 def test_blocks_are_those_of_the_pickiest_backend(tmp_path: Path) -> None:
-    RandomPair(WIDE, heads=1).write(tmp_path)
-    assert (wanted(tmp_path, *BOTH).block, wanted(tmp_path, *BOTH, *ALL).block) == (32, 64)
+    RandomPair(WIDE, heads=1).write(tmp_path / "wide")
+    RandomPair(WIDE | {"intermediate_size": 224}, heads=1).write(tmp_path / "odd")  # not a multiple of 64
+    for pair, flags, blocks in (
+        ("wide", (), {4: 32, 8: 64}), ("odd", (), {4: 32, 8: 32}), ("wide", ("--backend", "cpu", "cuda"), {4: 32, 8: 32}),
+        ("wide", ALL, {4: 64, 8: 64}),
+    ):  # fmt: skip
+        assert wanted(tmp_path / pair, *BOTH, *flags).blocks == blocks
 
 
 def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:

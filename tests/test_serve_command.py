@@ -152,11 +152,11 @@ def test_what_is_missing_is_named(
 
 ARENAS = """
 import ctypes, sys, threading
-from runtime.serve.main import _share_arena
+from runtime.serve.allocator import share_arena
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "shared":
-    _share_arena()
+    share_arena()
 started = threading.Barrier(5)
 def allocate():
     library.free(ctypes.c_void_p(library.malloc(1000)))
@@ -180,3 +180,36 @@ def test_threads_share_one_memory_arena() -> None:
     own = arenas("own")
     assert own >= 4 > arenas("shared")
     assert arenas("shared", MALLOC_ARENA_MAX="8") == own  # who has set it knows why
+
+
+GAPS = """
+import asyncio, ctypes, sys
+from pathlib import Path
+from runtime.serve import allocator
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+blocks = [ctypes.c_void_p(library.malloc(100_000)) for _ in range(1000)]
+for block in blocks:
+    ctypes.memset(block, 1, 100_000)
+for i, block in enumerate(blocks):
+    if i % 20:
+        library.free(block)
+if sys.argv[1] == "returned":
+    allocator._SECONDS = 0.01
+    async def serve():
+        returning = asyncio.create_task(allocator.return_regularly())
+        await asyncio.sleep(1)
+        returning.cancel()
+    asyncio.run(serve())
+print(Path("/proc/self/statm").read_text().split()[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_free_memory_between_used_one_goes_back() -> None:
+    def pages(how: str) -> int:
+        return int(
+            subprocess.run([sys.executable, "-c", GAPS, how], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        )
+
+    assert (pages("kept") - pages("returned")) * os.sysconf("SC_PAGE_SIZE") > 70_000_000

@@ -387,7 +387,7 @@ def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
         assert torch.equal(draft["token_ids"].mapped(tmp_path / "out"), ids)
         stored = draft["lm_head.weight"].mapped(tmp_path / "out")
         if how:
-            wanted_codes, wanted_scale = quantize(rows, Scheme(plan.block, codes.four), torch.float32)
+            wanted_codes, wanted_scale = quantize(rows, Scheme(plan.blocks[4], codes.four), torch.float32)
             assert torch.equal(stored, wanted_codes)
             assert torch.equal(draft["lm_head.scale"].mapped(tmp_path / "out"), wanted_scale)
         else:

@@ -5,8 +5,8 @@
 starts ``gumiho serve`` with its log on a full disk (``/dev/full``), and clients that ask the prompts with random settings, streamed or not, read
 slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds it
 looks at the server's memory and open files. Memory is what the process alone holds (RssAnon): pages of mapped weights become resident when a token
-first needs its row of the embedding, and belong to the system's page cache. At first every stream reads a prompt of the whole capacity, so that
-caches, which take memory as texts need it, do not grow afterwards. Every whole answer is decoded again, plainly, with fresh caches, in two other
+first needs its row of the embedding, and belong to the system's page cache. At first every stream goes on with a conversation until it fills the
+capacity, so that the caches of target and drafter, which take memory as texts need it, do not grow afterwards. Every whole answer is decoded again, plainly, with fresh caches, in two other
 processes, which go on after the last request until all are checked. Writes
 ``OUT/soak.json``; exit status 1 if an answer differs by more than a near-tie, a request had no answer, or memory or files have grown.
 """
@@ -38,6 +38,7 @@ from tools.replay import Checks
 
 _START_SECONDS, _SAMPLE_SECONDS = 60, 10
 _SETTLED_SECONDS = 600  # memory counts from the tenth minute on, or the second half of a shorter run
+_STEP = 200  # tokens by which the first conversations grow
 _MOST_GROWTH = 20 << 20  # bytes
 _KINDS = {"whole": 5, "streamed": 5, "slow": 1, "left": 3, "nonsense": 2}  # how often, in parts
 
@@ -68,14 +69,16 @@ class Soak:
         raise GumihoError(f"the server has not answered within {_START_SECONDS} seconds: start `gumiho serve` to see why")
 
     def fill(self, tokens: Sequence[int], streams: int) -> None:
-        """Every stream reads so many tokens, each in another order."""
+        """Every stream reads so many tokens, each in another order, step by step: the drafter reads only the last ones of a prompt."""
 
         def read(stream: int) -> None:
-            body = {"model": "soak", "prompt": [*tokens[stream:], *tokens[:stream]], "max_tokens": 1}
-            with closing(HTTPConnection("127.0.0.1", self.port, timeout=600)) as connection:
-                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-                if (status := connection.getresponse().status) != 200:
-                    raise GumihoError(f"the server answered a prompt of {len(tokens)} tokens with status {status}")
+            whole = [*tokens[stream:], *tokens[:stream]]
+            for end in (*range(_STEP, len(whole) - _STEP, _STEP), len(whole)):
+                body = {"model": "soak", "prompt": whole[:end], "max_tokens": min(_STEP // 8, len(whole) + 1 - end)}
+                with closing(HTTPConnection("127.0.0.1", self.port, timeout=600)) as connection:
+                    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                    if (status := connection.getresponse().status) != 200:
+                        raise GumihoError(f"the server answered a prompt of {end} tokens with status {status}")
 
         with ThreadPoolExecutor(streams) as threads:
             list(threads.map(read, range(streams)))

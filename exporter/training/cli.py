@@ -170,7 +170,7 @@ def _trained(
 
 
 def _require_space(folder: Path, needed: int) -> None:
-    from ..plan import free_space
+    from ..disk import free_space
 
     free, have = free_space(folder), sum(f.stat().st_blocks * 512 for f in folder.glob("hidden/*"))
     if needed - have > free:

@@ -53,17 +53,21 @@ class Scheme:
 
 
 EMBEDDING = "embed_tokens.weight"
+# Matrices that read the same rows, by what they are called where they are one.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
 class Schemes:
     """How the matrices of a module are quantized, by parameter name.
 
-    default: of the matrices that ``own`` does not name, except the embedding; None for those that are not quantized.
+    default: of the matrices that ``own`` does not name, except the embedding; None for those that are not quantized. joined: whether
+    matrices of ``JOINED`` are one if their schemes are equal.
     """
 
     default: Scheme | None = None
     own: Mapping[str, Scheme | None] = field(default_factory=dict)
+    joined: bool = False
 
     def of(self, name: str, inputs: int) -> Scheme | None:
         """The scheme of the matrix ``name`` with rows of ``inputs`` values; None if it is not quantized."""
@@ -72,15 +76,29 @@ class Schemes:
 
     def __getitem__(self, name: str) -> Scheme | None:
         """The scheme chosen for a matrix, whether or not it fits."""
+        name = first_part(name)
         return self.own.get(name, None if name == EMBEDDING else self.default)
 
     def within(self, module: str) -> "Schemes":
         """The schemes of a submodule, by its own parameter names."""
         prefix = f"{module}."
-        return Schemes(self.default, {n.removeprefix(prefix): s for n, s in self.own.items() if n.startswith(prefix)})
+        own = {n.removeprefix(prefix): s for n, s in self.own.items() if n.startswith(prefix)}
+        return Schemes(self.default, own, self.joined)
+
+    def joins(self, whole: str, inputs: int) -> bool:
+        """Whether the matrices that ``whole`` consists of, with rows of ``inputs`` values, are one."""
+        first, *others = (self.of(f"{part}.weight", inputs) for part in JOINED[whole])
+        return self.joined and first is not None and all(other == first for other in others)
 
 
 UNQUANTIZED = Schemes()
+
+
+def first_part(name: str) -> str:
+    """The name of the first of the matrices that are joined in one of this name; the name itself if it is no such matrix."""
+    for whole, parts in JOINED.items():
+        name = name.replace(f"{whole}.", f"{parts[0]}.")
+    return name
 
 
 def bits_of(codes: Tensor, inputs: int) -> int:

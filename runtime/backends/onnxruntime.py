@@ -86,6 +86,8 @@ class Cpu:
         for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
             options = session_options(bundle, threads // at_once if name == SHARED else threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # Its own arena keeps the most that passes ever took at once, and several passes at once wait for each other in it.
+            options.enable_cpu_mem_arena = False
             options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
             # Quantized weights are packed, since their products would be a hundred times slower otherwise.

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ..decoding.grammar import Grammar
 from ..model import Model
+from .allocator import return_regularly
 from .answers import Answer, ChatAnswer, Part, TextAnswer
 from .bodies import Body, ChatBody, CompletionBody, decoded
 from .completions import Completions, Request
@@ -83,7 +84,9 @@ class Server:
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            returning = asyncio.create_task(return_regularly())
             yield
+            returning.cancel()
             self._slots.close()
 
         return Starlette(

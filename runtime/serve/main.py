@@ -1,12 +1,10 @@
 """Serves a bundle over HTTP with OpenAI's API."""
 
 import argparse
-import ctypes
 import logging
 import os
 import socket
 import sys
-from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from ..command import run as run_command
 from ..errors import InputError, UnavailableError
 from ..generate_options import read_text
 from ..model import load
+from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")
 _SWITCH_SECONDS = 0.0002
 _KEY = "GUMIHO_API_KEY"
-_M_ARENA_MAX = -8  # of glibc's mallopt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,13 +100,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InputError(f"{host} port {port} cannot be listened on ({reason}): give another --host or --port") from None
 
 
-def _share_arena() -> None:
-    """glibc gives threads memory arenas of their own, each of which grows to what all streams need: a soak grew steadily (docs/reliability.md)."""
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(OSError, AttributeError):  # other C libraries have other ways
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     return run_command(lambda: serve(args))
@@ -126,7 +117,7 @@ def serve(args: argparse.Namespace) -> int:
         from .idle import ImpatientProtocol
     except ImportError as error:
         raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
-    _share_arena()
+    share_arena()
     # A pass that ends waits so long for threads that write to clients: Python's 5 ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.raiseExceptions = False  # where the log cannot be written, serving goes on
