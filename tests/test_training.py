@@ -282,7 +282,7 @@ def test_what_comes_out_exports_and_is_lossless(
 def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
     """Tau on a text that the target wrote greedily is what decoding it gains."""
     training, _ = trainee(loaded, written, heads=5)  # as many as the demo pair has, whose traces are there
-    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), None)
+    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), training.vocabulary)
     bundle = tmp_path / "bundle"
     sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
     assert exporter.cli.main([*sources, "--out", str(bundle), "--draft-weights", "none"]) == 0
@@ -428,7 +428,7 @@ def test_a_full_disk_leaves_the_drafter_before(loaded: target.Target, tmp_path: 
     drafter = Drafter(start.config(loaded.model, 1), 0)
     (tmp_path / "model.safetensors").write_text("the one before")
     with full_disk(), pytest.raises(UnavailableError, match="free some space"):
-        state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), None)
+        state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), Vocabulary(loaded.model.lm_head.weight, None))
     assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_text() == "the one before"
 

@@ -22,25 +22,29 @@ _HELD_OUT = 50  # one record in so many is never trained on
 
 @dataclass
 class Batch:
-    """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; lengths: [B]."""
+    """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; read: [B, T, K], what the
+    drafter reads, ``hidden`` or taps; lengths: [B]."""
 
     ids: Tensor
     answer: Tensor
     hidden: Tensor
+    read: Tensor
     lengths: list[int]
 
 
 class Features:
-    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H] and a byte for each record.
+    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H], or [tokens, H + taps * H], and a
+    byte for each record.
 
     Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last. A target that
     is split over them is called by all at once, so its hidden states are computed beforehand (``fill``).
     """
 
-    def __init__(self, folder: Path | None, text: Text, decoder: Any) -> None:
-        """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head."""
-        self.text, self.decoder = text, decoder
-        self.width: int = decoder.config.hidden_size
+    def __init__(self, folder: Path | None, text: Text, decoder: Any, taps: tuple[int, ...] = ()) -> None:
+        """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head. taps: the layers whose inputs
+        are kept besides, see ``graphs.target.Target``."""
+        self.text, self.decoder, self.taps = text, decoder, taps
+        self.width: int = decoder.config.hidden_size * (1 + len(taps))
         self.states = self.done = None
         self.complete = False
         if folder is not None:
@@ -50,7 +54,7 @@ class Features:
                 file.touch()
 
     def of(self, records: Sequence[int]) -> list[Tensor]:
-        """bf16 [n, H] of each record."""
+        """bf16 [n, H], or [n, H + taps * H], of each record."""
         if self.states is None or self.done is None:
             return self._compute(records)
         missing = self._missing(records)
@@ -119,7 +123,9 @@ class Features:
             row[: len(own)] = torch.from_numpy(own)
         device = self.decoder.embed_tokens.weight.device
         # Without a mask: attention is causal, so what pads a text at its end is seen by nothing that counts.
-        hidden = self.decoder(ids.to(device), use_cache=False).last_hidden_state.to(torch.bfloat16)
+        found = self.decoder(ids.to(device), use_cache=False, output_hidden_states=bool(self.taps))
+        parts = [found.last_hidden_state, *(found.hidden_states[tap] for tap in self.taps)]
+        hidden = torch.cat([part.to(torch.bfloat16) for part in parts], -1)
         return [hidden[row, : len(own)].clone() for row, own in enumerate(texts)]
 
 
@@ -150,12 +156,14 @@ def batch(text: Text, features: Features, records: Sequence[int], device: str = 
     lengths = [len(own) for own in stored]
     ids = torch.zeros(len(stored), max(lengths), dtype=torch.int64)
     answer = torch.zeros(ids.shape, dtype=torch.bool)
-    hidden = torch.zeros(*ids.shape, features.width, dtype=torch.bfloat16)
+    kept = torch.zeros(*ids.shape, features.width, dtype=torch.bfloat16)
     for row, (own, states) in enumerate(zip(stored, features.of(records), strict=True)):
         ids[row, : len(own)] = torch.from_numpy((own & TOKEN).astype(np.int64))
         answer[row, : len(own)] = torch.from_numpy((own & ANSWER) != 0)
-        hidden[row, : len(own)] = states
-    return Batch(ids.to(device), answer.to(device), hidden.to(device), lengths)
+        kept[row, : len(own)] = states
+    kept = kept.to(device)
+    hidden, taps = kept.split((size := features.width // (1 + len(features.taps)), features.width - size), -1)
+    return Batch(ids.to(device), answer.to(device), hidden, taps if features.taps else hidden, lengths)
 
 
 def anchors(batch: Batch, spans: int, depths: int, rng: np.random.Generator) -> Anchors:

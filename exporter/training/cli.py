@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.command import INTERRUPTED, run
 from runtime.errors import GumihoError, InputError, UnavailableError
 
-from ..checkpoints.families import EAGLE, family
+from ..checkpoints.families import EAGLE_3, GUMIHO, family
 from .interruption import Interruption
 from .options import check, parser
 
@@ -112,38 +112,48 @@ def _trained(
 ) -> bool:
     import torch
 
-    from . import loop, parallel, start, state
+    from . import eagle3, loop, parallel, start, state
     from .batches import Features, usable
     from .evaluate import Evaluation
     from .model import Drafter
     from .vocabulary import vocabulary
 
-    usual = (1, 0) if args.family == EAGLE else (2, 5)
+    usual = (2, 5) if args.family in (None, GUMIHO) else (1, 0)
     layers, heads = start.shape_of(args.init) if args.init else usual
     layers, heads = args.serial_layers or layers, heads if args.heads is None else args.heads
-    if args.family not in (None, kind := family(layers, heads)):
+    if args.family not in (None, EAGLE_3, kind := family(layers, heads)):
         raise InputError(
             f"--family is {args.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
         )
-    if not len(usable(text, 2 + heads, training=True)):
+    shape = start.config(model, layers)
+    drafter = (
+        eagle3.Eagle3(shape, eagle3.usual_taps(model.config.num_hidden_layers))
+        if args.family == EAGLE_3
+        else Drafter(shape, heads)
+    )
+    taps = drafter.taps if isinstance(drafter, eagle3.Eagle3) else ()
+    if not len(usable(text, drafter.depths, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
     if not args.no_hidden_cache:
-        _require_space(work, text.tokens * model.config.hidden_size * 2)
-    features = Features(None if args.no_hidden_cache else work / "hidden", text, model.model)
+        _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(taps)))
+    kept = "-".join(map(str, ("hidden", *taps)))
+    features = Features(None if args.no_hidden_cache else work / kept, text, model.model, taps)
     file = work / "state" / "state.pt"
     known = {
-        "target": text.target, "serial layers": layers, "heads": heads, "draft vocabulary": args.draft_vocab or model.config.vocab_size,
+        "target": text.target, "family": drafter.family, "serial layers": layers, "heads": heads, "draft vocabulary": args.draft_vocab or model.config.vocab_size,
         "seed": args.seed,
     }  # fmt: skip
     stored = state.read(file, known)
     embed, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     drafted = vocabulary(args.draft_vocab, stored, text, tokenizer, ends, lm_head)
-    drafter = Drafter(start.config(model, layers), heads).to(embed.device)
+    drafter = drafter.to(embed.device)
     if args.shard_target and not features.fill(stopped, _say):
         return False
     if stored is None and (args.shard_target or not parallel.rank()):  # without their help, the others get these weights
         torch.manual_seed(args.seed)
-        if args.init:
+        if isinstance(drafter, eagle3.Eagle3):
+            eagle3.from_target(drafter, model)
+        elif args.init:
             start.from_checkpoint(drafter, args.init)
         else:
             start.from_target(drafter, model, text, features, _say)
@@ -161,7 +171,7 @@ def _trained(
     pace = loop.Pace(args.save_every * 60, args.evaluate_every * 60)
 
     def saved() -> None:
-        state.write_checkpoint(args.out, drafter, training.average, drafted.ids)
+        state.write_checkpoint(args.out, drafter, training.average, drafted)
 
     done = loop.run(training, Evaluation(text, features, embed, lm_head), file, known, pace, _say, stopped, saved)
     if done:
@@ -172,7 +182,7 @@ def _trained(
 def _require_space(folder: Path, needed: int) -> None:
     from ..disk import free_space
 
-    free, have = free_space(folder), sum(f.stat().st_blocks * 512 for f in folder.glob("hidden/*"))
+    free, have = free_space(folder), sum(f.stat().st_blocks * 512 for f in folder.glob("hidden*/*"))
     if needed - have > free:
         raise UnavailableError(
             f"'{folder}' needs {(needed - have) / 1e9:.1f} GB for hidden states and has {free / 1e9:.1f}: free some space, or give --no-hidden-cache"

@@ -10,11 +10,10 @@ from torch import Tensor
 from graphs.tree import TreeConfig, grow
 from runtime.decoding.acceptance import accept_path
 
-from ..checkpoints.families import family
 from ..trees import usual_tree
 from .batches import Batch, Features, anchors, batch, usable, wanted
 from .losses import divergence
-from .model import Cache, Drafter
+from .model import Cache, Drafter, Serial
 from .store import ANSWER, GREEDY, Text
 
 
@@ -63,8 +62,8 @@ class Evaluation:
         self.texts, self.most, self.rows = texts, most, rows
 
     @torch.no_grad()
-    def __call__(self, drafter: Drafter, vocabulary: Vocabulary) -> Score:
-        depths = 2 + len(drafter.mlp)
+    def __call__(self, drafter: Serial, vocabulary: Vocabulary) -> Score:
+        depths = drafter.depths
         records = usable(self.text, depths, training=False)
         if not len(records):
             nan = float("nan")
@@ -82,11 +81,11 @@ class Evaluation:
             counts += torch.stack([valid[:, d : d + at.place.shape[1]].sum() for d in range(depths)]).cpu()
         return Score((sums / counts).tolist(), (hits / counts).tolist(), self._taus(drafter, vocabulary, chosen))
 
-    def _outs(self, drafter: Drafter, own: Batch, at: object) -> list[Tensor]:
+    def _outs(self, drafter: Serial, own: Batch, at: object) -> list[Tensor]:
         embedded = torch.nn.functional.embedding(own.ids, self.embed).float()
-        return drafter(embedded, own.hidden.float(), at, own.ids.shape[0] * 8)
+        return drafter(embedded, own.read.float(), at, own.ids.shape[0] * 8)
 
-    def _taus(self, drafter: Drafter, vocabulary: Vocabulary, records: Sequence[int]) -> dict[int, float]:
+    def _taus(self, drafter: Serial, vocabulary: Vocabulary, records: Sequence[int]) -> dict[int, float]:
         greedy = [r for r in records if (self.text.record(r) & GREEDY).any()]
         runs = greedy or list(records)
         totals = dict.fromkeys(self.rows, (0, 0))
@@ -107,17 +106,16 @@ class Evaluation:
 class Walk:
     """Speculative decoding of a text that is known already: only the drafter runs."""
 
-    def __init__(self, drafter: Drafter, own: Batch, embed: Tensor, vocabulary: Vocabulary) -> None:
+    def __init__(self, drafter: Serial, own: Batch, embed: Tensor, vocabulary: Vocabulary) -> None:
         """own: one text."""
         self.drafter, self.embed, self.vocabulary = drafter, embed, vocabulary
         self.ids: list[int] = own.ids[0].tolist()
         embedded = torch.nn.functional.embedding(own.ids, embed).float()
-        self.y, self.caches = drafter.extend(embedded[:, 1:], own.hidden[:, :-1].float())
+        self.y, self.caches = drafter.extend(embedded[:, 1:], own.read[:, :-1].float())
 
     def run(self, rows: int, begin: int, stop: int) -> tuple[int, int]:
         """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and cycles."""
-        kind, heads = family(len(self.drafter.serial), len(self.drafter.mlp)), len(self.drafter.mlp)
-        tree = usual_tree(kind, rows, heads).fitted(self.vocabulary.lm_head.shape[0])
+        tree = usual_tree(self.drafter.family, rows, self.drafter.heads).fitted(self.vocabulary.lm_head.shape[0])
         pending, cycles, answer = begin, 0, iter(self.ids[begin + 1 : stop])
         while pending + 1 < stop:
             tokens, parents = self.grow(tree, pending - 1)
@@ -132,13 +130,12 @@ class Walk:
 
         def log_probs(y: Tensor) -> Tensor:
             head = self.vocabulary.lm_head
-            return torch.matmul(y.to(head.dtype), head.T).float().log_softmax(-1)
+            return torch.matmul(self.drafter.predicted(y).to(head.dtype), head.T).float().log_softmax(-1)
 
         def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-            x = self.drafter.fuse(self.embed[tokens].float(), hidden)[None]
-            count = x.shape[1]
-            rotary = self.drafter.rotary(torch.full((1, count), place + 1 + len(beside[0]), device=x.device))
-            seen = torch.cat((torch.ones(count, place + 1, dtype=torch.bool, device=x.device), slots), 1)[None, None]
+            x, count, device = self.drafter.fuse(self.embed[tokens].float()[None], hidden[None]), len(tokens), tokens.device
+            rotary = self.drafter.rotary(torch.full((1, count), place + 1 + len(beside[0]), device=device))
+            seen = torch.cat((torch.ones(count, place + 1, dtype=torch.bool, device=device), slots), 1)[None, None]
             for layer, (k0, v0), own in zip(self.drafter.serial, self.caches, beside, strict=True):
                 q, k, v = layer.project(x, rotary)
                 own.append((k, v))
@@ -148,6 +145,7 @@ class Walk:
             return x[0]
 
         def heads(first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+            assert isinstance(self.drafter, Drafter)  # no other family has heads
             pairs = self.drafter.pairs(self.embed[first].float(), h1, self.embed[second].float(), h2)
             return log_probs(torch.stack([self.drafter.head(i, pairs) for i in range(count)]))
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from . import parallel, state
 from .batches import SPAN, Features, anchors, batch, choose, usable, wanted
 from .evaluate import Evaluation, Vocabulary
 from .losses import depth_weights, losses
-from .model import Drafter
+from .model import Serial
 from .store import Text
 
 _AVERAGE = 0.999  # of the weights that are written: the last thousand steps
@@ -52,7 +53,7 @@ class Training:
     """A drafter and what trains it. After ``resume`` or a fresh start, ``run`` does the steps that are left."""
 
     def __init__(
-        self, drafter: Drafter, text: Text, features: Features, embed: Tensor, vocabulary: Vocabulary, settings: Settings
+        self, drafter: Serial, text: Text, features: Features, embed: Tensor, vocabulary: Vocabulary, settings: Settings
     ) -> None:
         """embed: the target's embedding [V, H]. vocabulary: what the distributions are over."""
         self.drafter, self.text, self.features = drafter, text, features
@@ -87,7 +88,7 @@ class Training:
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One step. Returns loss and agreement of every depth, fp32 [depths]."""
-        settings, depths = self.settings, 2 + len(self.drafter.mlp)
+        settings, depths = self.settings, self.drafter.depths
         records = usable(self.text, depths, training=True)
         if not len(records):
             raise InputError(
@@ -105,7 +106,7 @@ class Training:
         hidden, valid = wanted(own, at, depths)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
             embedded = F.embedding(own.ids, self.embed).to(settings.dtype)
-            outs = self.model(embedded, own.hidden.to(settings.dtype), at, max(1, round(settings.headed * settings.spans)))
+            outs = self.model(embedded, own.read.to(settings.dtype), at, max(1, round(settings.headed * settings.spans)))
         loss, hits = losses(outs, hidden, self.vocabulary.lm_head, valid, settings.hidden_weight)
         (loss * torch.tensor(depth_weights(depths, settings.decay), device=device)).sum().backward()
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
@@ -117,9 +118,9 @@ class Training:
             self.average[name].lerp_(value, 1 - keep)
         return loss.detach(), hits
 
-    def averaged(self) -> Drafter:
+    def averaged(self) -> Serial:
         """A drafter with the averaged weights, for measuring."""
-        made = Drafter(self.drafter.config, len(self.drafter.mlp)).to(self.embed.device)
+        made = deepcopy(self.drafter)
         made.load_state_dict(self.average)
         return made.eval()
 

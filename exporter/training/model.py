@@ -1,5 +1,6 @@
 """The drafter in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafters for that."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +10,22 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from ..checkpoints.families import family
+
 BLOCKS = 5  # residual blocks of a head after its first, as released
 Cache = tuple[Tensor, Tensor]  # keys and values, [B, kv heads, n, d]
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+class Attention(nn.Module):
+    """The projections of a layer's attention. inputs: the width of the rows that it reads."""
+
+    def __init__(self, config: LlamaConfig, inputs: int) -> None:
         super().__init__()
         h, d, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
         self.head_dim = d
-        self.q_proj = nn.Linear(h, config.num_attention_heads * d, bias=bias)
-        self.k_proj = nn.Linear(h, config.num_key_value_heads * d, bias=bias)
-        self.v_proj = nn.Linear(h, config.num_key_value_heads * d, bias=bias)
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * d, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * d, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * d, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=bias)
 
 
@@ -32,7 +37,7 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, h, bias=bias)
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
     """nn.RMSNorm mixes no precisions in its fast form."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -49,22 +54,25 @@ class SerialLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, input_norm: bool) -> None:
         super().__init__()
-        self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        self.input_layernorm = _Norm(config) if input_norm else None
-        self.post_attention_layernorm = _Norm(config)
+        self.self_attn, self.mlp = Attention(config, config.hidden_size), _Mlp(config)
+        self.input_layernorm = Norm(config) if input_norm else None
+        self.post_attention_layernorm = Norm(config)
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [B, n, H] -> queries [B, heads, n, d], keys and values [B, kv heads, n, d]."""
-        attention = self.self_attn
-        normed = self.input_layernorm(x) if self.input_layernorm is not None else x
+    def read(self, x: Any) -> Tensor:
+        """What the attention reads. x: what ``Serial.fuse`` returned, or the layer before."""
+        return self.input_layernorm(x) if self.input_layernorm is not None else x
+
+    def project(self, x: Any, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x: see ``read``, of [B, n, H] -> queries [B, heads, n, d], keys and values [B, kv heads, n, d]."""
+        attention, read = self.self_attn, self.read(x)
         q, k, v = (
-            linear(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            linear(read).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         q, k = apply_rotary_pos_emb(q, k, *(table.to(q.dtype) for table in rotary))
         return q, k, v
 
-    def finish(self, x: Tensor, q: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
+    def finish(self, x: Any, q: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
         """x: [B, n, H]; mask: bool [B or 1, 1, n, keys], causal without one."""
         attended = F.scaled_dot_product_attention(q, *cache, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         x = x + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
@@ -93,26 +101,49 @@ class Anchors:
         return Anchors(self.record[:count], self.place[:count])
 
 
-class Drafter(nn.Module):
-    """Parameters are named as in the released checkpoints. config: of the serial layers."""
+class Serial(nn.Module, ABC):
+    """Serial layers, whose first step reads what the target has read, and each further one what the step before has drafted.
 
-    def __init__(self, config: LlamaConfig, heads: int) -> None:
+    Parameters are named as in the released checkpoints. config: of the layers. heads: parallel ones. depths: how many positions ahead
+    it is trained to draft.
+    """
+
+    family: str
+    heads = 0
+    depths: int
+    layers: nn.ModuleList
+
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        h = config.hidden_size
         self.config = config
-        self.fc = nn.Linear(2 * h, h)
-        self.layers = nn.ModuleList([SerialLayer(config, i > 0) for i in range(config.num_hidden_layers)])
-        self.mlp = nn.ModuleList(
-            [nn.ModuleList([_Block(h if block else 2 * h, h) for block in range(BLOCKS + 1)]) for _ in range(heads)]
-        )
         rotary = LlamaRotaryEmbedding(config)
         self.inverse: Tensor
         self.register_buffer("inverse", rotary.inv_freq, persistent=False)
         self.scaling: float = rotary.attention_scaling
 
-    def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """z(x, h). embedded, hidden: [..., H]."""
-        return self.fc(torch.cat((embedded, hidden), -1))
+    def features(self, read: Tensor) -> Tensor:
+        """What the first step has in place of another step's result. read: [..., K], what the drafter reads of the target -> [..., H]."""
+        return read
+
+    @abstractmethod
+    def fuse(self, embedded: Tensor, hidden: Tensor) -> Any:
+        """What the first layer takes. embedded: a token's; hidden: ``features``, or what the step before returned; both [..., H]."""
+
+    def predicted(self, y: Tensor) -> Tensor:
+        """What ``lm_head`` is multiplied with. y: [..., H], of a step."""
+        return y
+
+    @abstractmethod
+    def besides(self, ids: Tensor | None, lm_head: Tensor) -> dict[str, Tensor]:
+        """What a checkpoint holds besides the parameters. ids: the draft vocabulary, None for all tokens; lm_head: its rows."""
+
+    def about(self) -> dict[str, Any]:
+        """What config.json says besides the sizes of a Llama."""
+        return {"bias": True}
+
+    def stored_as(self, name: str) -> str:
+        """A parameter's name in the released checkpoints."""
+        return name
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [B, n, d]. positions: int64 [B, n]."""
@@ -120,13 +151,13 @@ class Drafter(nn.Module):
         angle = torch.cat((angle, angle), -1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
-    def extend(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, list[Cache]]:
+    def extend(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
         """Serial step 1 of every position p: reads (x of p + 1, h of p).
 
-        embedded, hidden: [B, n, H], already shifted against each other -> y [B, n, H] and the layers' caches.
+        embedded: [B, n, H], read: [B, n, K], already shifted against each other -> y [B, n, H] and the layers' caches.
         """
-        x = self.fuse(embedded, hidden)
-        rotary = self.rotary(torch.arange(x.shape[1], device=x.device)[None])
+        x = self.fuse(embedded, self.features(read))
+        rotary = self.rotary(torch.arange(embedded.shape[1], device=embedded.device)[None])
         caches: list[Cache] = []
         for layer in self.serial:
             q, k, v = layer.project(x, rotary)
@@ -134,26 +165,53 @@ class Drafter(nn.Module):
             x = layer.finish(x, q, (k, v), None)
         return x, caches
 
-    def step(self, embedded: Tensor, hidden: Tensor, anchors: Anchors, caches: list[Cache]) -> Tensor:
-        """Serial step 2 from every anchor: its row sees the caches up to the anchor, and itself.
+    def step(
+        self, embedded: Tensor, hidden: Tensor, anchors: Anchors, caches: list[Cache], beside: list[list[Cache]] | None = None
+    ) -> Tensor:
+        """A further serial step from every anchor: its row sees the caches up to the anchor, the anchor's rows of earlier such steps, and
+        itself.
 
-        embedded: [N, S, H], the drafted token; hidden: [N, S, H], what drafted it -> [N, S, H].
+        embedded: [N, S, H], the drafted token; hidden: [N, S, H], what drafted it; beside: keys and values of those steps, layer by
+        layer, to which it adds its own -> [N, S, H].
         """
-        x = self.fuse(embedded, hidden)
-        rotary = self.rotary(anchors.place + 1)
-        keys = torch.arange(caches[0][0].shape[2], device=x.device)
-        seen = keys <= anchors.place[..., None]
-        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand(x.shape[0], -1, -1)
-        mask = torch.cat((seen, own), -1)[:, None]
-        for layer, (k0, v0) in zip(self.serial, caches, strict=True):
+        beside = [[] for _ in caches] if beside is None else beside
+        x, (records, span), earlier = self.fuse(embedded, hidden), embedded.shape[:2], len(beside[0])
+        rotary = self.rotary(anchors.place + 1 + earlier)
+        keys = torch.arange(caches[0][0].shape[2], device=embedded.device)
+        own = torch.eye(span, dtype=torch.bool, device=embedded.device).expand(records, -1, -1)
+        mask = torch.cat((keys <= anchors.place[..., None], *[own] * (earlier + 1)), -1)[:, None]
+        for layer, cached, rows in zip(self.serial, caches, beside, strict=True):
             q, k, v = layer.project(x, rotary)
-            cache = torch.cat((k0[anchors.record], k), 2), torch.cat((v0[anchors.record], v), 2)
-            x = layer.finish(x, q, cache, mask)
+            rows.append((k, v))
+            cache = tuple(torch.cat((cached[i][anchors.record], *(row[i] for row in rows)), 2) for i in (0, 1))
+            x = layer.finish(x, q, cache, mask)  # type: ignore[arg-type]
         return x
 
     @property
     def serial(self) -> list[SerialLayer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+
+class Drafter(Serial):
+    """A Gumiho, or an EAGLE if it is one layer without heads."""
+
+    def __init__(self, config: LlamaConfig, heads: int) -> None:
+        super().__init__(config)
+        h = config.hidden_size
+        self.family, self.heads, self.depths = family(config.num_hidden_layers, heads), heads, 2 + heads
+        self.fc = nn.Linear(2 * h, h)
+        self.layers = nn.ModuleList([SerialLayer(config, i > 0) for i in range(config.num_hidden_layers)])
+        self.mlp = nn.ModuleList(
+            [nn.ModuleList([_Block(h if block else 2 * h, h) for block in range(BLOCKS + 1)]) for _ in range(heads)]
+        )
+
+    def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """z(x, h). embedded, hidden: [..., H]."""
+        return self.fc(torch.cat((embedded, hidden), -1))
+
+    def besides(self, ids: Tensor | None, lm_head: Tensor) -> dict[str, Tensor]:
+        """See ``Serial``."""
+        return {} if ids is None else {"token_map": ids}
 
     def pairs(self, first: Tensor, y1: Tensor, second: Tensor, y2: Tensor) -> Tensor:
         """What the heads read. first, second: embedded tokens drafted by y1 and y2; all [..., H] -> [..., 2H]."""
@@ -178,4 +236,4 @@ class Drafter(nn.Module):
         y2 = self.step(anchors.of(embedded, 2), y1, anchors, caches)
         few = anchors.first(headed)
         pairs = self.pairs(few.of(embedded, 2), y1[:headed], few.of(embedded, 3), y2[:headed])
-        return [y1, y2, *(self.head(i, pairs) for i in range(len(self.mlp)))]
+        return [y1, y2, *(self.head(i, pairs) for i in range(self.heads))]

@@ -6,7 +6,7 @@ from pathlib import Path
 from runtime.command import argument_parser
 from runtime.errors import InputError
 
-from ..checkpoints.families import EAGLE, GUMIHO
+from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO
 
 _LEAST_WINDOW = 48
 
@@ -14,7 +14,7 @@ _LEAST_WINDOW = 48
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
         "train",
-        "Trains a drafter for a target, a Gumiho or an EAGLE. Interrupt it at any time: the same command goes on from where it was.",
+        "Trains a drafter for a target, a Gumiho, an EAGLE or an EAGLE-3. Interrupt it at any time: the same command goes on from where it was.",
         prog="gumiho train",
     )
     files = parser.add_argument_group("sources and output")
@@ -41,8 +41,9 @@ def parser() -> argparse.ArgumentParser:
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--family",
-        choices=(GUMIHO, EAGLE),
-        help="what to train; eagle: one layer without heads (default: gumiho, or that of --init)",
+        choices=(GUMIHO, EAGLE, EAGLE_3),
+        help="what to train; eagle: one layer without heads; eagle3: one that reads three layers of the target (default: gumiho, or that of "
+        "--init)",
     )
     drafter.add_argument(
         "--serial-layers", type=int, metavar="N", help="layers of Gumiho's serial steps (default: 2, or those of --init)"
@@ -72,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
         help="weight of each depth's loss by the one before (default: 0.8)",
     )
     training.add_argument(
-        "--hidden-weight", type=float, default=0.1, metavar="X",
-        help="weight of the hidden states' distance beside the distributions' (default: 0.1)",
+        "--hidden-weight", type=float, metavar="X",
+        help="weight of the hidden states' distance beside the distributions' (default: 0.1; EAGLE-3 0, as it predicts none)",
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of text and batches (default: 0)")
     machine = parser.add_argument_group("machine")
@@ -100,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InputError for such values."""
+    """Raises InputError for such values, and fills in defaults that depend on others."""
     least = {
         "tokens": 1, "window": _LEAST_WINDOW, "conversations": 1, "serial_layers": 1, "heads": 0, "draft_vocab": 2, "steps": 1,
         "batch": 1, "anchors": 32, "warmup": 0, "threads": 1,
@@ -113,6 +114,15 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
+    if args.family == EAGLE_3:
+        if args.serial_layers not in (None, 1) or args.heads or args.init:
+            raise InputError(
+                "--family eagle3 is one layer without heads, trained from the target: leave out --serial-layers, --heads and --init"
+            )
+        if args.hidden_weight:
+            raise InputError("--family eagle3 predicts no hidden states: leave out --hidden-weight")
+    if args.hidden_weight is None:
+        args.hidden_weight = 0.0 if args.family == EAGLE_3 else 0.1
     if not 0 <= args.hidden_weight < float("inf"):
         raise InputError(f"--hidden-weight is {args.hidden_weight}: give a number from 0")
     if args.anchors % 32:

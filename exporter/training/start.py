@@ -54,7 +54,7 @@ def from_target(
     they correct the linear prediction instead of burying it. Norms of queries and keys, which a Llama lacks, become the scale of each
     head that they have on a text. All processes call it if the target is split over them.
     """
-    records = usable(text, 2 + len(drafter.mlp), training=True)
+    records = usable(text, drafter.depths, training=True)
     columns = 2 * drafter.config.hidden_size + 1
     records = records[: int(np.searchsorted(text.lengths[records].cumsum(), _ROWS * columns)) + 1]
     _layers(drafter, target, text.record(int(records[0])))
@@ -71,7 +71,7 @@ def from_target(
     weight, bias = _fit((torch.cat((x[1:], h[:-1]), -1), h[1:]) for x, h in texts())
     drafter.fc.weight.copy_(weight)
     drafter.fc.bias.copy_(bias)
-    heads = len(drafter.mlp)
+    heads = drafter.heads
     if not heads:
         return
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..checkpoints.json_config import reason
-from .model import Drafter
+from .evaluate import Vocabulary
+from .model import Serial
 
 
 def replace(file: Path, write: Callable[[Path], object]) -> None:
@@ -63,14 +64,15 @@ def read(file: Path, known: dict[str, Any]) -> dict[str, Any] | None:
     return state
 
 
-def write_checkpoint(folder: Path, drafter: Drafter, weights: dict[str, Tensor], ids: Tensor | None) -> None:
+def write_checkpoint(folder: Path, drafter: Serial, weights: dict[str, Tensor], drafted: Vocabulary) -> None:
     """Writes the released layout: config.json, and model.safetensors in fp16 without the embedding, which is the target's.
 
-    weights: of the drafter, by its names. ids: the draft vocabulary, written as ``token_map``.
+    weights: of the drafter, by its names. drafted: the draft vocabulary.
     """
-    state = {name: weights[name].detach().to("cpu", torch.float16).contiguous() for name in drafter.state_dict()}
-    if ids is not None:
-        state["token_map"] = ids.to(torch.int64)
+    state = {
+        drafter.stored_as(name): weights[name].detach().to("cpu", torch.float16).contiguous() for name in drafter.state_dict()
+    }
+    state |= drafter.besides(drafted.ids, drafted.lm_head)
     config = drafter.config
     keep = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -81,8 +83,7 @@ def write_checkpoint(folder: Path, drafter: Drafter, weights: dict[str, Tensor],
         "model_type": "llama",
         "hidden_act": "silu",
         "torch_dtype": "float16",
-        "bias": True,
     }
-    about |= {name: getattr(config, name) for name in keep}
+    about |= {name: getattr(config, name) for name in keep} | drafter.about()
     replace(folder / "model.safetensors", lambda path: save_file(state, path, {"format": "pt"}))
     replace(folder / "config.json", lambda path: path.write_text(json.dumps(about, indent=2), "utf-8"))

@@ -1,0 +1,154 @@
+"""``gumiho train --family eagle3``: its steps against the formulas, and what comes out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import exporter.cli
+import exporter.options
+import runtime
+from exporter.training import cli, eagle3, loop, start, state, store, target
+from exporter.training.batches import Features, batch
+from exporter.training.evaluate import Evaluation, Vocabulary, Walk
+from exporter.training.model import Anchors
+from tests.conftest import DEMO
+from tests.naive import NaiveEagle3
+from tests.training import SMALL, SOURCE, not_evaluated, write_source
+
+TAPS = (0, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> target.Target:
+    return target.load(str(DEMO / "target"))
+
+
+@pytest.fixture(scope="module")
+def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
+    return write_source(tmp_path_factory.mktemp("text"), loaded)
+
+
+def trainee(loaded: target.Target, written: store.Text, steps: int) -> tuple[loop.Training, Evaluation]:
+    llama = loaded.model
+    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
+    features = Features(None, written, llama.model, TAPS)
+    torch.manual_seed(1)
+    drafter = eagle3.Eagle3(start.config(llama, 1), TAPS)
+    eagle3.from_target(drafter, llama)
+    settings = loop.Settings(steps, 384, 4, 2e-3, 2, 0.8, 0.0, 0.5, 0, torch.float32)
+    made = loop.Training(drafter, written, features, embed, Vocabulary(lm_head, None), settings)
+    return made, Evaluation(written, features, embed, lm_head, texts=2, most=24, rows=(4,))
+
+
+def test_taps_of_the_official_code() -> None:
+    assert [eagle3.usual_taps(layers) for layers in (32, 7, 6, 4, 2)] == [(2, 16, 29), (2, 3, 4), (3, 4, 5), (1, 2, 3), (0, 1)]
+
+
+@torch.no_grad()
+def test_every_step_is_that_of_the_formulas(loaded: target.Target) -> None:
+    llama = loaded.model
+    torch.manual_seed(3)
+    drafter = eagle3.Eagle3(start.config(llama, 1), TAPS)
+    for parameter in drafter.parameters():
+        parameter.copy_(torch.rand_like(parameter) + 0.5 if parameter.ndim == 1 else torch.randn_like(parameter) * 0.08)
+    size, table = drafter.config.hidden_size, llama.model.embed_tokens.weight.detach()
+    ids, read = torch.randint(0, 2048, (2, 30)), torch.randn(2, 30, 3 * size)
+    at = Anchors(torch.tensor([0, 1]), torch.tensor([[3, 4, 5], [10, 11, 12]]))
+    outs = drafter(F.embedding(ids, table), read, at, 1)
+    assert len(outs) == eagle3.DEPTHS
+    naive = NaiveEagle3(
+        {drafter.stored_as(name): t for name, t in drafter.state_dict().items()} | {"embed_tokens.weight": table},
+        drafter.config,
+    )
+    for n in range(2):
+        for s in range(3):
+            text, place = int(at.record[n]), int(at.place[n, s])
+            rows = [(int(ids[text, p + 1]), read[text, p]) for p in range(place + 1)]
+            for depth, out in enumerate(outs, 1):
+                feature = naive._layers(rows, list(range(len(rows))))[-1]
+                torch.testing.assert_close(out[n, s], naive._norm(feature, "norm"), rtol=1e-3, atol=1e-3)
+                rows.append((int(ids[text, place + 1 + depth]), feature))
+
+
+def test_taps_are_what_enters_the_layers(loaded: target.Target, written: store.Text) -> None:
+    llama, seen = loaded.model, list[torch.Tensor]()
+    hooks = [llama.model.layers[tap].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])) for tap in TAPS]
+    own = batch(written, Features(None, written, llama.model, TAPS), [2], "cpu")
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(own.read[0], torch.cat(seen, -1).to(torch.bfloat16))
+    assert torch.equal(own.hidden, batch(written, Features(None, written, llama.model), [2], "cpu").hidden)
+
+
+def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, written: store.Text) -> None:
+    training, evaluation = trainee(loaded, written, steps=30)
+    before = evaluation(training.drafter, training.vocabulary)
+    while training.step < 30:
+        training.advance()
+    after = evaluation(training.averaged(), training.vocabulary)
+    assert sum(after.loss) < 0.8 * sum(before.loss)
+    assert all(a < b for a, b in zip(after.loss, before.loss, strict=True))
+    assert 1 <= after.tau[4] <= 4
+
+
+def test_what_comes_out_exports_and_is_lossless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a draft vocabulary. Its state is no other family's."""
+    monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
+    out, pair = tmp_path / "drafter", ["--target", str(DEMO / "target")]
+    arguments = [*pair, "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out), "--draft-vocab", "1500"]
+    assert cli.main([*arguments, "--family", "eagle3"]) == 0
+    assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}
+    opened = exporter.options.open_pair(exporter.options.parser().parse_args(["--ckpt", str(out), *pair]))
+    assert (opened.family, opened.taps, opened.drafted) == ("eagle3", (3, 4, 5), 1500)
+    assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0
+    with runtime.load(tmp_path / "bundle") as model:
+        drafted = "".join(model.generate("def first(items):\n", max_new_tokens=48, lookup=False, rows=8))
+        assert drafted == "".join(model.generate("def first(items):\n", max_new_tokens=48, speculate=False))
+    capsys.readouterr()
+    assert cli.main([*arguments, "--family", "eagle"]) == 1
+    assert "was trained with family eagle3, and this run has eagle" in capsys.readouterr().err
+
+
+def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
+    """The same trees, in one place after another of a text that the target wrote."""
+    training, _ = trainee(loaded, written, steps=8)
+    while training.step < 8:
+        training.advance()
+    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.average, training.vocabulary)
+    sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
+    assert exporter.cli.main([*sources, "--out", str(tmp_path / "bundle"), "--draft-weights", "none"]) == 0
+    llama = loaded.model
+    with runtime.load(tmp_path / "bundle") as model:
+        prompt = model.encode("import os\n\n\ndef ")
+        session = model.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
+        list(session)
+        ids = [*prompt, *session.ids]
+    folder = store.Text(tmp_path / "text", llama.config.vocab_size, "x")
+    with folder.writing():
+        folder.append([(np.array(ids, np.uint32) | store.ANSWER | store.GREEDY, -1)])
+    own = batch(folder, Features(None, folder, llama.model, TAPS), [0], "cpu")
+    with torch.no_grad():
+        tokens, cycles = Walk(training.averaged(), own, training.embed, training.vocabulary).run(8, len(prompt), len(ids))
+    assert tokens == len(ids) - len(prompt) - 1
+    assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--heads", "1"], "leave out --serial-layers, --heads and --init"),
+        (["--serial-layers", "2"], "leave out --serial-layers, --heads and --init"),
+        (["--init", "x"], "leave out --serial-layers, --heads and --init"),
+        (["--hidden-weight", "0.5"], "leave out --hidden-weight"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_eagle3_has_not(options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path), "--family", "eagle3", *options]) == 1
+    assert said in capsys.readouterr().err
