@@ -172,13 +172,15 @@ class Plan:
         draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft", UNQUANTIZED))
         return {"target": target, "draft": draft}
 
-    def sources(self) -> dict[str, dict[str, Source]]:
-        """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``."""
+    def sources(self, apart: bool = False) -> dict[str, dict[str, Source]]:
+        """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``. apart: as if no
+        matrices were joined, by their names in checkpoints.
+        """
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
             importance = self.importance if model == "target" else {}
-            for name, source in joined(parameters, chosen).items():
+            for name, source in (parameters if apart else joined(parameters, chosen)).items():
                 scheme = chosen.of(name, source.shape[-1]) if name == EMBEDDING or is_matrix(name, source) else None
                 as_is = self.quantized.get("target" if name == EMBEDDING else model) == AS_IS
                 if scheme is None:

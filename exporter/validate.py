@@ -35,7 +35,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
     weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
     weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
-    sources = plan.sources()["weights/target.bin"]
+    sources = plan.sources(apart=True)["weights/target.bin"]
     for name, scale in ((n, scale_of(n)) for n in weights):
         if name != scale and scale in sources:
             codes = sources[name].whole()

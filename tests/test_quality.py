@@ -78,7 +78,7 @@ def test_numbers_are_transformers_own(
     assert quantized["nats_per_token"] == pytest.approx(losses[1], rel=2e-3)
     assert quantized["nats_lost"] == pytest.approx(quantized["nats_per_token"] - plain["nats_per_token"], abs=1e-9)
     assert quantized["kl_divergence"] == pytest.approx(divergence, rel=2e-2)
-    assert quantized["agreement"] == pytest.approx(agreement, abs=0.01)
+    assert quantized["agreement"] == pytest.approx(agreement, abs=0.015)
     assert divergence > 1e-3  # far enough for the tolerances to mean something
     assert 0 < quantized["kl_divergence_error"] < quantized["kl_divergence"]
 

@@ -260,7 +260,7 @@ def test_by_default_the_lm_head_is_rounded_to_int8_and_rows_are_exact(
     head = dequantize(parameters["lm_head.weight"], parameters["lm_head.scale"], 8)
     exact = LlamaForCausalLM(model.config).eval()
     exact.load_state_dict(model.state_dict() | {"lm_head.weight": head})
-    assert_logits(tmp_path / "out", rounding(exact), 2e-6)
+    assert_logits(tmp_path / "out", rounding(exact, parameters), 2e-6)
 
 
 def test_what_is_chosen(made: Any, capsys: pytest.CaptureFixture[str]) -> None:

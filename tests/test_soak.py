@@ -26,6 +26,14 @@ def test_growth_counts_from_when_caches_are_warm() -> None:
     assert found.growth() == (5, 0)
 
 
+def test_growth_is_not_that_of_a_pass_under_way() -> None:
+    found = soak.Soak(0, [], 1, None)  # type: ignore[arg-type]
+    found.samples = [
+        (10 * i, 1000 + i + 500 * (i % 30 == 0), 5, 0) for i in range(361)
+    ]  # with the first and the last that count
+    assert found.growth() == (pytest.approx(270, abs=2), 0)
+
+
 def test_a_short_soak(chat_bundle: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"def f{i}(x):"]}) + "\n" for i in range(40)))

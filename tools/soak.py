@@ -28,6 +28,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
@@ -163,10 +164,13 @@ class Soak:
         self.samples.append((seconds, memory, len(os.listdir(f"/proc/{self.server}/fd")), mapped))
 
     def growth(self) -> tuple[int, int]:
-        """Bytes and open files between the first and the last sample once caches are warm."""
+        """Bytes and open files between the first and the last samples once caches are warm. Bytes by medians, since those of passes that
+        are under way come and go."""
         settled = min(_SETTLED_SECONDS, self.samples[-1][0] / 2)
         later = [sample for sample in self.samples if sample[0] >= settled]
-        return later[-1][1] - later[0][1], later[-1][2] - later[0][2]
+        count = max(1, len(later) // 10)
+        first, last = (median(sample[1] for sample in part) for part in (later[:count], later[-count:]))
+        return int(last - first), later[-1][2] - later[0][2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -80,7 +80,7 @@ def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
     """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans it."""
     plan = planned(parsed(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
     with Progress() as progress:
-        sources = calibrated(plan, progress).sources()["weights/target.bin"]
+        sources = calibrated(plan, progress).sources(apart=True)["weights/target.bin"]
     state = dict[str, Tensor]()
     for name, source in sources.items():
         values = source.whole()
@@ -102,6 +102,8 @@ def rounding(folder: Path, scheme: Scheme) -> LlamaForCausalLM:
     for module in model.modules():
         if isinstance(module, nn.Linear) and scheme.fits(module.in_features):
             module.__class__, module.block = Rounding, scheme.block or module.in_features
+    if scheme.bits == 4:
+        model.lm_head.block = 64  # which is int8
     return model
 
 
