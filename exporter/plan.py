@@ -23,7 +23,8 @@ from .weights.quantize import carried, quantized, scale_of, signed
 from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
-_LARGER_BLOCK = 64  # numbers of 8 bits, of which ONNX Runtime's CPU provider sums each row alike
+# By bits, the largest blocks of which ONNX Runtime's CPU provider sums each row alike (docs/decisions.md).
+_EXACT_BLOCKS = {4: 32, 8: 64}
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -73,14 +74,14 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
-        quantized, in blocks of at most 32 numbers of 4 bits or 64 of 8 bits, its heads have at most 128 numbers, and its trees at most
-        ``MOST_ROWS`` rows (docs/decisions.md)."""
+        quantized, in blocks of at most ``_EXACT_BLOCKS``, its heads have at most 128 numbers, and its trees at most ``MOST_ROWS`` rows
+        (docs/decisions.md)."""
         if self.pair.target_shape.head_dim > BLOCK or self.tree.rows > MOST_ROWS:
             return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()
         found = [schemes.of(name, source.shape[-1]) for name, source in sources if is_matrix(name, source)]
-        return all(scheme is not None and scheme.block <= {4: 32, 8: 64}[scheme.bits] for scheme in found)
+        return all(scheme is not None and scheme.block <= _EXACT_BLOCKS[scheme.bits] for scheme in found)
 
     @property
     def positions(self) -> int:
@@ -103,12 +104,13 @@ class Plan:
         """How many numbers share a scale, by their bits. It is the same for all backends, so that they compute the same. The CPU reads
         larger blocks of 8 bits faster, if all rows consist of them (docs/decisions.md)."""
         block = max(BACKENDS[name].block for name in self.backends)
-        sources = self.pair.target_sources(positions=1)
-        if self.pair.has_drafter:
-            sources = {**sources, **{f"draft {n}": s for n, s in self.pair.draft_sources(1, positions=1).items()}}
-        inputs = {source.shape[-1] for name, source in sources.items() if is_matrix(name, source)}
-        larger = self.backends == ("cpu",) and all(Scheme(_LARGER_BLOCK, torch.uint8, 8).fits(n) for n in inputs)
-        return {4: block, 8: _LARGER_BLOCK if larger else block}
+        if self.backends != ("cpu",):
+            return {4: block, 8: block}
+        draft = self.pair.draft_sources(1, positions=1) if self.pair.has_drafter else {}
+        sources = [*self.pair.target_sources(positions=1).items(), *draft.items()]
+        larger = Scheme(_EXACT_BLOCKS[8], torch.uint8, 8)
+        fits = all(larger.fits(source.shape[-1]) for name, source in sources if is_matrix(name, source))
+        return {4: block, 8: larger.block if fits else block}
 
     def schemes(self, codes: Codes) -> dict[str, Schemes]:
         """The schemes of the quantized models' matrices."""
@@ -124,8 +126,7 @@ class Plan:
             own = {n: Scheme(CODED_BLOCK, codes.of(held.bits), held.bits, held.zeros) for n, held in coded}
             found["target"] = Schemes(schemes.get(self.others), own, self.joined)
         if self.zeros:
-            own = {"lm_head.weight": schemes["int8"]}
-            found["target"] = Schemes(replace(schemes["int4"], zeros=True), own, self.joined)
+            found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]}, self.joined)
         for name in self.models:
             if embedding := self._embedding(name):
                 chosen = found.get(name, UNQUANTIZED)
@@ -174,8 +175,7 @@ class Plan:
 
     def sources(self, apart: bool = False) -> dict[str, dict[str, Source]]:
         """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``. apart: as if no
-        matrices were joined, by their names in checkpoints.
-        """
+        matrices were joined, by their names in checkpoints."""
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})

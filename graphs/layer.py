@@ -117,18 +117,16 @@ class Attention(nn.Module):
         """inputs: the width of the rows that it reads, H by default."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        _project(self, "qkv_proj", inputs or shape.hidden, self._widths(), shape.qkv_bias, ops, schemes)
+        self.widths = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        _project(self, "qkv_proj", inputs or shape.hidden, self.widths, shape.qkv_bias, ops, schemes)
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden, shape.o_bias, ops, schemes["o_proj.weight"])
         self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.eps, ops) if shape.qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""
-        q, k, v = _projected(self, "qkv_proj", x, self._widths())
+        q, k, v = _projected(self, "qkv_proj", x, self.widths)
         q, k, v = (y.to(dtype) for y in (self._normed(q, self.q_norm), self._normed(k, self.k_norm), v))
         return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
-
-    def _widths(self) -> list[int]:
-        return [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Each head of x [n, heads * head dim] normed, if there is a norm."""

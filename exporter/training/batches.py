@@ -44,7 +44,8 @@ class Features:
         """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head. taps: the layers whose inputs
         are kept besides, see ``graphs.target.Target``."""
         self.text, self.decoder, self.taps = text, decoder, taps
-        self.width: int = decoder.config.hidden_size * (1 + len(taps))
+        self.hidden: int = decoder.config.hidden_size
+        self.width = self.hidden * (1 + len(taps))
         self.states = self.done = None
         self.complete = False
         if folder is not None:
@@ -162,8 +163,9 @@ def batch(text: Text, features: Features, records: Sequence[int], device: str = 
         answer[row, : len(own)] = torch.from_numpy((own & ANSWER) != 0)
         kept[row, : len(own)] = states
     kept = kept.to(device)
-    hidden, taps = kept.split((size := features.width // (1 + len(features.taps)), features.width - size), -1)
-    return Batch(ids.to(device), answer.to(device), hidden, taps if features.taps else hidden, lengths)
+    hidden = kept[..., : features.hidden]
+    read = kept[..., features.hidden :] if features.taps else hidden
+    return Batch(ids.to(device), answer.to(device), hidden, read, lengths)
 
 
 def anchors(batch: Batch, spans: int, depths: int, rng: np.random.Generator) -> Anchors:

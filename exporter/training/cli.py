@@ -131,13 +131,12 @@ def _trained(
         if args.family == EAGLE_3
         else Drafter(shape, heads)
     )
-    taps = drafter.taps if isinstance(drafter, eagle3.Eagle3) else ()
     if not len(usable(text, drafter.depths, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
     if not args.no_hidden_cache:
-        _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(taps)))
-    kept = "-".join(map(str, ("hidden", *taps)))
-    features = Features(None if args.no_hidden_cache else work / kept, text, model.model, taps)
+        _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(drafter.taps)))
+    kept = "-".join(map(str, ("hidden", *drafter.taps)))
+    features = Features(None if args.no_hidden_cache else work / kept, text, model.model, drafter.taps)
     file = work / "state" / "state.pt"
     known = {
         "target": text.target, "family": drafter.family, "serial layers": layers, "heads": heads, "draft vocabulary": args.draft_vocab or model.config.vocab_size,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from ..checkpoints.drafters.eagle3 import official_taps
 from ..checkpoints.families import EAGLE_3
 from .model import Anchors, Attention, Cache, Norm, Serial, SerialLayer
 from .parallel import whole
@@ -17,8 +18,8 @@ Pair = tuple[Tensor, Tensor]  # embedded tokens and features, each [..., H]
 
 
 def usual_taps(layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the official code reads. Of fewer than seven they are not apart: then the last ones."""
-    taps = (2, layers // 2, layers - 3)
+    """Those of the official code. Of fewer than seven layers they are not apart: then the last ones."""
+    taps = official_taps(layers)
     return taps if len({*taps}) == 3 and min(taps) >= 0 else tuple(range(max(0, layers - 3), layers))
 
 
@@ -41,7 +42,7 @@ class WideLayer(SerialLayer):
 
 
 class Eagle3(Serial):
-    """``lm_head`` is the target's, and not trained. taps: see ``graphs.target.Target``.
+    """``lm_head`` is the target's, and not trained.
 
     Every step after the first reads what the step before returned, as in drafting (training-time test, section 3.2), so that the
     features need not be near the target's.

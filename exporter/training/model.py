@@ -105,11 +105,12 @@ class Serial(nn.Module, ABC):
     """Serial layers, whose first step reads what the target has read, and each further one what the step before has drafted.
 
     Parameters are named as in the released checkpoints. config: of the layers. heads: parallel ones. depths: how many positions ahead
-    it is trained to draft.
+    it is trained to draft. taps: see ``graphs.target.Target``.
     """
 
     family: str
     heads = 0
+    taps: tuple[int, ...] = ()
     depths: int
     layers: nn.ModuleList
 

@@ -26,6 +26,11 @@ _TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _UNSUPPORTED = "norm_output", "norm_before_fc"  # of speculators, EAGLE-3.1
 
 
+def official_taps(layers: int) -> tuple[int, ...]:
+    """The layers whose inputs the official code reads of a target of so many layers."""
+    return 2, layers // 2, layers - 3
+
+
 class Eagle3Reader(Reader):
     """fc_bias: whether ``fc`` has a bias. normed: see ``graphs.drafters.eagle3.WideLayer``."""
 
@@ -71,10 +76,8 @@ class Eagle3Reader(Reader):
         elif not said:
             if asked:
                 raise InputError(f"{self.where} does not number its taps, so --taps output says nothing: give their numbers")
-            taps, origin = (
-                (2, layers // 2, layers - 3),
-                f"{self.where} does not say what it reads, and the official code's taps are",
-            )
+            origin = f"{self.where} does not say what it reads, and the official code's taps are"
+            taps = official_taps(layers)
         elif not isinstance(said, list) or not all(is_whole(tap, 0, 1 << 16) for tap in said):
             raise InputError(f"{self.where} has {_TAP_IDS} {shown(said)}, expected a list of layers: give --taps")
         else:
