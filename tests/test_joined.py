@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exporter.cli import main
 from exporter.plan import Plan
 from exporter.weights.joined import joined
 from exporter.weights.source import Coded, Source
@@ -46,8 +47,6 @@ def outputs(bundle: Path) -> tuple[list[np.ndarray], Counter[str]]:
 
 
 def exported(folder: Path, out: str, *flags: str) -> Path:
-    from exporter.cli import main
-
     assert main([*argv(folder, *flags)[:4], "--out", str(folder / out), "--capacity", "64", *numbers(flags)]) == 0
     return folder / out
 
@@ -70,8 +69,6 @@ def test_codes_of_a_checkpoint_too_where_they_are_of_one_kind(tmp_path: Path, mo
     flags = ("--target", str(file), "--weights", "as-is", "--capacity", "64")
     found = []
     for name, joins in (("one", True), ("apart", False)):
-        from exporter.cli import main
-
         monkeypatch.setattr(Plan, "joined", joins)
         assert main([*flags, "--out", str(tmp_path / name)]) == 0
         found.append(outputs(tmp_path / name))

@@ -23,12 +23,12 @@ import runtime
 from exporter.training import cli, loop, losses, start, state, store, target, text
 from exporter.training.batches import SPAN, Features, anchors, batch, usable, wanted
 from exporter.training.conversation import Script, template
-from exporter.training.evaluate import Evaluation, Vocabulary, Walk
+from exporter.training.evaluate import Evaluation, Vocabulary
 from exporter.training.model import Anchors, Drafter
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 from tests.conftest import DEMO
 from tests.limits import full_disk
-from tests.training import SMALL, SOURCE, not_evaluated, write_chat_target, write_source
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_chat_target, write_source
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,11 @@ def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> 
 def trainee(
     loaded: target.Target, written: store.Text, steps: int = 6, rate: float = 2e-3, heads: int = 3
 ) -> tuple[loop.Training, Evaluation]:
-    llama = loaded.model
-    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
-    features = Features(None, written, llama.model)
+    features = Features(None, written, loaded.model.model)
     torch.manual_seed(1)
-    drafter = Drafter(start.config(llama, 2), heads)
-    start.from_target(drafter, llama, written, features)
-    settings = loop.Settings(steps, 384, 4, rate, 2, 0.8, 0.1, 0.5, 0, torch.float32)
-    made = loop.Training(drafter, written, features, embed, Vocabulary(lm_head, None), settings)
-    return made, Evaluation(written, features, embed, lm_head, texts=2, most=24, rows=(4,))
+    drafter = Drafter(start.config(loaded.model, 2), heads)
+    start.from_target(drafter, loaded.model, written, features)
+    return training_of(drafter, loaded, features, steps, rate=rate)
 
 
 def naive(outs: list[Tensor], hidden: Tensor, weight: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,11 +166,7 @@ def test_hidden_states_on_disk_are_the_targets_own(loaded: target.Target, writte
 
 
 def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, written: store.Text) -> None:
-    training, evaluation = trainee(loaded, written, steps=30)
-    before = evaluation(training.drafter, training.vocabulary)
-    while training.step < 30:
-        training.advance()
-    after = evaluation(training.averaged(), training.vocabulary)
+    before, after = before_and_after(*trainee(loaded, written, steps=30))
     assert sum(after.loss) < 0.95 * sum(before.loss)
     assert 1 <= after.tau[4] <= 4
 
@@ -282,27 +274,10 @@ def test_what_comes_out_exports_and_is_lossless(
 def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
     """Tau on a text that the target wrote greedily is what decoding it gains."""
     training, _ = trainee(loaded, written, heads=5)  # as many as the demo pair has, whose traces are there
-    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.drafter.state_dict(), training.vocabulary)
-    bundle = tmp_path / "bundle"
-    sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
-    assert exporter.cli.main([*sources, "--out", str(bundle), "--draft-weights", "none"]) == 0
-    llama = loaded.model
+    walked, decoded = taus(tmp_path, loaded, training, training.drafter)
+    assert walked == pytest.approx(decoded, rel=0.25)
     weights, config = (tmp_path / "drafter" / name for name in ("model.safetensors", "config.json"))
     assert weights.stat().st_mode == config.stat().st_mode  # whoever may read one may read the other
-    with runtime.load(bundle) as loaded:
-        prompt = loaded.encode("import os\n\n\ndef ")
-        session = loaded.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
-        list(session)
-        ids = [*prompt, *session.ids]
-    folder = store.Text(tmp_path / "text", llama.config.vocab_size, "x")
-    with folder.writing():
-        folder.append([(np.array(ids, np.uint32) | store.ANSWER | store.GREEDY, -1)])
-    own = batch(folder, Features(None, folder, llama.model), [0], "cpu")
-    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
-    with torch.no_grad():
-        tokens, cycles = Walk(training.drafter, own, embed, Vocabulary(lm_head, None)).run(8, len(prompt), len(ids))
-    assert tokens == len(ids) - len(prompt) - 1
-    assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
 
 
 @torch.no_grad()

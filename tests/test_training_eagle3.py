@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +10,13 @@ import torch.nn.functional as F
 import exporter.cli
 import exporter.options
 import runtime
-from exporter.training import cli, eagle3, loop, start, state, store, target
+from exporter.training import cli, eagle3, loop, start, store, target
 from exporter.training.batches import Features, batch
-from exporter.training.evaluate import Evaluation, Vocabulary, Walk
+from exporter.training.evaluate import Evaluation
 from exporter.training.model import Anchors
 from tests.conftest import DEMO
 from tests.naive import NaiveEagle3
-from tests.training import SMALL, SOURCE, not_evaluated, write_source
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_source
 
 TAPS = (0, 1, 3)
 
@@ -33,15 +32,10 @@ def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def trainee(loaded: target.Target, written: store.Text, steps: int) -> tuple[loop.Training, Evaluation]:
-    llama = loaded.model
-    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
-    features = Features(None, written, llama.model, TAPS)
     torch.manual_seed(1)
-    drafter = eagle3.Eagle3(start.config(llama, 1), TAPS)
-    eagle3.from_target(drafter, llama)
-    settings = loop.Settings(steps, 384, 4, 2e-3, 2, 0.8, 0.0, 0.5, 0, torch.float32)
-    made = loop.Training(drafter, written, features, embed, Vocabulary(lm_head, None), settings)
-    return made, Evaluation(written, features, embed, lm_head, texts=2, most=24, rows=(4,))
+    drafter = eagle3.Eagle3(start.config(loaded.model, 1), TAPS)
+    eagle3.from_target(drafter, loaded.model)
+    return training_of(drafter, loaded, Features(None, written, loaded.model.model, TAPS), steps, hidden_weight=0.0)
 
 
 def test_taps_of_the_official_code() -> None:
@@ -85,11 +79,7 @@ def test_taps_are_what_enters_the_layers(loaded: target.Target, written: store.T
 
 
 def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, written: store.Text) -> None:
-    training, evaluation = trainee(loaded, written, steps=30)
-    before = evaluation(training.drafter, training.vocabulary)
-    while training.step < 30:
-        training.advance()
-    after = evaluation(training.averaged(), training.vocabulary)
+    before, after = before_and_after(*trainee(loaded, written, steps=30))
     assert sum(after.loss) < 0.8 * sum(before.loss)
     assert all(a < b for a, b in zip(after.loss, before.loss, strict=True))
     assert 1 <= after.tau[4] <= 4
@@ -120,23 +110,8 @@ def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, w
     training, _ = trainee(loaded, written, steps=8)
     while training.step < 8:
         training.advance()
-    state.write_checkpoint(tmp_path / "drafter", training.drafter, training.average, training.vocabulary)
-    sources = ["--ckpt", str(tmp_path / "drafter"), "--target", str(DEMO / "target")]
-    assert exporter.cli.main([*sources, "--out", str(tmp_path / "bundle"), "--draft-weights", "none"]) == 0
-    llama = loaded.model
-    with runtime.load(tmp_path / "bundle") as model:
-        prompt = model.encode("import os\n\n\ndef ")
-        session = model.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
-        list(session)
-        ids = [*prompt, *session.ids]
-    folder = store.Text(tmp_path / "text", llama.config.vocab_size, "x")
-    with folder.writing():
-        folder.append([(np.array(ids, np.uint32) | store.ANSWER | store.GREEDY, -1)])
-    own = batch(folder, Features(None, folder, llama.model, TAPS), [0], "cpu")
-    with torch.no_grad():
-        tokens, cycles = Walk(training.averaged(), own, training.embed, training.vocabulary).run(8, len(prompt), len(ids))
-    assert tokens == len(ids) - len(prompt) - 1
-    assert tokens / cycles == pytest.approx(session.stats.tau, rel=0.25)
+    walked, decoded = taus(tmp_path, loaded, training, training.averaged())
+    assert walked == pytest.approx(decoded, rel=0.25)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from exporter.training import store, target
-from exporter.training.evaluate import Score
+import exporter.cli
+import runtime
+from exporter.training import loop, state, store, target
+from exporter.training.batches import Features, batch
+from exporter.training.evaluate import Evaluation, Score, Vocabulary, Walk
+from exporter.training.model import Serial
 from tests.conftest import DEMO
 
 SOURCE = Path(shlex.__file__)  # a file of our own would change what the tests train on with every edit
@@ -36,3 +41,43 @@ def write_source(folder: Path, loaded: target.Target) -> store.Text:
     with made.writing():
         made.append([(ids[begin : begin + 96], -1) for begin in range(0, len(ids), 96)])
     return made
+
+
+def training_of(
+    drafter: Serial, loaded: target.Target, features: Features, steps: int, hidden_weight: float = 0.1, rate: float = 2e-3
+) -> tuple[loop.Training, Evaluation]:
+    """Small steps on the features' text, and their measure on a part of it."""
+    llama, text = loaded.model, features.text
+    embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
+    settings = loop.Settings(steps, 384, 4, rate, 2, 0.8, hidden_weight, 0.5, 0, torch.float32)
+    made = loop.Training(drafter, text, features, embed, Vocabulary(lm_head, None), settings)
+    return made, Evaluation(text, features, embed, lm_head, texts=2, most=24, rows=(4,))
+
+
+def before_and_after(training: loop.Training, evaluation: Evaluation) -> tuple[Score, Score]:
+    """Scores before the steps that are left, and after them."""
+    before = evaluation(training.drafter, training.vocabulary)
+    while training.step < training.settings.steps:
+        training.advance()
+    return before, evaluation(training.averaged(), training.vocabulary)
+
+
+def taus(folder: Path, loaded: target.Target, training: loop.Training, drafter: Serial) -> tuple[float, float]:
+    """The tau of a walk along a text that the demo target wrote greedily, and that of decoding it with an export of the drafter."""
+    state.write_checkpoint(folder / "drafter", drafter, drafter.state_dict(), training.vocabulary)
+    sources = ["--ckpt", str(folder / "drafter"), "--target", str(DEMO / "target")]
+    assert exporter.cli.main([*sources, "--out", str(folder / "bundle"), "--draft-weights", "none"]) == 0
+    llama = loaded.model
+    with runtime.load(folder / "bundle") as model:
+        prompt = model.encode("import os\n\n\ndef ")
+        session = model.generate(prompt, max_new_tokens=40, lookup=False, rows=8)
+        list(session)
+        ids = [*prompt, *session.ids]
+    text = store.Text(folder / "text", llama.config.vocab_size, "x")
+    with text.writing():
+        text.append([(np.array(ids, np.uint32) | store.ANSWER | store.GREEDY, -1)])
+    own = batch(text, Features(None, text, llama.model, drafter.taps), [0], "cpu")
+    with torch.no_grad():
+        tokens, cycles = Walk(drafter, own, training.embed, training.vocabulary).run(8, len(prompt), len(ids))
+    assert tokens == len(ids) - len(prompt) - 1
+    return tokens / cycles, session.stats.tau
