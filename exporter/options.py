@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("sources and output")
     files.add_argument(
         "--ckpt",
-        help="drafter, Gumiho's or EAGLE's (-1, -2 and -3): a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
+        help="drafter, Gumiho's, EAGLE's (-1, -2 and -3) or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
         "then decodes plainly and by prompt lookup)",
     )
     files.add_argument(
@@ -181,14 +181,14 @@ def require_drafter(args: argparse.Namespace) -> None:
 
 
 def open_pair(args: argparse.Namespace) -> "Pair":
-    from .checkpoints.checkpoint import Checkpoint
+    from .checkpoints.drafters import open_drafter
     from .checkpoints.hub import target_of
     from .checkpoints.lone_target import LoneTarget
     from .checkpoints.pair import Pair
     from .checkpoints.target import target_checkpoint
 
     target = target_checkpoint(args.target or target_of(args.ckpt))
-    return LoneTarget(target) if args.ckpt is None else Pair(target, Checkpoint(args.ckpt, "drafter"), _overrides(args))
+    return LoneTarget(target) if args.ckpt is None else Pair(target, open_drafter(args.ckpt), _overrides(args))
 
 
 def _overrides(args: argparse.Namespace) -> "Overrides":
@@ -208,6 +208,7 @@ def _overrides(args: argparse.Namespace) -> "Overrides":
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
     """Sets a pair's draft vocabulary as the options say. Raises GumihoError for impossible options."""
     from .checkpoints.draft_vocabulary import frequent, require_size
+    from .checkpoints.families import EAGLE_3
     from .plan import eos_token_ids
 
     size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
@@ -217,7 +218,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
                 "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
             )
         return
-    if pair.reader.own_head:
+    if pair.family == EAGLE_3:
         raise GumihoError(
             f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave --draft-vocab out"
         )

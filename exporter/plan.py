@@ -86,7 +86,7 @@ class Plan:
     @property
     def positions(self) -> int:
         """Rows of the rotary tables."""
-        return tables(self.trace_specs, self.tree, self.capacity)
+        return tables(self.trace_specs, self.tree, self.capacity, self.pair.ahead)
 
     @property
     def codes(self) -> tuple[Codes, ...]:

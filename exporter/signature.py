@@ -33,11 +33,13 @@ def signature(
     symbolic rows has the input ``wanted``, unless ``sizes`` names that axis.
     """
     sizes = sizes or {}
-    attention = module.layers[0].self_attn
     layers = len(module.layers)
     block = module.ops.block
     positions, symbolic = (3 * block, {2: "positions"}) if block else (module.capacity, {})
-    past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
+    past = list[Tensor]()
+    if layers:
+        attention = module.layers[0].self_attn
+        past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
     cached: list[Input] = [(n, t, symbolic) for n, t in zip(_names("past", layers), past, strict=True)]
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
 
@@ -102,4 +104,6 @@ def arguments(module: nn.Module, values: Mapping[str, Any]) -> list[Any]:
             taken[name] = value
     if isinstance(module, Target) and not isinstance(module, SharedTarget):
         taken = {"tokens": None, "depth": None, "mask": None, "wanted": None} | taken  # the module's order
+    if isinstance(module, Drafter):
+        taken.setdefault("caches", [])
     return list(taken.values())

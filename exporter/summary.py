@@ -46,14 +46,19 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
 
 
 def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
-    from .checkpoints.families import GUMIHO
+    from .checkpoints.families import EAGLE, GUMIHO, HYDRA, MEDUSA, SMALL
 
-    gumiho = pair.family == GUMIHO
-    kind = f"{pair.draft_shape.layers} serial layers and {pair.heads} heads" if gumiho else "an EAGLE"
-    if pair.taps:
-        kind = f"an EAGLE-3 that reads what enters layers {', '.join(map(str, pair.taps))}"
+    layers, gumiho = pair.draft_shape.layers, pair.family == GUMIHO
+    kind = {
+        GUMIHO: f"{layers} serial layers and {pair.heads} heads",
+        EAGLE: "an EAGLE",
+        SMALL: f"a small model of {layers} layers",
+        MEDUSA: f"a Medusa of {pair.heads} heads",
+        HYDRA: f"a Hydra{'++' * layers} of {pair.reader.levels} heads",
+    }.get(pair.family) or f"an EAGLE-3 that reads what enters layers {', '.join(map(str, pair.taps))}"
     if tree.paths:
-        shape = f"the best of the {len(tree.paths)} paths of EAGLE-1"
+        of = "EAGLE-1" if pair.family == EAGLE else "Medusa's code"
+        shape = f"the best of the {len(tree.paths)} paths of {of}"
     else:
         shape = f"beam {tree.beam}, top-k {tree.top_k}" + (f", head top-k {tree.head_top_k}" if gumiho else "")
     official = ", built as by the official code" if tree.reference else ""

@@ -3,13 +3,14 @@
 import argparse
 from dataclasses import dataclass, replace
 
-from graphs.static_trees import EAGLE_1
+from graphs.static_trees import EAGLE_1, MEDUSA
 from graphs.tree import Path, TreeConfig, default_beam, default_depth
 from runtime.errors import GumihoError, InputError
 
 from . import precision
 from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
-from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO
+from .checkpoints import families
+from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, SMALL
 from .checkpoints.pair import Pair
 
 _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
@@ -28,11 +29,14 @@ class _Family:
 
 
 # EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows; EAGLE-3 depth 8 (arXiv 2406.16858; arXiv 2503.01840,
-# appendix A).
+# appendix A). Small models are drafted with as chains elsewhere; here they grow EAGLE's trees, since their lm_head has the tokens anyway.
 _FAMILIES = {
     GUMIHO: _Family(2, 14, 14),
     EAGLE: _Family(6, 10, 10, wide=True, static=EAGLE_1),
     EAGLE_3: _Family(8, 10, 10, wide=True),
+    SMALL: _Family(8, 10, 10, wide=True),
+    families.MEDUSA: _Family(0, 10, 10, static=MEDUSA),
+    HYDRA: _Family(8, 10, 10, wide=True, static=MEDUSA),
 }
 
 
@@ -59,17 +63,25 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         return _static(args, pair, family)
     if chain and (args.top_k or args.head_top_k or args.beam):
         raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
-    usual = usual_tree(pair.family, rows, pair.heads, args.serial_steps)
-    serial = args.serial_steps or (family.serial_steps if reference else usual.serial_steps)
+    levels = pair.reader.levels or family.serial_steps
+    if args.serial_steps and (not family.serial_steps or (pair.reader.levels and args.serial_steps > levels)):
+        raise GumihoError(
+            f"--serial-steps is {args.serial_steps} and drafter '{pair.drafter.source}' has {levels}: "
+            + (f"give at most {levels}" if levels else "leave it out")
+        )
+    usual = usual_tree(pair.family, rows, pair.heads, args.serial_steps, levels)
+    serial = args.serial_steps or (levels if reference else usual.serial_steps)
     if args.heads is not None:
         heads = args.heads
-    elif serial < 2:
+    elif serial == 1:
         heads = 0
     else:
         heads = pair.heads if reference or chain else usual.heads
+    if not serial and not heads:
+        raise GumihoError(f"--heads is 0, and drafter '{pair.drafter.source}' has nothing else: give 1 to {pair.heads}")
     if heads > pair.heads:
         raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
-    if heads and serial < 2:
+    if heads and serial == 1:
         raise GumihoError(
             f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
         )
@@ -81,23 +93,30 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
     return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, usual.wide).fitted(pair.drafted)
 
 
-def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = None) -> TreeConfig:
-    """The tree of a family's drafter with so many heads, where no option says otherwise. serial_steps: None for as many as are worth it."""
+def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = None, levels: int = 64) -> TreeConfig:
+    """The tree of a family's drafter with so many heads, where no option says otherwise. serial_steps: None for as many as are worth it, of
+    at most ``levels``."""
     own = _FAMILIES[family]
-    serial = serial_steps or min(own.serial_steps, default_depth(rows))
+    serial = serial_steps or min(own.serial_steps, levels, default_depth(rows))
     heads = min(heads, max(0, default_depth(rows) - serial))
     return TreeConfig(rows, serial, heads, own.top_k, 35, default_beam(rows, own.beam), wide=own.wide)
 
 
 def _static(args: argparse.Namespace, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
-        raise InputError(f"--policy static is for EAGLE-1, and drafter '{pair.drafter.source}' is none: leave it out")
+        raise InputError(
+            f"--policy static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
+        )
     if args.serial_steps or args.heads or args.top_k or args.head_top_k or args.beam:
         raise InputError(
             "--policy static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
         )
-    tree = TreeConfig.static(family.static).fitted(pair.drafted)
-    return tree if args.rows is None else replace(tree, rows=min(args.rows, tree.rows))
+    if pair.family == EAGLE:
+        tree = TreeConfig.static(family.static).fitted(pair.drafted)
+        return tree if args.rows is None else replace(tree, rows=min(args.rows, tree.rows))
+    deepest = pair.heads or pair.reader.levels or 0
+    paths = [path for path in family.static if len(path) <= deepest][: None if args.rows is None else args.rows - 1]
+    return TreeConfig.static(paths, pair.heads > 0).fitted(pair.drafted)
 
 
 def _rows(args: argparse.Namespace) -> int:

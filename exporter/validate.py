@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
+from graphs.token_digits import digits_of
 from runtime.decoding.decoder import Decoder
 from runtime.model import load
 
@@ -50,7 +51,9 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     outputs = llama.model(ids[None], output_hidden_states=bool(plan.pair.taps))
     hidden = outputs.last_hidden_state[0]
     logits = llama.lm_head(hidden)
-    if plan.pair.taps:  # the last of transformers' is normed
+    if plan.pair.digits:
+        hidden = digits_of(ids)
+    elif plan.pair.taps:  # the last of transformers' is normed
         entering = [*outputs.hidden_states[:-1], *before_norm]
         hidden = torch.cat([entering[tap][0] for tap in plan.pair.taps], dim=-1)
         if plan.dtype == torch.bfloat16:  # the graph's are fp16
@@ -102,7 +105,9 @@ def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
 
 def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
     """The scores of the tree after ``ids``, fp32 [rows], drafted from transformers' hidden rows [len(ids), features]."""
-    module = plan.pair.modules(plan.tree, plan.capacity, plan.positions, schemes=plan.schemes(plan.codes[0]))["draft"]
+    module = plan.pair.modules(plan.tree, plan.capacity + plan.pair.ahead, plan.positions, schemes=plan.schemes(plan.codes[0]))[
+        "draft"
+    ]
     assert isinstance(module, Drafter)
     state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}
     module.load_state_dict(

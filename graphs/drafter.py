@@ -1,4 +1,4 @@
-"""What drafters with serial layers have in common: they read accepted tokens, then grow a tree one serial step after another."""
+"""What drafters have in common: they read accepted tokens, then grow a tree."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,39 +10,53 @@ from torch import Tensor, nn
 from .dialects.plain import Cache, Past, Plain
 from .dialects.quantization import EMBEDDING, Schemes
 from .layer import Embedding, Layer, Linear, LlamaShape, Rotary
-from .tree import TreeConfig, grow
+from .tree import Step, TreeConfig, grow
 
 
 class Drafter(nn.Module):
     """The drafter of a pair; ``graphs.drafters`` has one for each family. Without a tree it only extends its caches.
 
-    features: how many numbers of a row of the target it reads, the width of the target's output ``hidden``.
+    features: how many numbers of a row of the target it reads, the width of the target's output ``hidden``. ahead: rows that a pass reads
+    behind the accepted ones, whose keys and values the next pass computes again.
     """
 
     features: int
+    ahead = 0
     token_ids: nn.Parameter | None
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, layers: Sequence[Layer], ops: type[Plain],
-        schemes: Schemes, trimmed: int | None,
+        schemes: Schemes, trimmed: int | None, embeds: bool = True, one_head: bool = True,
     ) -> None:  # fmt: skip
-        """shape: that of the serial layers. tree: None for the graph that only extends the caches. schemes: how its matrices are
+        """shape: that of the layers. tree: None for the graph that only extends the caches. schemes: how its matrices are
         quantized, by parameter name. trimmed: size of the draft vocabulary, or None if the drafter may propose every token; lm_head has a
-        row for each of its tokens, whose ids are ``token_ids``, int64 [trimmed].
+        row for each of its tokens, whose ids are ``token_ids``, int64 [trimmed]. embeds: whether it reads tokens. one_head: whether it has one
+        lm_head, and not one for each level.
         """
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
-        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
-        self.rotary = Rotary(positions, shape.head_dim)
+        if embeds:
+            self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
+        if layers:
+            self.rotary = Rotary(positions, shape.head_dim)
         self.layers: Sequence[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
         if tree:
-            self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, schemes["lm_head.weight"])
+            if one_head:
+                self.lm_head = Linear(shape.hidden, trimmed or shape.vocabulary, False, ops, schemes["lm_head.weight"])
             ids = nn.Parameter(torch.empty(trimmed, dtype=torch.int64), requires_grad=False) if trimmed else None
             self.register_parameter("token_ids", ids)
 
     def read(self, hidden: Tensor) -> Tensor:
         """What a serial step reads of the target's rows, instead of what the step before it returned. hidden: [n, features] -> [n, H]."""
         return hidden
+
+    def accepted(self, tokens: Tensor, rows: Tensor) -> Any:
+        """What the first layer takes of the accepted rows. tokens: int64 [A]; rows: [A, features] -> A + ``ahead`` rows."""
+        return self.fuse(tokens, self.read(rows))
+
+    def begin(self, pending: Tensor, row: Tensor) -> Tensor:
+        """What level 1 is drafted from. pending: int64 [1]; row: [1, H], what the last layer made of it."""
+        return row
 
     @abstractmethod
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Any:
@@ -66,26 +80,31 @@ class Drafter(nn.Module):
         of the serial layers, layer by layer, each [1, kv heads, S, d]. Returns the outputs of ``tree.grow`` if it has a tree,
         then the keys and values that the dialect's ``attend`` returns.
         """
-        row = torch.arange(tokens.shape[0], device=tokens.device)
-        position = past_length + row
-        attention_mask = self.ops.attention_mask(None, position, past_length, caches[0])
-        x = self.fuse(tokens, self.read(self.ops.gather(hidden, path)))
+        row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
+        position, read = past_length + row, count + self.ahead
+        attention_mask = self.ops.attention_mask(None, position, past_length, caches[0]) if self.layers else None
+        x = self.accepted(tokens, self.ops.gather(hidden, path))
         present: list[Tensor] = []
         pasts: list[Past] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):
             rows = layer.project(x, self.rotary, position, key.dtype)
             attended, *written = self.ops.attend(rows, (key, value), past_length, attention_mask)
             x = layer.finish(x, attended)
-            present += written
-            pasts.append(Past((key, value), past_length, (written[0], written[1]), count))
+            present += [new[:, :, : tokens.shape[0]] for new in written] if self.ops.appends and self.ahead else written
+            pasts.append(Past((key, value), past_length, (written[0], written[1]), read))
         if self.tree is None:
             return tuple(present)
 
-        length = past_length + count
+        pending, last = self.ops.gather(tokens, count - 1), self.ops.gather(x, read - 1)
+        y, step = self.begin(pending, last), self.step_behind(past_length + read, pasts)
+        return *grow(self.tree, pending, y, self.log_probs, step, self.head_log_probs, self.token_ids, self.ops), *present
+
+    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
+        """A serial step. Its keys and values are not written to the caches, as they are only needed in this cycle. length: int64 [1], the
+        positions that the layers have read."""
         drafted: list[list[Cache]] = [[] for _ in self.layers]
 
         def step(tokens: Tensor, hidden: Tensor, visible: Tensor) -> Tensor:
-            """A serial step. Its keys and values are not written to the cache, as they are only needed in this cycle."""
             x = self.fuse(tokens, hidden)
             position = (length + len(drafted[0])).expand(tokens.shape[0])
             for layer, past, uncached in zip(self.layers, pasts, drafted, strict=True):
@@ -95,6 +114,4 @@ class Drafter(nn.Module):
                 x = layer.finish(x, attended)
             return x
 
-        last = count - 1
-        pending, y = self.ops.gather(tokens, last), self.ops.gather(x, last)
-        return *grow(self.tree, pending, y, self.log_probs, step, self.head_log_probs, self.token_ids, self.ops), *present
+        return step

@@ -55,6 +55,11 @@ class Linear(nn.Module):
         self.weight, self.scale, self.zero = matrix((outputs, inputs), scheme)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that it takes."""
+        return self.weight.dtype if self.scale is None else self.scale.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, inputs] -> [n, outputs]."""
         return self.ops.linear(x, self.weight, self.scale, self.bias, self.zero)

@@ -52,7 +52,7 @@ class SharedTarget(Target):
             x = layer.finish(x, join_heads(attended))
             entering.append(x)
             present += written
-        return *self.outputs(entering, wanted, caches[0].dtype), *present
+        return *self.outputs(tokens, entering, wanted, caches[0].dtype), *present
 
 
 def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .dialects.plain import Plain
 from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from .layer import Embedding, Layer, Linear, LlamaShape, Norm, Rotary
+from .token_digits import digits_of
 
 _LARGEST_SUM = 3e38  # just below the largest fp32
 _LARGEST_HALF = 65504.0  # of fp16
@@ -31,15 +32,16 @@ class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
     schemes: how its matrices are quantized, by parameter name. taps: the layers whose inputs the drafter reads, 0 to L, where L stands
-    for the last layer's output before the final norm; none if it reads the rows after that norm.
+    for the last layer's output before the final norm; none if it reads the rows after that norm. digits: whether it reads the rows'
+    tokens instead, as ``token_digits``.
     """
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
-        taps: tuple[int, ...] = (),
+        taps: tuple[int, ...] = (), digits: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.capacity, self.ops, self.taps = capacity, ops, taps
+        self.capacity, self.ops, self.taps, self.digits = capacity, ops, taps, digits
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -54,8 +56,8 @@ class Target(nn.Module):
 
         tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all; past_length: int64
         [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns
-        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm or
-        [R, taps * H], and the keys and values that the dialect's ``attend`` returns.
+        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm,
+        [R, taps * H] or [R, digits], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
@@ -67,13 +69,17 @@ class Target(nn.Module):
             x = layer.finish(x, attended)
             entering.append(x)
             present += written
-        return *self.outputs(entering, wanted, caches[0].dtype), *present
+        return *self.outputs(tokens, entering, wanted, caches[0].dtype), *present
 
-    def outputs(self, entering: Sequence[Tensor], wanted: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def outputs(
+        self, tokens: Tensor, entering: Sequence[Tensor], wanted: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """``choice``, ``logits`` and ``hidden``. entering: what each layer takes, [R, H], and what the last one returns."""
         normed = self.norm(entering[-1])
         read = normed if wanted is None else self.ops.gather(normed, wanted)
         logits = self.lm_head(read).to(dtype)
+        if self.digits:
+            return choose(logits, read), logits, digits_of(tokens).to(dtype)
         rows = torch.cat([entering[tap] for tap in self.taps], dim=-1) if self.taps else normed
         hidden = rows.to(dtype)
         if self.taps and rows.dtype == torch.bfloat16 and dtype == torch.float16:

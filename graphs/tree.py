@@ -30,7 +30,7 @@ Path = tuple[int, ...]  # ranks
 class TreeConfig:
     """The shape of the draft tree (paper, section 3.3; reference code, ``topK_genrate``).
 
-    rows: R, root included. serial_steps: levels drafted by the serial layers. heads: levels drafted by the heads. top_k:
+    rows: R, root included. serial_steps: levels drafted by the serial layers, 0 or, beside heads, 2 or more. heads: levels drafted by the heads. top_k:
     tokens tried per serial node, and nodes of a serial level. head_top_k: tokens tried per path and head. beam: nodes of a
     serial level that are expanded by the next serial step or the heads; the drafter's cost grows with it.
     reference: reproduces the official code, which differs from the paper in two ways (the siblings of a serial step attend
@@ -50,11 +50,13 @@ class TreeConfig:
     paths: tuple[Path, ...] = ()
 
     @staticmethod
-    def static(paths: Sequence[Path]) -> "TreeConfig":
-        """A tree of fixed paths without heads. Each path's parent is one of them, or the root."""
-        steps, top_k = max(map(len, paths)), 1 + max(map(max, paths))
+    def static(paths: Sequence[Path], heads: bool = False) -> "TreeConfig":
+        """A tree of fixed paths. Each path's parent is one of them, or the root. heads: whether heads draft all levels, instead of serial
+        steps."""
+        levels, top_k = max(map(len, paths)), 1 + max(map(max, paths))
         expanded = Counter(len(parent) for parent in {path[:-1] for path in paths})
-        return TreeConfig(1 + len(paths), steps, 0, top_k, 1, beam=max(expanded.values()), paths=tuple(paths))
+        steps = (0, levels) if heads else (levels, 0)
+        return TreeConfig(1 + len(paths), *steps, top_k, top_k if heads else 1, beam=max(expanded.values()), paths=tuple(paths))
 
     def static_level(self, depth: int) -> list[Path]:
         """The paths of one level, those first that have children."""
@@ -74,9 +76,11 @@ class TreeConfig:
         return min(self.head_top_k, self.rows - depth) if self.reference else self.rows - depth
 
     def expanded_nodes(self, depth: int) -> int:
-        """How many nodes of serial level ``depth`` are expanded: only those that can be chosen together with a child."""
+        """How many nodes of serial level ``depth`` are expanded: only those that can be chosen together with a child. Level 0 is the root."""
         if self.paths:
             return len({path[:-1] for path in self.static_level(depth + 1)})
+        if depth == 0:
+            return 1
         return min(self.beam, self.level_size(depth), self.top_k if self.reference else self.rows - 1 - depth)
 
     def tokens_per_node(self, depth: int) -> int:
@@ -97,7 +101,7 @@ class TreeConfig:
     def fitted(self, vocabulary: int) -> "TreeConfig":
         """The same tree, with tokens per node and rows limited to the number of candidates."""
         if self.paths:
-            whole = TreeConfig.static([path for path in self.paths if max(path) < vocabulary])
+            whole = TreeConfig.static([path for path in self.paths if max(path) < vocabulary], self.heads > 0)
             return replace(whole, rows=min(self.rows, whole.rows))
         small = replace(self, top_k=min(self.top_k, vocabulary), head_top_k=min(self.head_top_k, vocabulary))
         candidates = sum(small.level_size(d) for d in range(1, small.depth + 1))
@@ -119,7 +123,8 @@ def default_depth(rows: int) -> int:
 
 # (tokens [k], parents' hidden [k, H], attention mask over the serial rows bool [k, n]) -> y [k, H]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and the number of heads -> log-probabilities [heads, P, V]
+# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and the number of heads -> log-probabilities [heads, P, V]. Without serial
+# steps both are the pending token and what ``grow`` is given.
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -169,16 +174,18 @@ def grow(
         parents = torch.arange(options.shape[0], device=device)[:, None].expand_as(options).reshape(-1)
         return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
 
-    # Level 1: the best tokens of the serial step that has just read the accepted tokens.
-    score, token = ops.top_k(log_probs(hidden), tree.tokens_per_node(1))
-    if tree.paths:
-        score, token, _ = select(score, token, 1)
-    else:
-        score, token = score[0], target_id(token[0])
-    nodes.add(token, score, torch.zeros_like(token), 1)
     # Index of the level's first node, and the hidden row that drafted each token.
-    first, drafted_by = 1, hidden.expand(token.shape[0], -1)
-    previous: tuple[Tensor, Tensor] | None = None
+    first, token, score, drafted_by = 0, pending, nodes.score[0], hidden
+    if tree.serial_steps:  # level 1: the best tokens of the serial step that has just read the accepted tokens
+        score, token = ops.top_k(log_probs(hidden), tree.tokens_per_node(1))
+        if tree.paths:
+            score, token, _ = select(score, token, 1)
+        else:
+            score, token = score[0], target_id(token[0])
+        nodes.add(token, score, torch.zeros_like(token), 1)
+        first, drafted_by = 1, hidden.expand(token.shape[0], -1)
+    previous: tuple[Tensor, Tensor] = token, drafted_by
+    origin = torch.zeros_like(token)
     visible = torch.zeros(token.shape[0], 0, dtype=torch.bool, device=device)
 
     for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
@@ -197,13 +204,12 @@ def grow(
         origin = torch.arange(token.shape[0], device=device) if tree.reference else parent
 
     if tree.depth > tree.serial_steps:
-        assert previous is not None
         width, count = tree.expanded_nodes(tree.serial_steps), tree.depth - tree.serial_steps
         pair = origin[:width]
         first_token, first_hidden = ops.gather(previous[0], pair), ops.gather(previous[1], pair)
         log_p, tokens = ops.top_k(
             heads(first_token, first_hidden, token[:width], drafted_by[:width], count),
-            tree.tokens_per_node(tree.serial_steps + 1),
+            max(tree.tokens_per_node(depth) for depth in range(tree.serial_steps + 1, tree.depth + 1)),
         )
         score, path = score[:width], torch.arange(width, device=device)
         size = token.shape[0]

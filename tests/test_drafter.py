@@ -131,14 +131,19 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
     return run
 
 
-def cycles(run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vocabulary: int, seed: int) -> None:
+def cycles(
+    run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vocabulary: int, seed: int,
+    rows_of: Callable[[list[int]], Tensor] | None = None,
+) -> None:  # fmt: skip
     """A prompt, then cycles that accept paths of different length, whose rows lie scattered in the target's output.
 
-    Half of the cycles are padded: more tokens than ``count`` says, of which the tree must know nothing.
+    Half of the cycles are padded: more tokens than ``count`` says, of which the tree must know nothing. rows_of: what the drafter reads of
+    the target at the positions of a text, instead of random rows.
     """
     draw = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     hidden = torch.zeros(0, hidden_size)
+    first = int(torch.randint(0, vocabulary, (1,), generator=draw)) if rows_of else 0
     for cycle, count in enumerate((9, 1, 3, min(8, tree.rows), 2)):
         padding = 2 * (cycle % 2)
         buffer = torch.randn(max(tree.rows, count) + padding, hidden_size, generator=draw)
@@ -148,6 +153,8 @@ def cycles(run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vo
         path[:count] = path[torch.randperm(count, generator=draw)].sort().values
         after = torch.randint(0, vocabulary, (count + padding,), generator=draw)
         past = torch.tensor([len(tokens)])
+        if rows_of:
+            buffer[path[:count]] = rows_of([first, *tokens, *after[: count - 1].tolist()])[-count:]
         found = run(after, buffer, path, torch.tensor([count]), past)
         tokens += after[:count].tolist()
         hidden = torch.cat((hidden, buffer[path[:count]]))

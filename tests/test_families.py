@@ -85,17 +85,15 @@ def test_gumiho_has_no_static_tree(gumiho: list[str], capsys: pytest.CaptureFixt
     assert "--policy static is for EAGLE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "family"), [
-    ("0.0.linear.weight", "Medusa"), ("medusa_head.0.0.linear.weight", "Medusa"), ("hydra_mlp.0.0.linear.weight", "Hydra"),
-])  # fmt: skip
-def test_other_families_are_refused_by_name(
-    eagle: list[str], name: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["speculator.emb.0.weight", "0.0.linears.weight"])
+def test_other_families_are_refused_by_their_tensors(
+    eagle: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(eagle[1], tmp_path / "drafter")
     torch.save({name: torch.zeros(2, 2)}, tmp_path / "drafter" / "pytorch_model.bin")
     argv = ["--ckpt", str(tmp_path / "drafter"), *eagle[2:], "--out", str(tmp_path / "out")]
     assert main(argv) == 1
-    assert f"is of the family {family}, by its tensor '{name}', which is not supported" in capsys.readouterr().err
+    assert f"is of no family that is known, by its tensors ('{name}' and others)" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_it_found(eagle: list[str], gumiho: list[str], capsys: pytest.CaptureFixture[str]) -> None:

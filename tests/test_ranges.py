@@ -30,6 +30,7 @@ STEPS = (
     "{o}a, {o} = TopK <axis = 0> ({x}, size)",
     "{o}a = Cast <to = 1> ({x}) {o}b = Mul({o}a, {f}) {o} = Cast <to = 7> ({o}b)",
     "{o}a = Cast <to = 10> ({x}) {o} = Cast <to = 7> ({o}a)",
+    "{o}a = Cast <to = 1> ({x}) {o}b = Mul({o}a, {f}) {o}c = Clip({o}b, {low}, {high}) {o}e = Floor({o}c) {o} = Cast <to = 7> ({o}e)",
 )
 
 
@@ -41,11 +42,12 @@ def graphs(draw: st.DrawFn) -> tuple[ir.Model, int]:
     for i in range(draw(st.integers(1, 6))):
         x, y = (draw(st.sampled_from(values)) for _ in "xy")
         constant, factor = draw(st.sampled_from(["two", "minus", "many"])), draw(st.sampled_from(["half", "three"]))
-        body += " " + draw(st.sampled_from(STEPS)).format(x=x, y=y, c=constant, f=factor, o=f"v{i}")
+        low, high = (draw(st.sampled_from(["half", "three", "none", "most"])) for _ in range(2))
+        body += " " + draw(st.sampled_from(STEPS)).format(x=x, y=y, c=constant, f=factor, o=f"v{i}", low=low, high=high)
         values.append(f"v{i}")
     constants = (
         f"int64[1] axis = {{0}}, int64[1] axis1 = {{1}}, int64[1] end = {{{n + 1}}}, int64[1] size = {{{n}}}, int64 two = {{2}}, "
-        "int64 minus = {-3}, int64 many = {4096}, float half = {0.5}, float three = {3.0}, "
+        "int64 minus = {-3}, int64 many = {4096}, float half = {0.5}, float three = {3.0}, float none = {0.0}, float most = {16777216.0}, "
         f"int64[{n}] backward = {{{', '.join(map(str, reversed(range(n))))}}}"
     )
     ends = ", ".join(f"int64[{n}] {name}" for name in values[2:])
@@ -68,7 +70,7 @@ def _cast(x: np.ndarray, to: int) -> np.ndarray:
 
 
 NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Max": np.maximum, "Neg": np.negative, "Less": np.less,
+    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Max": np.maximum, "Clip": lambda x, low, high: np.minimum(np.maximum(x, low), high), "Floor": np.floor, "Neg": np.negative, "Less": np.less,
     "Equal": np.equal, "Where": np.where,
     "Gather": lambda x, i: x[i.astype(int)],
     "ReduceSum": lambda x, _: x.sum(keepdims=True, dtype=np.float32),

@@ -58,6 +58,15 @@ def _constant(value: ir.Value) -> Range | None:
     return int(numbers.min()), int(numbers.max())
 
 
+def _clipped(value: ir.Value | None) -> Range | None:
+    """The range of a float that is clipped to whole constants."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "Clip" or len(node.inputs) < 3:
+        return None
+    low, high = (_constant(bound) if bound is not None else None for bound in node.inputs[1:3])
+    return _hull(low, high) if low and high else None
+
+
 def _output_ranges(node: ir.Node, ranges: Mapping[ir.Value, Range], shapes: Mapping[ir.Value, Shape]) -> list[Range | None]:
     """The range of each output of a node, None if it may not be a whole number."""
     if node.op_type == "Constant":
@@ -69,6 +78,8 @@ def _output_ranges(node: ir.Node, ranges: Mapping[ir.Value, Range], shapes: Mapp
         # Includes partial sums, of one term up to all.
         count, a = prod(first) // max(1, prod(shapes[node.outputs[0]])), ranges[node.inputs[0]]
         return [_hull(a, (count * a[0], count * a[1]))]
+    if node.op_type == "Floor":
+        return [_clipped(node.inputs[0])]
     result = None
     if node.op_type in _RULES:
         inputs, rule = _RULES[node.op_type]

@@ -127,7 +127,7 @@ def trace_spec(
     products that sum every row in the same order.
     """
     spec = BACKENDS[backend]
-    dialect, drafter = spec.dialect, ("draft", "extend") if pair.has_drafter else ()
+    dialect, drafter = spec.dialect, ("draft",) * pair.has_drafter + ("extend",) * (pair.has_drafter and pair.stateful)
     if not spec.static:
         # ONNX Runtime's GroupQueryAttention rotates head sizes in steps of 16 only.
         shapes = (pair.target_shape, pair.draft_shape) if pair.has_drafter else (pair.target_shape,)
@@ -139,7 +139,7 @@ def trace_spec(
         return TraceSpec(
             target_dialect,
             drafting,
-            capacity,
+            capacity + pair.ahead,
             min(_CHUNK, capacity),
             False,
             False,
@@ -151,7 +151,7 @@ def trace_spec(
     shared = bound or spec.profiles
     chunk = max(tree.rows, min(_CHUNK, capacity)) if shared else tree.rows
     # A padded pass also writes its padding, after the real rows, so the last pass of a text needs room for it.
-    slots = capacity if dialect.appends else -(-(capacity + chunk) // _STEP) * _STEP
+    slots = capacity if dialect.appends else -(-(capacity + chunk + pair.ahead) // _STEP) * _STEP
     smaller = {f"target-{size}": {"rows": size} for size in _smaller(tree.rows, chunk)} if shared else {}
     of_drafter = {
         "draft": {"accepted": tree.depth + 1, "rows": chunk},
@@ -166,9 +166,9 @@ def _smaller(rows: int, chunk: int) -> list[int]:
     return sorted({1, rows // 4 if rows >= _SPLIT else 1, rows} - {chunk})
 
 
-def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int) -> int:
+def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int, ahead: int = 0) -> int:
     """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk. ONNX Runtime refuses
     passes of more rows than the tables have, and those of several streams together have more than the capacity if that is small."""
     specs = trace_specs.values()
     beyond = max(tree.serial_steps, *(spec.chunk if spec.static else 0 for spec in specs))
-    return max(capacity + beyond, *(0 if spec.static else LANES * max(spec.chunk, tree.rows) for spec in specs))
+    return max(capacity + beyond + ahead, *(0 if spec.static else LANES * max(spec.chunk, tree.rows) for spec in specs))

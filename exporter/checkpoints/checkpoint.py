@@ -31,7 +31,8 @@ _SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.fl
 
 
 def _target_name(name: str) -> str | None:
-    return None if "rotary_emb" in name else name.removeprefix("model.")
+    # Medusa's version 1.0 holds a target and its heads.
+    return None if "rotary_emb" in name or name.startswith("medusa_head.") else name.removeprefix("model.")
 
 
 def _drafter_name(name: str) -> str | None:
@@ -98,7 +99,9 @@ class Checkpoint:
                         f"{self.kind} '{self.source}' lacks the shard {shard}, which its index lists: download it again"
                     )
             return [self.folder / shard for shard in shards]
-        by_suffix = (sorted(p for p in self.folder.glob(f"*.{suffix}") if p.is_file()) for suffix in ("safetensors", "bin"))
+        by_suffix = (
+            sorted(p for p in self.folder.glob(f"*.{suffix}") if p.is_file()) for suffix in ("safetensors", "bin", "pt")
+        )
         files = next(filter(None, by_suffix), [])
         if not files:
             raise InputError(

@@ -1,5 +1,6 @@
 """Which family a drafter's checkpoint is of, told by the names of its tensors."""
 
+import re
 from typing import TYPE_CHECKING
 
 from runtime.errors import InputError
@@ -9,10 +10,13 @@ from .json_config import shown
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-GUMIHO, EAGLE, EAGLE_3 = "gumiho", "eagle", "eagle3"
-_UNSUPPORTED = {
-    "medusa_head.": "Medusa", "0.0.linear.": "Medusa", "blocks.0.": "Medusa", "hydra_mlp.": "Hydra", "hydra_lm_head.": "Hydra",
-}  # fmt: skip
+GUMIHO, EAGLE, EAGLE_3, SMALL, MEDUSA, HYDRA = "gumiho", "eagle", "eagle3", "small", "medusa", "hydra"
+# i, j: head and block; k, l the same in vLLM's layout.
+MEDUSA_BLOCK = re.compile(
+    r"(?:medusa_heads?\.)?(?:(?P<i>\d{1,3})\.(?P<j>\d{1,3})\.linear|blocks\.(?P<k>\d{1,3})\.layers\.(?P<l>\d{1,3}))\.(?P<part>weight|bias)"
+)
+_PARTS = "embed_tokens.", "fc.", "layers.", "lm_head.", "mlp.", "norm."  # of those below that have no names of their own
+HYDRA_PREFIX = "prefix_embeding_layer."  # so spelled
 
 
 def family(layers: int, heads: int) -> str:
@@ -20,17 +24,20 @@ def family(layers: int, heads: int) -> str:
     return EAGLE if layers == 1 and not heads else GUMIHO
 
 
-def is_eagle3(drafter: "Checkpoint") -> bool:
-    """Told by the norm of its layer that no other family has."""
-    return "layers.0.hidden_norm.weight" in drafter
-
-
-def require_supported(drafter: "Checkpoint") -> None:
-    """Raises InputError for a drafter of a family that cannot be exported."""
-    for name in drafter.names():
-        for prefix, kind in _UNSUPPORTED.items():
-            if name.startswith(prefix):
-                raise InputError(
-                    f"drafter '{drafter.source}' is of the family {kind}, by its tensor {shown(name)}, which is not supported: "
-                    "give a Gumiho or an EAGLE"
-                )
+def kind_of(drafter: "Checkpoint") -> str:
+    """The family, but GUMIHO for EAGLE too, which is read alike. Raises InputError for a checkpoint of no family that is known."""
+    names = drafter.names()
+    if any(map(MEDUSA_BLOCK.fullmatch, names)):
+        return MEDUSA
+    if any(name.startswith("hydra_") for name in names):
+        return HYDRA
+    if "layers.0.hidden_norm.weight" in names:
+        return EAGLE_3
+    if not any(name.startswith(_PARTS) for name in names):
+        shown_names = ", ".join(map(shown, sorted(names)[:3]))
+        raise InputError(
+            f"drafter '{drafter.source}' is of no family that is known, by its tensors ({shown_names} and others): "
+            "give a Gumiho, EAGLE, Medusa, Hydra, or a small model"
+        )
+    # The first layer of the others has no such norm.
+    return SMALL if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names else GUMIHO

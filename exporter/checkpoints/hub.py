@@ -52,7 +52,7 @@ def locate(source: str) -> Path:
     with _hub_errors(source, not_found):
         folder = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin"]))
+            folder = Path(snapshot_download(source, allow_patterns=[*small, "*.bin", "*.pt"]))
         return folder
 
 

@@ -13,7 +13,7 @@ class LoneTarget(Pair):
 
     has_drafter = False
     draft_vocabulary = None
-    taps = ()
+    taps, digits, ahead = (), False, 0
 
     def __init__(self, target: Checkpoint) -> None:
         self.target, self.target_config = target, llama_config(target)

@@ -13,6 +13,7 @@ from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
+from graphs.token_digits import DIGITS
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
@@ -21,7 +22,6 @@ from .checkpoint import Checkpoint, require_tensors, tensor_indices
 from .draft_vocabulary import DraftVocabulary
 from .drafters import Overrides, reader_of
 from .drafters.reader import LM_HEAD
-from .families import require_supported
 from .json_config import reason, shown
 from .llama import LlamaConfig, llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
@@ -39,7 +39,6 @@ class Pair:
     has_drafter = True
 
     def __init__(self, target: Checkpoint, drafter: Checkpoint, overrides: Overrides = _AS_IT_SAYS) -> None:
-        require_supported(drafter)
         self.target, self.drafter = target, drafter
         self.target_config = llama_config(target)
         self.target_shape: LlamaShape = llama_shape(self.target_config)
@@ -52,9 +51,24 @@ class Pair:
         return self.reader.taps
 
     @property
+    def digits(self) -> bool:
+        """See ``Target``."""
+        return self.reader.digits
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the drafter has layers, and with them caches and a graph that extends them."""
+        return self.draft_shape.layers > 0
+
+    @property
+    def ahead(self) -> int:
+        """See ``Drafter``."""
+        return self.reader.ahead
+
+    @property
     def features(self) -> int:
         """Numbers of a row of the target's output ``hidden``."""
-        return self.target_shape.hidden * max(1, len(self.taps))
+        return DIGITS if self.digits else self.target_shape.hidden * max(1, len(self.taps))
 
     @property
     def family(self) -> str:
@@ -175,7 +189,9 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.taps)
+                name: kind(
+                    self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.taps, self.digits
+                )
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:
@@ -203,20 +219,17 @@ class Pair:
         heads: how many heads the graph uses; positions: rows of the rotary tables; schemes: how they will be quantized.
         """
         target = self.target_sources(positions)
-        sources = {
-            EMBEDDING: target[EMBEDDING],
-            **self.reader.sources(heads, schemes),
-            **self._draft_head(target["lm_head.weight"]),
-        }
-        return sources | rotary_sources(self.draft_config, positions)
+        sources = {EMBEDDING: target[EMBEDDING]} if self.reader.embeds else {}
+        sources |= {**self.reader.sources(heads, schemes), **self._draft_heads(target["lm_head.weight"])}
+        return sources | (rotary_sources(self.draft_config, positions) if self.stateful else {})
 
-    def _draft_head(self, target_head: Source) -> dict[str, Source]:
-        """The drafter's lm_head, and with a draft vocabulary the token ids of its rows."""
-        own = self.reader.own_head
-        if self.draft_vocabulary is None:
-            return {LM_HEAD: self.drafter.source_of(LM_HEAD) if own else target_head}
-        ids, own = self.draft_vocabulary.ids, own or self.draft_vocabulary.own_rows
-        return {
-            "token_ids": Source((len(ids),), lambda: iter((ids,)), torch.int64),
-            LM_HEAD: self.drafter.source_of(LM_HEAD) if own else target_head.rows(ids),
-        }
+    def _draft_heads(self, target_head: Source) -> dict[str, Source]:
+        """The drafter's lm_heads, and with a draft vocabulary the token ids of their rows."""
+        heads, drafted = self.reader.lm_heads(target_head), self.draft_vocabulary
+        if drafted is None:
+            return heads
+        if drafted.own_rows and self.reader.one_head:
+            heads = {LM_HEAD: self.drafter.source_of(LM_HEAD)}
+        elif not drafted.own_rows:
+            heads = {name: source.rows(drafted.ids) for name, source in heads.items()}
+        return heads | {"token_ids": Source((len(drafted.ids),), lambda: iter((drafted.ids,)), torch.int64)}

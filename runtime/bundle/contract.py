@@ -13,7 +13,7 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
     """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for
     messages. on_host: whether caches are on the host, where they may have any length.
     """
-    if manifest.has_drafter and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
+    if "extend" in graphs and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
     for name, graph in graphs.items():
         if name.startswith("target-") and _caches(graph, manifest) != _caches(graphs["target"], manifest):
@@ -23,7 +23,8 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
         if name == SHARED:
             inputs, outputs = _shared(manifest, graphs["target"], graph.lanes)
         else:
-            inputs, outputs = _expected(manifest, form, name, _caches(graph, manifest, may_be_open), graph.appends, selects)
+            caches = _caches(graph, manifest, may_be_open, name == "draft" and "extend" not in graphs)
+            inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -40,11 +41,15 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
     return f"{name} {dtype} {list(shape)}"
 
 
-def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tuple[int, tuple[int, int | str, int]]:
+def _caches(
+    graph: Graph, manifest: Manifest, open_caches: bool = False, stateless: bool = False
+) -> tuple[int, tuple[int, int | str, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
-    small. open_caches: whether their positions may be symbolic.
+    small. open_caches: whether their positions may be symbolic. stateless: whether there may be none.
     """
     shapes = [tensor.shape for tensor in graph.caches]
+    if not shapes and stateless:
+        return 0, (0, 0, 0)
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
         raise Damage(f"{graph.file} lacks a key and a value cache of four dimensions for every layer")
     _, kv_heads, positions, head_dim = shapes[0]

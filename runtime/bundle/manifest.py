@@ -19,6 +19,7 @@ GRAPHS = ("target", "draft", "extend")
 SHARED = "shared"
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
 PASS_SIZES, BOUND_WEIGHTS, SHARED_PASSES = "pass-sizes", "bound-weights", "shared-passes"
+STATELESS = "stateless-drafter"
 BLOCK = 128
 Size = Annotated[int, Bounds(1, 1 << 31)]
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
@@ -69,7 +70,7 @@ class Graph:
     @property
     def open_caches(self) -> bool:
         """Whether the caches may have any multiple of BLOCK positions, which then is the symbolic axis ``positions``."""
-        return self.caches[0].shape[2] == "positions"
+        return bool(self.caches) and self.caches[0].shape[2] == "positions"
 
     @property
     def selects(self) -> bool:
@@ -83,10 +84,14 @@ class Graph:
 
     def cache_positions(self, capacity: int) -> int:
         """The most positions that the caches have in a bundle of this capacity."""
+        if not self.caches:
+            return capacity
         return -(-capacity // BLOCK) * BLOCK if self.open_caches else int(self.caches[0].shape[2])
 
     def cache_bytes(self, capacity: int) -> int:
         """Bytes of the caches with that many positions."""
+        if not self.caches:
+            return 0
         _, kv_heads, _, head_dim = self.caches[0].shape
         return (
             len(self.caches)
@@ -134,7 +139,7 @@ class Form:
 
     dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: the graph
     ``target`` then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
-    any number. graphs: ``target``, and with a drafter ``draft`` and ``extend``; if shapes are static there may also be
+    any number. graphs: ``target``, and with a drafter ``draft`` and, if that has caches, ``extend``; if shapes are static there may also be
     ``target-N``, the target for passes of N rows, fewer than ``chunk``; on the CPU there may be ``shared``, the target's pass over rows
     of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
     for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
@@ -174,7 +179,7 @@ class TreeShape:
     """How trees are grown (``graphs.tree.TreeConfig``), and the size of the draft vocabulary; only for display and traces."""
 
     rows: Size
-    serial_steps: Annotated[int, Bounds(1, 64)]
+    serial_steps: Annotated[int, Bounds(0, 64)]
     heads: Annotated[int, Bounds(0, 64)]
     top_k: Size
     head_top_k: Size
@@ -219,6 +224,12 @@ class Manifest:
         """Whether the bundle drafts. Without a drafter it decodes plainly and by prompt lookup."""
         return self.tree is not None
 
+    @property
+    def stateless(self) -> bool:
+        """Whether the drafter has no caches, so that there is no graph ``extend``."""
+        variants = (graphs for form in self.forms.values() for graphs in form.variants().values())
+        return self.has_drafter and any("extend" not in graphs for graphs in variants)
+
     def form(self, backend: str) -> Form:
         """The graphs for a backend. Raises InputError if the bundle was not exported for it."""
         if backend not in self.forms:
@@ -250,5 +261,6 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
         "a target has several graphs of fixed sizes",
         lambda manifest: any(len(form.targets) > 1 for form in manifest.forms.values()),
     ),
+    STATELESS: ("a form has the graph 'draft' and not 'extend'", lambda manifest: manifest.stateless),
     BOUND_WEIGHTS: ("a form has weights", lambda manifest: any(form.weights for form in manifest.forms.values())),
 }

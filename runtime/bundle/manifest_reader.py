@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, SHARED, TARGET_ONLY, Form, Manifest
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, SHARED, STATELESS, TARGET_ONLY, Form, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -44,17 +44,19 @@ def _check(manifest: Manifest) -> None:
     _require_feature(manifest, TARGET_ONLY)
     for name in manifest.files:
         _require_inside(name)
-    expected = GRAPHS if manifest.has_drafter else ("target",)
+    expected = {"target"}
+    if manifest.has_drafter:
+        expected = set(GRAPHS) - ({"extend"} if STATELESS in manifest.requires else set())
     for backend, form in manifest.forms.items():
         if form.static and form.chunk < manifest.rows:
             raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {manifest.rows} or more")
         _check_weights(manifest, form, f"forms.{backend}.weights")
         for dialect, graphs in form.variants().items():
             at = f"forms.{backend} ({dialect})"
-            if missing := set(expected) - graphs.keys():
+            if missing := expected - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
             smaller, shared = {name for name in graphs if name.startswith("target-")}, {SHARED} if backend == "cpu" else set()
-            if surplus := graphs.keys() - smaller - shared - set(expected):
+            if surplus := graphs.keys() - smaller - shared - expected:
                 raise Damage(f"{at} has a graph '{min(surplus)}' and tree is null, expected only the graph 'target'")
             for name in smaller:
                 if not form.static or int(name[7:]) >= form.chunk:

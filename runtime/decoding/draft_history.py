@@ -13,7 +13,7 @@ _MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts agai
 
 class DraftHistory:
     """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
-    Without a drafter it holds no hidden rows, and nothing is read.
+    Without a drafter, or with one that has no caches, it holds no hidden rows, and nothing is read but what a draft itself reads.
 
     The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
@@ -33,7 +33,7 @@ class DraftHistory:
         manifest = passes.manifest
         self._passes, self._device = passes, passes.device
         self._last_hidden = passes.hidden.reshape(1, len(passes.tokens), manifest.hidden)
-        positions = manifest.capacity if manifest.has_drafter else 0
+        positions = manifest.capacity if passes.extends else 0
         self.hidden_history = self._device.zeros((1, positions, manifest.hidden), manifest.dtype)
         self.pending: list[int] = []
         self._positions = np.zeros(passes.draft_cache.capacity, np.int64)  # in the text, by row of the drafter's cache
@@ -66,6 +66,8 @@ class DraftHistory:
         """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
         those positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
         it has read before, all but the first tokens of the text."""
+        if not self._passes.extends:
+            return
         self._device.move(self.hidden_history, position, self._last_hidden, begin, rows)
         self.pending += pending
         first = [unread for unread in self.pending if unread < self.FIRST]
@@ -90,9 +92,10 @@ class DraftHistory:
         passes = self._passes
         rows, tokens = passes.accepted_rows, passes.accepted_tokens
         end, count = int(passes.target_cache.length[0]) - kept, int(passes.accepted_count[0]) - kept
-        for at, row, n in runs(rows[:count].tolist(), True):
-            self._device.move(self.hidden_history, end - count + at, self._last_hidden, row, n)
-        self.pending = [*self.pending, *range(end - count, end)][-_MOST_DEFERRED:]
+        if passes.extends:
+            for at, row, n in runs(rows[:count].tolist(), True):
+                self._device.move(self.hidden_history, end - count + at, self._last_hidden, row, n)
+            self.pending = [*self.pending, *range(end - count, end)][-_MOST_DEFERRED:]
         passes.accepted_count[0] = kept
         rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]
 

@@ -20,7 +20,7 @@ class EnginePasses:
 
     If the form is static, passes have fixed sizes: padding rows are computed and ignored.
 
-    splits: whether the target can verify a part of a tree; otherwise all of it is verified.
+    extends: whether the drafter has caches to extend. splits: whether the target can verify a part of a tree; otherwise all of it is verified.
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
     [widest, H]: outputs of the target's last pass by row; while a prompt is read they may be the last ones, of which only the very
     last has choice and logits. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
@@ -48,6 +48,7 @@ class EnginePasses:
         self.accepted_count = np.zeros(1, np.int64)
         self.engine_ns, self.waited_ns = [0, 0], 0
         self._bound: dict[tuple[str, int], Call] = {}
+        self.extends = False
         self.causal(form.chunk, last=True)
         for size in form.targets or (1,):
             self.causal(size)
@@ -57,12 +58,14 @@ class EnginePasses:
     def _bind_drafter(self) -> None:
         manifest, form, device = self.manifest, self.form, self.device
         self.tree = self.graphs["draft"].tree_buffers(device)
-        self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
         for size in form.targets:
             if size < manifest.rows:
                 self.verification(size)
         self.verification(manifest.rows)
-        self.extend(form.chunk)
+        self.extends = "extend" in self.graphs
+        if self.extends:
+            self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
+            self.extend(form.chunk)
         most = manifest.depth + 1
         accepted = [most] if form.static else range(1, most + 1)
         self._drafts = [self._bind_draft("draft", n, self.tree, self.hidden) for n in accepted]

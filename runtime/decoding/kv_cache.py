@@ -25,7 +25,7 @@ class KVCache:
         dtype: of an empty cache; others have that of their graphs."""
         tensors = graphs[0].caches if graphs else ()
         self._kv_heads, self.head_dim = (int(tensors[0].shape[i]) for i in (1, 3)) if tensors else (0, 0)
-        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0
+        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # a stateless drafter's is empty, and only counts
         self._device, self._graphs, self._groups = device, graphs, len(tensors) * self._kv_heads
         self._dtype = tensors[0].dtype if tensors else dtype
         self.length = np.zeros(1, np.int64)
@@ -57,7 +57,7 @@ class KVCache:
             self._bindings[graph.sized] = past | written | {"past_length": self.length}
 
     def _views(self, data: Array) -> list[Array]:
-        count = self._groups // self._kv_heads
+        count = self._groups // max(1, self._kv_heads)
         caches = data.reshape(count, 1, self._kv_heads, data.shape[1], self.head_dim)
         return [caches[i] for i in range(count)]
 
@@ -109,6 +109,8 @@ class KVCache:
         """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below ``length``
         only."""
         views = self._views(self.data)
+        if not views:
+            return
         garbage = np.random.default_rng(0).uniform(-30, 30, views[0].shape).astype(self._dtype)
         for view in views:
             self._device.write(view, garbage)

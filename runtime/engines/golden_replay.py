@@ -40,7 +40,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
     target = KVCache(device, *targets, capacity=manifest.capacity)
     target.fit(len(run["prompt.mask"]) + len(run["verify.mask"]))
-    draft = KVCache(device, *drafting)
+    draft = KVCache(device, *drafting, capacity=manifest.capacity)
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
     errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
@@ -119,7 +119,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
         run_checked(target_pass("verify"))
         return errors
     prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
-    run_checked(draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
+    if "extend" in form.graphs:
+        run_checked(draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
     run_checked(tree_pass("tree", hidden), target_pass("verify"), tree_pass("next", run["verify.hidden"]))
     return errors
 

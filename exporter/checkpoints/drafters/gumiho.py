@@ -10,7 +10,7 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafters.gumiho import Gumiho
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError, InputError
+from runtime.errors import DamageError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint, require_tensors, tensor_indices
@@ -27,8 +27,6 @@ class GumihoReader(Reader):
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         super().__init__(checkpoint, target, overrides)
-        if overrides.taps or overrides.normed is not None:
-            raise InputError(f"--taps and --norm-before-residual are for an EAGLE-3, and {self.where} is none: leave them out")
         layers, blocks = tensor_indices(checkpoint, "layers.#."), tensor_indices(checkpoint, "mlp.#.#.")
         self.heads = 1 + max((h for h, _ in blocks), default=-1)
         self.blocks = max((b for _, b in blocks), default=0)

@@ -18,7 +18,7 @@ from runtime.errors import InputError
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
 from ..draft_vocabulary import DraftVocabulary
-from ..llama import llama_config, llama_shape
+from ..llama import LlamaConfig, llama_config, llama_shape
 
 LM_HEAD = "lm_head.weight"
 
@@ -40,20 +40,24 @@ class Reader(ABC):
     """A drafter's checkpoint. Raises InputError if it does not belong to the target, and DamageError if it lacks tensors.
 
     family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. taps: see
-    ``graphs.target.Target``. target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's.
-    optional: tensors that it may have. where: its name, for messages.
+    ``graphs.target.Target``, digits too. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether it reads tokens.
+    target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's. one_head: whether it has one, and not one
+    for each level. optional: tensors that it may have. where: its name, for messages.
     """
 
     family: str
     heads = 0
+    levels: int | None = None
+    embeds = True
     taps: tuple[int, ...] = ()
-    own_head = False
+    digits, ahead = False, 0
+    own_head, one_head = False, True
     optional: frozenset[str]
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         self.checkpoint, self.target, self.overrides = checkpoint, llama_config(target), overrides
         self.where, self._target = f"drafter '{checkpoint.source}'", f"target '{target.source}'"
-        config = llama_config(checkpoint)
+        config = self._config()
         if overrides.rope_theta is not None:
             config = replace(config, rope_parameters={**config.rope_parameters, "rope_theta": overrides.rope_theta})
         self.config = config
@@ -62,9 +66,18 @@ class Reader(ABC):
         self.shape: LlamaShape = replace(
             shape,
             vocabulary=self.target.vocab_size,
+            layers=shape.layers if (own := self._layers()) is None else own,
             qkv_bias=shape.qkv_bias or f"{attention}q_proj.bias" in checkpoint,
             o_bias=shape.o_bias or f"{attention}o_proj.bias" in checkpoint,
         )
+
+    def _config(self) -> LlamaConfig:
+        """That of its layers."""
+        return llama_config(self.checkpoint)
+
+    def _layers(self) -> int | None:
+        """How many it has, None for as many as its configuration says."""
+        return None
 
     def require_size(self, field: str, size: int, expected: int) -> None:
         """Raises InputError if a size differs from the target's."""
@@ -82,8 +95,12 @@ class Reader(ABC):
             module: nn.Module = self.module(None, 1, 1)
         expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
         if EMBEDDING not in self.checkpoint:
-            del expected[EMBEDDING]
+            expected.pop(EMBEDDING, None)
         return expected
+
+    def lm_heads(self, target: Source) -> dict[str, Source]:
+        """Its parameters with a row for each token that it knows. target: the target's lm_head."""
+        return {LM_HEAD: self.checkpoint.source_of(LM_HEAD) if self.own_head else target}
 
     @abstractmethod
     def vocabulary(self) -> DraftVocabulary | None:

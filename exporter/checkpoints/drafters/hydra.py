@@ -1,0 +1,97 @@
+"""Hydra's checkpoints, of both kinds: ``mlp``, and ``prefix-mlp``, which is Hydra++."""
+
+import re
+from collections.abc import Mapping
+
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import UNQUANTIZED, Schemes
+from graphs.drafters.hydra import Hydra
+from graphs.tree import TreeConfig
+from runtime.errors import DamageError
+
+from ...weights.source import Source
+from ..checkpoint import Checkpoint
+from ..draft_vocabulary import DraftVocabulary
+from ..families import HYDRA, HYDRA_PREFIX
+from ..llama import LlamaConfig
+from .reader import Overrides, Reader
+
+_PART = re.compile(r"hydra_mlp\.(\d{1,3})\.(\d{1,3})\.(linear|res_connection)\.(weight|bias)")
+_HEAD = re.compile(r"hydra_lm_head\.(\d{1,3})\.(?:1\.)?(weight|bias)")
+_IGNORED = re.compile(re.escape(HYDRA_PREFIX) + r"embed_tokens\.weight|input_embed_fn\.weight")  # unused, and the target's
+
+
+class HydraReader(Reader):
+    """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What config.json says does not.
+
+    blocks: of each head, after its first one. levels: its heads, one for each.
+    """
+
+    family, one_head = HYDRA, False
+
+    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
+        self._prefixed = any(name.startswith(HYDRA_PREFIX) for name in checkpoint.names())
+        super().__init__(checkpoint, target, overrides)
+        parts, self._stored, self._heads = dict[int, set[int]](), dict[str, str](), dict[str, str]()
+        for name in checkpoint.names():
+            if found := _PART.fullmatch(name):
+                parts.setdefault(int(found[1]), set()).add(int(found[2]))
+        for name in checkpoint.names():
+            if found := _PART.fullmatch(name):
+                i, j = int(found[1]), sorted(parts[int(found[1])]).index(int(found[2]))
+                place = f"blocks.{j - 1}." if j else ""
+                self._stored[f"heads.{i}.{place}{found[3]}.{found[4]}"] = name
+            elif found := _HEAD.fullmatch(name):
+                self._heads[f"heads.{int(found[1])}.lm_head.{found[2]}"] = name
+            elif name.startswith(HYDRA_PREFIX) and not _IGNORED.fullmatch(name):
+                self._stored[name.removeprefix(HYDRA_PREFIX)] = name
+        self.levels: int = 1 + max(parts, default=0)
+        self.blocks = max(map(len, parts.values()), default=1) - 1
+        self.optional = frozenset(name for name in checkpoint.names() if _IGNORED.fullmatch(name))
+        known = {**self._stored, **self._heads}
+        if missing := next((name for name in self._shapes() if name not in known), None):
+            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.levels} heads: download it again")
+
+    def _config(self) -> LlamaConfig:
+        """See ``Reader``."""
+        return self.target
+
+    def _layers(self) -> int:
+        """See ``Reader``."""
+        return int(self._prefixed)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """By parameter name."""
+        h, tokens = self.shape.hidden, self.shape.vocabulary
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i in range(self.levels):
+            for part in ("linear", "res_connection"):
+                shapes |= {f"heads.{i}.{part}.weight": (h, (i + 2) * h), f"heads.{i}.{part}.bias": (h,)}
+            for j in range(self.blocks):
+                shapes |= {f"heads.{i}.blocks.{j}.linear.weight": (h, h), f"heads.{i}.blocks.{j}.linear.bias": (h,)}
+            shapes |= {f"heads.{i}.lm_head.weight": (tokens, h), f"heads.{i}.lm_head.bias": (tokens,)}
+        return shapes | (super()._expected() | {"norm.weight": (h,)} if self._prefixed else {})
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """See ``Reader``."""
+        known = {**self._stored, **self._heads}
+        return {known[name]: shape for name, shape in self._shapes().items()}
+
+    def vocabulary(self) -> DraftVocabulary | None:
+        """See ``Reader``."""
+        return None
+
+    def lm_heads(self, target: Source) -> dict[str, Source]:
+        """See ``Reader``. Biases too."""
+        return {name: self.checkpoint.source_of(stored) for name, stored in self._heads.items()}
+
+    def module(
+        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> Hydra:  # fmt: skip
+        """See ``Reader``."""
+        return Hydra(self.shape, capacity, positions, tree, self.blocks, ops, schemes, trimmed)
+
+    def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
+        """See ``Reader``."""
+        return {name: self.checkpoint.source_of(stored) for name, stored in self._stored.items()}

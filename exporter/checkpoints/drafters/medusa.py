@@ -1,0 +1,115 @@
+"""Medusa's checkpoints: heads beside a target (v0.1), in one checkpoint with a target that was trained with them (v1.0), without lm_heads (TGI's
+version 2), and in vLLM's layout."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from graphs.dialects.plain import Plain
+from graphs.dialects.quantization import UNQUANTIZED, Schemes
+from graphs.drafters.medusa import Medusa
+from graphs.tree import TreeConfig
+from runtime.errors import DamageError
+
+from ...weights.source import Source
+from ..checkpoint import Checkpoint
+from ..draft_vocabulary import DraftVocabulary, token_map
+from ..families import MEDUSA, MEDUSA_BLOCK
+from ..llama import LlamaConfig
+from .reader import Overrides, Reader
+
+_HEAD = re.compile(r"(?:medusa_heads?\.)?(?:lm_heads\.(\d{1,3})|(\d{1,3})\.\d{1,3})\.weight")
+_TOKEN_MAP = "token_map"
+
+
+class MedusaReader(Reader):
+    """What config.json says of heads does not count: those of the released ones name 2, and their files have 5.
+
+    blocks: of each head. bias: whether they have one. own_heads: whether the heads have lm_heads that are not the target's.
+    """
+
+    family, embeds = MEDUSA, False
+
+    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
+        super().__init__(checkpoint, target, overrides)
+        self._stored = dict[str, str]()  # by parameter name
+        heads = dict[int, str]()
+        for name in checkpoint.names():
+            if found := MEDUSA_BLOCK.fullmatch(name):
+                i, j = (int(a or b) for a, b in (found.group("i", "k"), found.group("j", "l")))
+                self._stored[f"heads.{i}.{j}.linear.{found['part']}"] = name
+            elif found := _HEAD.fullmatch(name):
+                heads[int(found[1] or found[2])] = name
+        places = {tuple(map(int, name.split(".")[1:3])) for name in self._stored}
+        self.heads, self.blocks = (1 + max(place[axis] for place in places) for axis in (0, 1))
+        self.bias = any(name.endswith("bias") for name in self._stored)
+        parts = ("weight", "bias") if self.bias else ("weight",)
+        wanted = [f"heads.{i}.{j}.linear.{part}" for i in range(self.heads) for j in range(self.blocks) for part in parts]
+        missing = next((name for name in wanted if name not in self._stored), None)
+        if missing is None and heads:
+            missing = next((f"lm_heads.{i}.weight" for i in range(self.heads) if i not in heads), None)
+        if missing:
+            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.heads} heads: download it again")
+        self._heads = [heads[i] for i in range(self.heads)] if heads else []
+        self.optional = frozenset(checkpoint.names())  # among them a whole target's, with which version 1.0 comes
+        self.own_heads = bool(heads) and not self._all_targets(target)
+
+    def _config(self) -> LlamaConfig:
+        """See ``Reader``."""
+        return self.target
+
+    def _layers(self) -> int:
+        """See ``Reader``."""
+        return 0
+
+    def _all_targets(self, target: Checkpoint) -> bool:
+        """Whether all lm_heads equal the target's, as at the beginning of a training that leaves them as they are."""
+        if "lm_head.weight" not in target:
+            return False
+        theirs = target.shape("lm_head.weight")
+
+        def equal(name: str) -> bool:
+            slices = (source.source_of(own).slices() for source, own in ((self.checkpoint, name), (target, "lm_head.weight")))
+            return self.checkpoint.shape(name) == theirs and all(_same(a, b) for a, b in zip(*slices, strict=True))
+
+        return all(equal(name) for name in self._heads)
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """See ``Reader``."""
+        h = self.shape.hidden
+        expected: dict[str, tuple[int, ...]] = {
+            stored: (h, h) if name.endswith("weight") else (h,) for name, stored in self._stored.items()
+        }
+        tokens = len(self.checkpoint.read(_TOKEN_MAP)) if _TOKEN_MAP in self.checkpoint else self.shape.vocabulary
+        return expected | dict.fromkeys(self._heads, (tokens, h))
+
+    def vocabulary(self) -> DraftVocabulary | None:
+        """That of vLLM's ``token_map``."""
+        if _TOKEN_MAP not in self.checkpoint:
+            return None
+        rows = self.checkpoint.shape(self._heads[0])[0] if self._heads else None
+        return token_map(self.checkpoint.read(_TOKEN_MAP), self.shape.vocabulary, rows, self.checkpoint.source)
+
+    def lm_heads(self, target: Source) -> dict[str, Source]:
+        """See ``Reader``."""
+        if not self.own_heads:
+            return super().lm_heads(target)
+        return {f"lm_heads.{i}.weight": self.checkpoint.source_of(name) for i, name in enumerate(self._heads)}
+
+    def module(
+        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> Medusa:  # fmt: skip
+        """See ``Reader``."""
+        return Medusa(self.shape, capacity, positions, tree, self.blocks, self.bias, self.own_heads, ops, schemes, trimmed)
+
+    def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
+        """See ``Reader``."""
+        used = {name for name in self._stored if int(name.split(".")[1]) < heads}
+        return {name: self.checkpoint.source_of(stored) for name, stored in self._stored.items() if name in used}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.float(), b.float())

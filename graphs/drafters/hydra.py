@@ -1,0 +1,76 @@
+"""The Hydra and Hydra++ drafters (arXiv 2402.05109): heads that read the target's last row and all tokens of their path."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..dialects.plain import Past, Plain
+from ..dialects.quantization import UNQUANTIZED, Schemes
+from ..drafter import Drafter
+from ..layer import Layer, Linear, LlamaShape, Norm
+from ..tree import Step, TreeConfig
+from .medusa import Block
+
+
+class Head(nn.Module):
+    """Head ``i`` reads i + 2 rows side by side: what was made of the target's, and the embeddings of the pending token and of i drafted ones."""
+
+    def __init__(self, i: int, shape: LlamaShape, blocks: int, tokens: int, ops: type[Plain], schemes: Schemes) -> None:
+        super().__init__()
+        width, hidden = (i + 2) * shape.hidden, shape.hidden
+        self.linear = Linear(width, hidden, True, ops, schemes["linear.weight"])
+        self.res_connection = Linear(width, hidden, True, ops, schemes["res_connection.weight"])
+        self.blocks = nn.ModuleList(Block(hidden, True, ops, schemes.within(f"blocks.{j}")) for j in range(blocks))
+        self.lm_head = Linear(hidden, tokens, True, ops, schemes["lm_head.weight"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, (i + 2) H] -> logits [n, V]."""
+        y = self.res_connection(x) + F.silu(self.linear(x))
+        for block in self.blocks:
+            y = block(y)
+        return self.lm_head(y)
+
+
+class Hydra(Drafter):
+    """A serial step appends an embedding to a node's row, and the row's width says which head reads it. Without layers it has no caches.
+
+    blocks: of each head, after its first one. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0.
+    For the others see ``Drafter``.
+    """
+
+    def __init__(
+        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, blocks: int,
+        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
+    ) -> None:  # fmt: skip
+        layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
+        super().__init__(
+            shape, capacity, positions, tree, layers, ops, schemes, trimmed, embeds=tree is not None, one_head=False
+        )
+        self.features = shape.hidden
+        if tree:
+            tokens = trimmed or shape.vocabulary
+            self.heads = nn.ModuleList(
+                Head(i, shape, blocks, tokens, ops, schemes.within(f"heads.{i}")) for i in range(tree.depth)
+            )
+            if layers:
+                self.norm = Norm(shape.hidden, shape.eps, ops)
+
+    def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """See ``Drafter``."""
+        return hidden.to(self.layers[0].input_layernorm.weight.dtype) if self.layers else hidden  # type: ignore[arg-type]
+
+    def begin(self, pending: Tensor, row: Tensor) -> Tensor:
+        """See ``Drafter``."""
+        return self._append(self.norm(row) if self.layers else row, pending)
+
+    def _append(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        embedded = self.embed_tokens(tokens)
+        return torch.cat((rows.to(embedded.dtype), embedded), dim=-1)
+
+    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
+        """See ``Drafter``."""
+        return lambda tokens, hidden, visible: self._append(hidden, tokens)
+
+    def log_probs(self, y: Tensor) -> Tensor:
+        """See ``Drafter``. y: [n, (i + 2) H], read by head i."""
+        return self.heads[y.shape[-1] // self.features - 2](y).float().log_softmax(-1)

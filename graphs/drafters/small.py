@@ -1,0 +1,42 @@
+"""A small model of the target's family as drafter (speculative sampling, arXiv 2302.01318), which reads tokens and nothing of the target."""
+
+import torch
+from torch import Tensor
+
+from ..dialects.plain import Plain
+from ..dialects.quantization import UNQUANTIZED, Schemes
+from ..drafter import Drafter
+from ..layer import Layer, LlamaShape, Norm
+from ..token_digits import DIGITS, tokens_of
+from ..tree import TreeConfig
+
+
+class Small(Drafter):
+    """Its rows are at the positions of their tokens, as in a target: a pass reads the tokens of the accepted rows, and the pending one
+    behind them, which the next pass reads again. So the first token of a text is read too. Tokens beyond its vocabulary are read as the
+    first one. For the parameters see ``Drafter``.
+    """
+
+    features, ahead = DIGITS, 1
+
+    def __init__(
+        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
+    ) -> None:  # fmt: skip
+        layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
+        super().__init__(shape, capacity, positions, tree, layers, ops, schemes, trimmed)
+        self.vocabulary = shape.vocabulary
+        if tree:
+            self.norm = Norm(shape.hidden, shape.eps, ops)
+
+    def accepted(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """See ``Drafter``. The digits are those of each row's own token, which is the token after the row before it."""
+        return self.fuse(torch.cat((tokens_of(rows[:1]), tokens)), rows)
+
+    def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """See ``Drafter``."""
+        return self.embed_tokens(torch.where(tokens < self.vocabulary, tokens, 0))
+
+    def log_probs(self, y: Tensor) -> Tensor:
+        """See ``Drafter``."""
+        return super().log_probs(self.norm(y))

@@ -1,0 +1,222 @@
+"""Medusa and Hydra: their layouts, their trees against independent implementations, and that a drafter without caches runs."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exporter.checkpoints.pair import Pair
+from exporter.cli import main
+from exporter.options import open_pair, parser, plan
+from exporter.trees import tree_config
+from graphs.dialects.contrib import Contrib
+from graphs.dialects.plain import Plain
+from graphs.dialects.rounded import Rounded
+from graphs.dialects.standard import Standard
+from graphs.static_trees import MEDUSA
+from graphs.tree import TreeConfig
+from runtime import load
+from tests.end_to_end import llama
+from tests.heads import MEDUSA_LAYOUTS, RandomHydra, RandomMedusa
+from tests.pairs import RandomPair
+from tests.test_drafter import cycles, eager, onnx, tree_of
+from tests.test_streams import finished, run
+
+MADE: dict[str, RandomMedusa | RandomHydra] = {
+    "medusa": RandomMedusa(),
+    "medusa, three heads of two blocks": RandomMedusa(heads=3, blocks=2),
+    "medusa, the target's lm_head": RandomMedusa(tied=True),
+    "hydra": RandomHydra(),
+    "hydra, two heads of one block": RandomHydra(heads=2, blocks=0),
+    "hydra++": RandomHydra(prefix=True),
+}  # fmt: skip
+
+
+def opened(argv: list[str], *more: str) -> Pair:
+    return open_pair(parser().parse_args([*argv, *more]))
+
+
+def trees(made: RandomMedusa | RandomHydra) -> list[tuple[TreeConfig, TreeConfig]]:
+    """What the graph is given, and how the search finds the same: Medusa's heads are serial steps to it, each of which goes on from all
+    nodes."""
+    depth = made.heads
+    paths = [path for path in MEDUSA if len(path) <= depth]
+    if isinstance(made, RandomHydra):
+        dynamic, static = tree_of(20, serial=depth, heads=0, top_k=6, beam=4, wide=True), TreeConfig.static(paths)
+        return [(dynamic, dynamic), (static, static)]
+    dynamic = TreeConfig(20, 0, depth, 14, 4, 14).fitted(1009)
+    return [
+        (dynamic, TreeConfig(20, depth, 0, 4, 1, 1 << 20, wide=True)),
+        (TreeConfig.static(paths, heads=True), TreeConfig.static(paths)),
+        (TreeConfig.static(paths[:7], heads=True), TreeConfig.static(paths[:7])),
+    ]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_eager_trees_are_the_naive_ones(name: str, tmp_path: Path) -> None:
+    made = MADE[name]
+    pair = opened(made.write(tmp_path))
+    assert pair.family == name[: len(pair.family)]
+    assert pair.heads + (pair.reader.levels or 0) == made.heads
+    for tree, searched in trees(made):
+        cycles(eager(pair, tree), made.naive(), replace(searched, rows=tree.rows), 48, 1009, seed=tree.rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dialect", [Contrib, Standard, Rounded])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+def test_exported_trees_are_the_naive_ones(name: str, dialect: type[Plain], tmp_path: Path) -> None:
+    made = MADE[name]
+    made = replace(made, pair=replace(made.pair, target={"head_dim": 16}))
+    pair = opened(made.write(tmp_path))
+    for number, (tree, searched) in enumerate(trees(made)[:2]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        cycles(onnx(pair, tree, dialect, folder), made.naive(), replace(searched, rows=tree.rows), 48, 1009, seed=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", MEDUSA_LAYOUTS)
+def test_medusas_layouts(layout: str, tmp_path: Path) -> None:
+    """All of them are the same drafter, but V2's lm_heads are the target's."""
+    made = RandomMedusa(tied=layout == "V2")
+    pair, (tree, searched) = opened(made.write(tmp_path, layout)), trees(made)[0]
+    assert pair.family == "medusa"
+    cycles(eager(pair, tree), made.naive(), searched, 48, 1009, seed=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tied", "matrices"), [(True, 1), (False, 5)])
+def test_lm_heads_that_are_the_targets_are_one(tied: bool, matrices: int, tmp_path: Path) -> None:
+    pair = opened(RandomMedusa(tied=tied).write(tmp_path))
+    heads = [name for name in pair.draft_sources(5, positions=9) if name.startswith("lm_head")]
+    assert len(heads) == matrices
+
+
+def test_trees(tmp_path: Path) -> None:
+    """The official list has 64 rows; its first paths are a smaller tree. No list uses a fifth level."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    medusa, hydra = RandomMedusa().write(tmp_path / "a"), RandomHydra().write(tmp_path / "b")
+
+    def tree(argv: list[str], *more: str) -> TreeConfig:
+        args = parser().parse_args([*argv, *more])
+        return tree_config(args, open_pair(args))
+
+    assert len(MEDUSA) == len(set(MEDUSA)) == 63
+    assert [sum(len(path) == depth for path in MEDUSA) for depth in range(1, 5)] == [10, 28, 23, 2]
+    assert all(path[:-1] in (*MEDUSA[:i], ()) for i, path in enumerate(MEDUSA))
+    assert tree(medusa, "--policy", "static") == TreeConfig.static(MEDUSA, heads=True)
+    assert tree(medusa, "--policy", "static", "--rows", "8") == TreeConfig.static(MEDUSA[:7], heads=True)
+    assert tree(hydra, "--policy", "static") == TreeConfig.static(MEDUSA)
+    # The root and those of its descendants that have children: 22 rows of heads.
+    assert sum(tree(hydra, "--policy", "static").expanded_nodes(depth) for depth in range(4)) == 22
+    assert tree(medusa) == TreeConfig(8, 0, 5, 10, 35, 1)
+    assert tree(hydra) == TreeConfig(8, 4, 0, 10, 35, 1, wide=True)
+    assert tree(medusa, "--heads", "3").depth == 3
+    assert tree(hydra, "--serial-steps", "2").depth == 2
+
+
+def exported(folder: Path, argv: list[str], *options: str) -> Path:
+    argv = [*argv, "--capacity", "200", "--out", str(folder / "out"), *options]
+    assert main(argv) == 0
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
+    made = MADE[name]
+    made = replace(made, pair=RandomPair({"num_hidden_layers": 3, "head_dim": 16, "hidden_size": 96}, seed=8))
+    bundle = exported(tmp_path, made.write(tmp_path), "--rows", "16", "--validate")
+    with load(bundle) as model:
+        assert ("stateless-drafter" in model.bundle.manifest.requires) == (name != "hydra++")
+        for length in (1, 3, 130):
+            prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
+            generation = model.generate(prompt, 40, rows=16, lookup=False)
+            list(generation.cycles())
+            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 40)[0])
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_the_output_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    """Quantized, sampled, going on with a conversation and from a saved session, and beside another stream."""
+    made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
+    bundle = exported(tmp_path, made.write(tmp_path), "--weights", "int8", "--policy", "static", "--rows", "12")
+    prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
+    prompts.append(prompts[1][:100] + prompts[2])
+    with load(bundle, streams=2) as model:
+        for options in ({}, {"temperature": 0.8, "seed": 3}):
+            plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
+            assert [finished(model, prompt, 40, options | {"rows": 12, "lookup": False}) for prompt in prompts] == plain
+            found: dict[int, list[int]] = {}
+
+            def work(number: int, options: dict[str, Any] = options, found: dict[int, list[int]] = found) -> None:
+                found[number] = finished(model.streams[number], prompts[number], 40, options)
+
+            run(*(partial(work, number) for number in range(2)))
+            assert [found[0], found[1]] == plain[:2]
+
+
+@pytest.mark.parametrize("backend", ["migraphx", "tensorrt", "cuda"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+def test_every_backend(name: str, backend: str, tmp_path: Path) -> None:
+    bundle = exported(tmp_path, MADE[name].write(tmp_path), "--backend", backend, "--rows", "16")
+    manifest = json.loads((bundle / "gumiho.json").read_text())
+    assert ("extend" in manifest["forms"][backend]["graphs"]) == (name == "hydra++")
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
+    made = MADE[name]
+    planned = plan(parser().parse_args([*made.write(tmp_path), "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
+    sources = planned.pair.draft_sources(made.heads, positions=9)
+    ids, whole = sources["token_ids"].whole(), made.state()
+    heads = [sources[name] for name in sorted(sources) if name.startswith("lm_heads.") or name.endswith("lm_head.weight")]
+    stored = [tensor for tensor in whole.values() if len(tensor) == 1009 and tensor.dim() == 2]
+    assert len(heads) == len(stored) == made.heads
+    assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
+
+
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("medusa", ("--serial-steps", "2"), "has 0: leave it out"),
+    ("medusa", ("--heads", "6"), "has 5: give at most that many"),
+    ("medusa", ("--heads", "0"), "has nothing else: give 1 to 5"),
+    ("medusa", ("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
+    ("medusa", ("--backend", "vllm"), "is of the family medusa, which vLLM runs as it is"),
+    ("hydra", ("--serial-steps", "5"), "has 4: give at most 4"),
+    ("hydra", ("--heads", "1"), "has 0: give at most that many"),
+])  # fmt: skip
+def test_what_is_refused(
+    name: str, options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = MADE[name].write(tmp_path)
+    assert main([*argv, "--out", str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("medusa", {"3.0.linear.weight": None}, "lacks what would be 'heads.3.0.linear.weight' of its 5 heads"),
+    ("medusa", {"3.0.linear.bias": None}, "lacks what would be 'heads.3.0.linear.bias'"),
+    ("medusa", {"3.1.weight": None}, "lacks what would be 'lm_heads.3.weight'"),
+    ("medusa", {"3.1.weight": torch.zeros(1008, 48)}, "tensor '3.1.weight' has shape [1008, 48], expected [1009, 48]"),
+    ("medusa", {"0.0.linear.weight": torch.zeros(40, 40)}, "has shape [40, 40], expected [48, 48]"),
+    ("hydra", {"hydra_mlp.2.0.linear.bias": None}, "lacks what would be 'heads.2.linear.bias' of its 4 heads"),
+    ("hydra", {"hydra_mlp.1.2.linear.weight": None}, "lacks what would be 'heads.1.blocks.1.linear.weight'"),
+    ("hydra", {"hydra_lm_head.1.bias": None}, "lacks what would be 'heads.1.lm_head.bias'"),
+    ("hydra", {"hydra_mlp.1.0.linear.weight": torch.zeros(48, 96)}, "has shape [48, 96], expected [48, 144]"),
+    ("hydra", {"hydra_attn.0.weight": torch.zeros(4)}, "has the tensor 'hydra_attn.0.weight'"),
+    ("hydra++", {"prefix_embeding_layer.norm.weight": None}, "lacks what would be 'norm.weight'"),
+    ("hydra++", {"prefix_embeding_layer.layers.1.mlp.up_proj.weight": torch.zeros(4)}, "has the tensor 'prefix_embeding_layer.layers.1.mlp.up_proj.weight'"),
+])  # fmt: skip
+def test_tensors_that_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = MADE[name].write(tmp_path)
+    file = next((tmp_path / "drafter").glob("*.pt"))
+    state = torch.load(file) | change
+    torch.save({key: tensor for key, tensor in state.items() if tensor is not None}, file)
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
