@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("sources and output")
     files.add_argument(
         "--ckpt",
-        help="drafter, Gumiho's, EAGLE's (-1, -2 and -3) or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
+        help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
         "then decodes plainly and by prompt lookup)",
     )
     files.add_argument(
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     tree = parser.add_argument_group("the tree")
     tree.add_argument(
         "--policy", choices=("dynamic", "chain", "static"), default="dynamic",
-        help="draft a tree, or one chain as vLLM does, or with EAGLE the fixed tree of EAGLE-1, of up to 26 rows (default: dynamic)",
+        help="draft a tree, or one chain as vLLM does, or the fixed tree of the code of EAGLE-1, Medusa or Hydra (default: dynamic)",
     )  # fmt: skip
     tree.add_argument(
         "--compat", choices=("reference",),
