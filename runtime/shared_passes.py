@@ -71,7 +71,7 @@ class InTurn:
     def bind(self, buffers: Mapping[str, Array]) -> Call:
         """See ``backends.Engine``. The call returns its nanoseconds without those that it waited."""
         own = self._engine.bind(buffers)
-        beside = getattr(own, "beside", own)
+        beside = getattr(own, "beside", None) or own
 
         def timed() -> float:
             started = perf_counter_ns()

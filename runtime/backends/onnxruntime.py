@@ -154,14 +154,15 @@ def failed_run(error: Exception) -> GumihoError:
 class Call:
     """A run on bound buffers. It keeps the buffers alive, since the binding stores only their addresses.
 
-    beside: the same run, for while another engine runs too.
+    beside: the same run, for while another engine runs too, if that is another. Nothing refers to itself here, directly or by others: a cycle
+    would keep the binding, whose memory the garbage collector does not see, until it looks through all objects.
     """
 
     __slots__ = ("_binding", "_buffers", "_run", "beside")
 
     def __init__(self, session: ort.InferenceSession, binding: ort.IOBinding, buffers: tuple[Array, ...]) -> None:
         self._run, self._binding, self._buffers = session.run_with_iobinding, binding, buffers
-        self.beside = self
+        self.beside: Call | None = None
 
     def __call__(self) -> None:
         try:
