@@ -19,7 +19,7 @@ from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.static_trees import MEDUSA
 from graphs.tree import TreeConfig
-from runtime import load
+from runtime import Generation, load
 from tests.end_to_end import llama
 from tests.heads import MEDUSA_LAYOUTS, RandomHydra, RandomMedusa
 from tests.pairs import RandomPair
@@ -156,6 +156,25 @@ def test_the_output_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None
 
             run(*(partial(work, number) for number in range(2)))
             assert [found[0], found[1]] == plain[:2]
+
+
+def test_sessions_without_caches_of_the_drafter(tmp_path: Path) -> None:
+    """A conversation goes on, is saved and restored, with the drafts of an unbroken one."""
+    made = replace(MADE["medusa"], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
+    bundle = exported(tmp_path, made.write(tmp_path), "--rows", "12")
+    first, then = list(range(5, 60)), list(range(300, 320))
+
+    def steps(generation: Generation) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(cycle.tokens, cycle.path) for cycle in generation.cycles()]
+
+    with load(bundle) as model, load(bundle) as other:
+        session = model.session()
+        steps(session.generate(first, 20, rows=12, lookup=False))
+        session.save(tmp_path / "session")
+        restored, text = other.session(tmp_path / "session"), [*session.ids, *then]
+        unbroken = steps(session.generate(text, 20, rows=12, lookup=False))
+        assert steps(restored.generate(text, 20, rows=12, lookup=False)) == unbroken
+        assert steps(model.generate(text, 20, rows=12, lookup=False)) == unbroken
 
 
 @pytest.mark.parametrize("backend", ["migraphx", "tensorrt", "cuda"])
