@@ -188,8 +188,9 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.embed_tokens.vocabulary
     # No longer than the tree: a pass of that many rows fits every backend.
-    n = min(_PROMPT, target.capacity // 2, tree.rows)
-    depths, ancestors, path = _tree(min(tree.rows, target.capacity - n), tree.depth, generator)
+    capacity = target.capacity - (drafter.ahead if drafter else 0)
+    n = min(_PROMPT, capacity // 2, tree.rows)
+    depths, ancestors, path = _tree(min(tree.rows, capacity - n), tree.depth, generator)
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
     depth, mask = torch.cat((torch.arange(n), n + depths)), torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     mask[n:, n:] = ancestors

@@ -208,7 +208,7 @@ def _overrides(args: argparse.Namespace) -> "Overrides":
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
     """Sets a pair's draft vocabulary as the options say. Raises GumihoError for impossible options."""
     from .checkpoints.draft_vocabulary import frequent, require_size
-    from .checkpoints.families import EAGLE_3
+    from .checkpoints.families import EAGLE_3, MEDUSA, SMALL
     from .plan import eos_token_ids
 
     size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
@@ -218,7 +218,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
                 "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
             )
         return
-    if pair.family == EAGLE_3:
+    if pair.family == EAGLE_3 or (pair.family in (MEDUSA, SMALL) and pair.draft_vocabulary):
         raise GumihoError(
             f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave --draft-vocab out"
         )

@@ -23,8 +23,7 @@ from .weights.quantize import carried, quantized, scale_of, signed
 from .weights.scaled import Factors, scaled
 from .weights.source import CODED_BLOCK, Source, is_matrix
 
-# By bits, the largest blocks of which ONNX Runtime's CPU provider sums each row alike (docs/decisions.md).
-_EXACT_BLOCKS = {4: 32, 8: 64}
+_EXACT_BLOCKS = {4: 32, 8: 64}  # by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -169,8 +168,8 @@ class Plan:
         target = scaled(self.pair.target_sources(self.positions), self.factors)
         if not self.pair.has_drafter:
             return {"target": target}
-        heads, schemes = max(0, self.tree.depth - self.tree.serial_steps), self.schemes(self.codes[0])
-        draft = self.pair.draft_sources(heads, self.positions, schemes.get("draft", UNQUANTIZED))
+        scheme = self.schemes(self.codes[0]).get("draft", UNQUANTIZED)
+        draft = self.pair.draft_sources(self.pair.used_heads(self.tree), self.positions, scheme)
         return {"target": target, "draft": draft}
 
     def sources(self, apart: bool = False) -> dict[str, dict[str, Source]]:
@@ -182,7 +181,8 @@ class Plan:
             importance = self.importance if model == "target" else {}
             for name, source in (parameters if apart else joined(parameters, chosen)).items():
                 scheme = chosen.of(name, source.shape[-1]) if name == EMBEDDING or is_matrix(name, source) else None
-                as_is = self.quantized.get("target" if name == EMBEDDING else model) == AS_IS
+                shares = name == EMBEDDING and (model == "target" or EMBEDDING not in self.pair.drafter)
+                as_is = self.quantized.get("target" if shares else model) == AS_IS
                 if scheme is None:
                     file[name] = source if self.link and source.linkable(self.dtype) else replace(source, stored=None)
                 elif as_is and source.coded:

@@ -77,6 +77,8 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         heads = 0
     else:
         heads = pair.heads if reference or chain else usual.heads
+    if not serial and (args.top_k or args.beam):
+        raise GumihoError(f"drafter '{pair.drafter.source}' has no serial levels: leave --top-k and --beam out")
     if not serial and not heads:
         raise GumihoError(f"--heads is 0, and drafter '{pair.drafter.source}' has nothing else: give 1 to {pair.heads}")
     if heads > pair.heads:

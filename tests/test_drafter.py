@@ -77,7 +77,7 @@ def compare(found: list[Tensor], naive: NaiveDrafter, tree: TreeConfig) -> None:
 
 def load(module: Drafter, pair: Pair, tree: TreeConfig, positions: int) -> Drafter:
     """The drafter with the checkpoint's tensors, fused as the exporter does."""
-    sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
+    sources = pair.draft_sources(pair.used_heads(tree), positions)
     names = dict(module.named_parameters())
     state = {name: source.whole().to(names[name].dtype) for name, source in sources.items() if name in names}
     module.load_state_dict(state, assign=True)
@@ -102,7 +102,7 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
     """The draft graph as a bundle holds it, its caches written in place."""
     positions = capacity + 3
     module = pair.modules(tree, capacity, positions, dialect)["draft"]
-    sources = pair.draft_sources(max(0, tree.depth - tree.serial_steps), positions)
+    sources = pair.draft_sources(pair.used_heads(tree), positions)
     model = trace(module, Packer(folder, torch.float32, lambda _: None).pack("draft.bin", sources), folder, torch.float32)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1

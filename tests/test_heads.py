@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
@@ -19,7 +20,7 @@ from graphs.dialects.rounded import Rounded
 from graphs.dialects.standard import Standard
 from graphs.static_trees import MEDUSA
 from graphs.tree import TreeConfig
-from runtime import Generation, load
+from runtime import Generation, GumihoError, load
 from tests.end_to_end import llama
 from tests.heads import MEDUSA_LAYOUTS, RandomHydra, RandomMedusa
 from tests.pairs import RandomPair
@@ -197,8 +198,71 @@ def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
 
 
+@pytest.mark.parametrize("options", [("--heads", "3"), ("--rows", "3"), ("--policy", "static", "--rows", "64")], ids=str)
+def test_heads_that_are_not_used_are_not_packed(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Of the official list of four levels a fifth head is none either."""
+    (tmp_path / "again").mkdir()
+    exported(tmp_path, RandomMedusa().write(tmp_path), *options, "--validate")
+    made = plan(parser().parse_args([*RandomMedusa().write(tmp_path / "again"), *options]))
+    used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith(("heads.", "lm_heads."))}
+    assert len(used) == made.tree.depth < 5
+
+
+def test_levels_of_hydra_that_are_not_used_are_not_packed(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    exported(tmp_path, RandomHydra().write(tmp_path), "--serial-steps", "2", "--validate")
+    made = plan(parser().parse_args([*RandomHydra().write(tmp_path / "again"), "--serial-steps", "2"]))
+    used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith("heads.")}
+    assert used == {"0", "1"}
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(300, 300), (1009, 300)])
+def test_vllms_token_map(rows: int, kept: int, tmp_path: Path) -> None:
+    """lm_heads have the rows of the map, or all."""
+    argv, ids = RandomMedusa().write(tmp_path, "vLLM"), torch.arange(7, 907, 3)
+    file = tmp_path / "drafter" / "model.safetensors"
+    state = load_file(file) | {"token_map": ids}
+    heads = {name: tensor for name, tensor in state.items() if name.startswith("lm_heads.")}
+    save_file(state | {name: tensor[ids] if rows == 300 else tensor for name, tensor in heads.items()}, file)
+    found = opened(argv).draft_sources(5, positions=9)
+    assert torch.equal(found["token_ids"].whole(), ids)
+    for name, tensor in heads.items():
+        assert torch.equal(found[name].whole(), tensor[ids])
+    with pytest.raises(GumihoError, match="leave --draft-vocab out"):
+        plan(parser().parse_args([*argv, "--draft-vocab", "100"]))
+    exported(tmp_path, argv, "--validate")
+
+
+def test_vllms_one_lm_head_for_all(tmp_path: Path) -> None:
+    argv = RandomMedusa().write(tmp_path, "vLLM")
+    file = tmp_path / "drafter" / "model.safetensors"
+    state = load_file(file)
+    save_file({name: tensor for name, tensor in state.items() if not name.startswith("lm_heads.") or ".0." in name}, file)
+    found = opened(argv).draft_sources(5, positions=9)
+    assert all(torch.equal(found[f"lm_heads.{i}.weight"].whole(), state["lm_heads.0.weight"]) for i in range(5))
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_prefixes_in_the_cache_are_not_read_again(name: str, tmp_path: Path) -> None:
+    """A drafter without caches lacks none of them."""
+    made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
+    with load(exported(tmp_path, made.write(tmp_path))) as model:
+        list(model.generate(list(range(5, 105)), 4).cycles())
+        assert model.decoder.resume([*range(5, 105), 900, 901], speculate=True) == 100
+
+
+@pytest.mark.parametrize("fields", [{"hidden_state_offset": 1}, {"hydra_head_arch": "eagle-attn"}])
+def test_other_hydras_are_refused(fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = RandomHydra().write(tmp_path)
+    file = tmp_path / "drafter" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 1
+    assert "which are not supported: give one of kind mlp or prefix-mlp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("medusa", ("--serial-steps", "2"), "has 0: leave it out"),
+    ("medusa", ("--top-k", "6"), "has no serial levels: leave --top-k and --beam out"),
     ("medusa", ("--heads", "6"), "has 5: give at most that many"),
     ("medusa", ("--heads", "0"), "has nothing else: give 1 to 5"),
     ("medusa", ("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
@@ -220,7 +284,8 @@ def test_what_is_refused(
     ("medusa", {"3.0.linear.bias": None}, "lacks what would be 'heads.3.0.linear.bias'"),
     ("medusa", {"3.1.weight": None}, "lacks what would be 'lm_heads.3.weight'"),
     ("medusa", {"3.1.weight": torch.zeros(1008, 48)}, "tensor '3.1.weight' has shape [1008, 48], expected [1009, 48]"),
-    ("medusa", {"0.0.linear.weight": torch.zeros(40, 40)}, "has shape [40, 40], expected [48, 48]"),
+    ("medusa", {"0.0.linear.weight": torch.zeros(40, 40)}, "does not belong to target"),
+    ("medusa", {"1.0.linear.weight": torch.zeros(40, 40)}, "has shape [40, 40], expected [48, 48]"),
     ("hydra", {"hydra_mlp.2.0.linear.bias": None}, "lacks what would be 'heads.2.linear.bias' of its 4 heads"),
     ("hydra", {"hydra_mlp.1.2.linear.weight": None}, "lacks what would be 'heads.1.blocks.1.linear.weight'"),
     ("hydra", {"hydra_lm_head.1.bias": None}, "lacks what would be 'heads.1.lm_head.bias'"),

@@ -203,6 +203,42 @@ def test_fewer_tokens_can_be_drafted(tmp_path: Path) -> None:
     assert torch.equal(head["lm_head.weight"].whole(), small.lm_head.weight[ids])
 
 
+def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
+    """The target's codes are kept as they are, the drafter's are not."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    large, small = (RandomPair(sizes, seed=seed).make_target() for seed in (1, 2))
+    files = gguf_files.write(large, tmp_path / "large.gguf", "Q8_0"), gguf_files.write(small, tmp_path / "small.gguf", "Q4_0")
+    assert (
+        main(
+            [
+                "--target",
+                str(files[0]),
+                "--ckpt",
+                str(files[1]),
+                "--capacity",
+                "64",
+                "--out",
+                str(tmp_path / "out"),
+                "--validate",
+            ]
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize("capacity", [5, 8, 11])
+def test_small_capacities(capacity: int, tmp_path: Path) -> None:
+    argv, _ = written(tmp_path, "llama")
+    assert main([*argv, "--capacity", str(capacity), "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("name", ["fewer tokens", "more tokens"])
+def test_a_vocabulary_of_its_own_is_not_cut(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, _ = written(tmp_path, name)
+    assert main([*argv, "--draft-vocab", "300", "--out", str(tmp_path / "out")]) == 1
+    assert "leave --draft-vocab out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
     (("--heads", "1"), "has 0: give at most that many"),

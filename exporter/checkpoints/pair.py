@@ -80,6 +80,10 @@ class Pair:
         """The drafter's parallel heads."""
         return self.reader.heads
 
+    def used_heads(self, tree: TreeConfig) -> int:
+        """How many of the drafter's heads draft the levels of a tree; those of Hydra are serial."""
+        return tree.depth if self.reader.levels else max(0, tree.depth - tree.serial_steps)
+
     @property
     def draft_shape(self) -> LlamaShape:
         """That of the drafter's layers."""
@@ -216,16 +220,16 @@ class Pair:
     def draft_sources(self, heads: int, positions: int, schemes: Schemes = UNQUANTIZED) -> dict[str, Source]:
         """The drafter's parameters; those that it shares with the target are read from the target.
 
-        heads: how many heads the graph uses; positions: rows of the rotary tables; schemes: how they will be quantized.
+        heads: how many the graph uses (``used_heads``); positions: rows of the rotary tables; schemes: how they will be quantized.
         """
         target = self.target_sources(positions)
         sources = {EMBEDDING: target[EMBEDDING]} if self.reader.embeds else {}
-        sources |= {**self.reader.sources(heads, schemes), **self._draft_heads(target["lm_head.weight"])}
+        sources |= {**self.reader.sources(heads, schemes), **self._draft_heads(target["lm_head.weight"], heads)}
         return sources | (rotary_sources(self.draft_config, positions) if self.stateful else {})
 
-    def _draft_heads(self, target_head: Source) -> dict[str, Source]:
+    def _draft_heads(self, target_head: Source, count: int) -> dict[str, Source]:
         """The drafter's lm_heads, and with a draft vocabulary the token ids of their rows."""
-        heads, drafted = self.reader.lm_heads(target_head), self.draft_vocabulary
+        heads, drafted = self.reader.lm_heads(target_head, count), self.draft_vocabulary
         if drafted is None:
             return heads
         if drafted.own_rows and self.reader.one_head:

@@ -15,6 +15,8 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
     """
     if "extend" in graphs and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
+    if "draft" in graphs and "extend" not in graphs and graphs["draft"].caches:
+        raise Damage(f"{at}.draft has caches and there is no graph 'extend'")
     for name, graph in graphs.items():
         if name.startswith("target-") and _caches(graph, manifest) != _caches(graphs["target"], manifest):
             raise Damage(f"{at}: target and {name} have different caches, expected the same")

@@ -57,7 +57,7 @@ def _check(manifest: Manifest) -> None:
                 raise Damage(f"{at} has no graph '{min(missing)}'")
             smaller, shared = {name for name in graphs if name.startswith("target-")}, {SHARED} if backend == "cpu" else set()
             if surplus := graphs.keys() - smaller - shared - expected:
-                raise Damage(f"{at} has a graph '{min(surplus)}' and tree is null, expected only the graph 'target'")
+                raise Damage(f"{at} has a graph '{min(surplus)}', expected only {', '.join(sorted(expected))}")
             for name in smaller:
                 if not form.static or int(name[7:]) >= form.chunk:
                     raise Damage(f"{at} has '{name}', expected sizes below its chunk of {form.chunk}, and only if it is static")

@@ -258,7 +258,7 @@ class Decoder:
         shared, history = self.shared(prompt), self.history
         history.keep(shared - 1)  # the drafter's row of a token depends on the next token
         start = min(shared, len(prompt) - 1)
-        if speculate and self.manifest.has_drafter:
+        if speculate and self.passes.extends:
             known = [-1, *history.positions[-1:].tolist(), *history.pending[-1:]]
             start = min(start, max(known[-1] + 1, len(prompt) - 1 - history.LAST))
         self.valid_target_length = self.manifest.capacity

@@ -7,12 +7,13 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafters.hydra import Hydra
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError
+from runtime.errors import DamageError, InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
 from ..draft_vocabulary import DraftVocabulary
 from ..families import HYDRA, HYDRA_PREFIX
+from ..json_config import shown
 from ..llama import LlamaConfig
 from .reader import Overrides, Reader
 
@@ -22,7 +23,7 @@ _IGNORED = re.compile(re.escape(HYDRA_PREFIX) + r"embed_tokens\.weight|input_emb
 
 
 class HydraReader(Reader):
-    """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What config.json says does not.
+    """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What config.json says of them does not.
 
     blocks: of each head, after its first one. levels: its heads, one for each.
     """
@@ -47,10 +48,20 @@ class HydraReader(Reader):
                 self._stored[name.removeprefix(HYDRA_PREFIX)] = name
         self.levels: int = 1 + max(parts, default=0)
         self.blocks = max(map(len, parts.values()), default=1) - 1
+        self._check_kind()
         self.optional = frozenset(name for name in checkpoint.names() if _IGNORED.fullmatch(name))
         known = {**self._stored, **self._heads}
         if missing := next((name for name in self._shapes() if name not in known), None):
             raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.levels} heads: download it again")
+        self.require_size("hidden size", (*checkpoint.shape(self._stored["heads.0.linear.weight"]), 0)[0], self.shape.hidden)
+
+    def _check_kind(self) -> None:
+        kind, offset = (self.checkpoint.config.get(key) for key in ("hydra_head_arch", "hidden_state_offset"))
+        if kind not in (None, "mlp", "prefix-mlp") or offset not in (None, 0):
+            raise InputError(
+                f"{self.where} has hydra_head_arch {shown(kind)} and hidden_state_offset {shown(offset)}, which are not supported: "
+                "give one of kind mlp or prefix-mlp, without an offset"
+            )
 
     def _config(self) -> LlamaConfig:
         """See ``Reader``."""
@@ -81,9 +92,14 @@ class HydraReader(Reader):
         """See ``Reader``."""
         return None
 
-    def lm_heads(self, target: Source) -> dict[str, Source]:
+    def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
         """See ``Reader``. Biases too."""
-        return {name: self.checkpoint.source_of(stored) for name, stored in self._heads.items()}
+        return self._used(self._heads, count)
+
+    def _used(self, stored: Mapping[str, str], count: int) -> dict[str, Source]:
+        """Without the parameters of heads beyond the first ``count``."""
+        beyond = tuple(f"heads.{i}." for i in range(count, self.levels))
+        return {name: self.checkpoint.source_of(own) for name, own in stored.items() if not name.startswith(beyond)}
 
     def module(
         self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
@@ -94,4 +110,4 @@ class HydraReader(Reader):
 
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
         """See ``Reader``."""
-        return {name: self.checkpoint.source_of(stored) for name, stored in self._stored.items()}
+        return self._used(self._stored, heads)

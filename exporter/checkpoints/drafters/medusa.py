@@ -27,7 +27,7 @@ _TOKEN_MAP = "token_map"
 class MedusaReader(Reader):
     """What config.json says of heads does not count: those of the released ones name 2, and their files have 5.
 
-    blocks: of each head. bias: whether they have one. own_heads: whether the heads have lm_heads that are not the target's.
+    blocks: of each head. bias: whether they have one. one_head: whether the heads have the target's lm_head.
     """
 
     family, embeds = MEDUSA, False
@@ -48,13 +48,16 @@ class MedusaReader(Reader):
         parts = ("weight", "bias") if self.bias else ("weight",)
         wanted = [f"heads.{i}.{j}.linear.{part}" for i in range(self.heads) for j in range(self.blocks) for part in parts]
         missing = next((name for name in wanted if name not in self._stored), None)
+        if heads.keys() == {0}:  # vLLM's ``original_lm_head``, for all of them
+            heads = dict.fromkeys(range(self.heads), heads[0])
         if missing is None and heads:
             missing = next((f"lm_heads.{i}.weight" for i in range(self.heads) if i not in heads), None)
         if missing:
             raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.heads} heads: download it again")
+        self.require_size("hidden size", (*checkpoint.shape(self._stored["heads.0.0.linear.weight"]), 0)[0], self.shape.hidden)
         self._heads = [heads[i] for i in range(self.heads)] if heads else []
         self.optional = frozenset(checkpoint.names())  # among them a whole target's, with which version 1.0 comes
-        self.own_heads = bool(heads) and not self._all_targets(target)
+        self.one_head = not heads or self._all_targets(target)
 
     def _config(self) -> LlamaConfig:
         """See ``Reader``."""
@@ -82,28 +85,34 @@ class MedusaReader(Reader):
         expected: dict[str, tuple[int, ...]] = {
             stored: (h, h) if name.endswith("weight") else (h,) for name, stored in self._stored.items()
         }
-        tokens = len(self.checkpoint.read(_TOKEN_MAP)) if _TOKEN_MAP in self.checkpoint else self.shape.vocabulary
+        tokens = self.shape.vocabulary
+        if self._heads and _TOKEN_MAP in self.checkpoint and self._rows() == len(self.checkpoint.read(_TOKEN_MAP)):
+            tokens = self._rows()
         return expected | dict.fromkeys(self._heads, (tokens, h))
+
+    def _rows(self) -> int:
+        """Of the first lm_head."""
+        return (*self.checkpoint.shape(self._heads[0]), 0)[0]
 
     def vocabulary(self) -> DraftVocabulary | None:
         """That of vLLM's ``token_map``."""
         if _TOKEN_MAP not in self.checkpoint:
             return None
-        rows = self.checkpoint.shape(self._heads[0])[0] if self._heads else None
+        rows = self._rows() if self._heads else None
         return token_map(self.checkpoint.read(_TOKEN_MAP), self.shape.vocabulary, rows, self.checkpoint.source)
 
-    def lm_heads(self, target: Source) -> dict[str, Source]:
+    def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
         """See ``Reader``."""
-        if not self.own_heads:
-            return super().lm_heads(target)
-        return {f"lm_heads.{i}.weight": self.checkpoint.source_of(name) for i, name in enumerate(self._heads)}
+        if self.one_head:
+            return super().lm_heads(target, count)
+        return {f"lm_heads.{i}.weight": self.checkpoint.source_of(name) for i, name in enumerate(self._heads[:count])}
 
     def module(
         self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
     ) -> Medusa:  # fmt: skip
         """See ``Reader``."""
-        return Medusa(self.shape, capacity, positions, tree, self.blocks, self.bias, self.own_heads, ops, schemes, trimmed)
+        return Medusa(self.shape, capacity, positions, tree, self.blocks, self.bias, not self.one_head, ops, schemes, trimmed)
 
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
         """See ``Reader``."""

@@ -98,8 +98,8 @@ class Reader(ABC):
             expected.pop(EMBEDDING, None)
         return expected
 
-    def lm_heads(self, target: Source) -> dict[str, Source]:
-        """Its parameters with a row for each token that it knows. target: the target's lm_head."""
+    def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
+        """Its parameters with a row for each token that it knows. target: the target's lm_head; count: of heads, if each has its own."""
         return {LM_HEAD: self.checkpoint.source_of(LM_HEAD) if self.own_head else target}
 
     @abstractmethod

@@ -40,7 +40,7 @@ class SmallReader(Reader):
         head = {} if self._tied else {LM_HEAD: matrix}
         return super()._expected() | {EMBEDDING: matrix, _NORM: (self.shape.hidden,)} | head
 
-    def lm_heads(self, target: Source) -> dict[str, Source]:
+    def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
         """See ``Reader``."""
         return {LM_HEAD: self.checkpoint.source_of(EMBEDDING if self._tied else LM_HEAD)}
 
