@@ -318,7 +318,7 @@ def drop(raw: dict[str, Any], *names: str) -> None:
             lambda raw: raw.update(tree=None),
             r"requires is \['wanted-rows', 'shared-passes'\], expected 'target-only' if tree is null",
         ),
-        (lambda raw: raw.update(tree=None, requires=["target-only"]), "has a graph 'draft' and tree is null"),
+        (lambda raw: raw.update(tree=None, requires=["target-only"]), "has a graph 'draft', expected only target"),
         (lambda raw: raw.update(requires=["target-only"]), "expected 'target-only' if tree is null and only then"),
         (lambda raw: drop(raw, "draft", "extend"), "has no graph 'draft'"),
         (lambda raw: raw.update(tree=7), "tree is 7, expected an object"),
