@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.eagle3 import LAYOUTS, RandomEagle3
 from tests.end_to_end import llama
 from tests.pairs import RandomPair
 from tests.test_drafter import cycles, eager, onnx, tree_of
-from tests.test_streams import finished, run
+from tests.test_streams import assert_as_plain
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 16, "num_hidden_layers": 4}
 PLAIN = RandomEagle3(RandomPair(scale=1.0))
@@ -267,13 +266,4 @@ def test_the_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     with load(bundle, streams=2) as model:
         assert model.bundle.manifest.hidden == 96
-        for options in ({}, {"temperature": 0.8, "seed": 3}):
-            plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
-            assert [finished(model, prompt, 40, options | {"rows": 16, "lookup": False}) for prompt in prompts] == plain
-            found: dict[int, list[int]] = {}
-
-            def work(number: int, options: dict[str, Any] = options, found: dict[int, list[int]] = found) -> None:
-                found[number] = finished(model.streams[number], prompts[number], 40, options)
-
-            run(*(partial(work, number) for number in range(2)))
-            assert [found[0], found[1]] == plain[:2]
+        assert_as_plain(model, prompts, 16)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.end_to_end import llama
 from tests.heads import MEDUSA_LAYOUTS, RandomHydra, RandomMedusa
 from tests.pairs import RandomPair
 from tests.test_drafter import cycles, eager, onnx, tree_of
-from tests.test_streams import finished, run
+from tests.test_streams import assert_as_plain
 
 MADE: dict[str, RandomMedusa | RandomHydra] = {
     "medusa": RandomMedusa(),
@@ -141,22 +140,13 @@ def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
 def test_the_output_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
-    """Quantized, sampled, going on with a conversation and from a saved session, and beside another stream."""
+    """Quantized, sampled, going on with what is in the caches, and beside another stream."""
     made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
     bundle = exported(tmp_path, made.write(tmp_path), "--weights", "int8", "--policy", "static", "--rows", "12")
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     prompts.append(prompts[1][:100] + prompts[2])
     with load(bundle, streams=2) as model:
-        for options in ({}, {"temperature": 0.8, "seed": 3}):
-            plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
-            assert [finished(model, prompt, 40, options | {"rows": 12, "lookup": False}) for prompt in prompts] == plain
-            found: dict[int, list[int]] = {}
-
-            def work(number: int, options: dict[str, Any] = options, found: dict[int, list[int]] = found) -> None:
-                found[number] = finished(model.streams[number], prompts[number], 40, options)
-
-            run(*(partial(work, number) for number in range(2)))
-            assert [found[0], found[1]] == plain[:2]
+        assert_as_plain(model, prompts, 12)
 
 
 def test_sessions_without_caches_of_the_drafter(tmp_path: Path) -> None:

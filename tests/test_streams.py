@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,20 @@ def run(*work: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def assert_as_plain(model: Model, prompts: list[list[int]], rows: int) -> None:
+    """Drafts of so many rows, greedy and sampled, by itself and beside another stream, change nothing. model: with two streams."""
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
+        assert [finished(model, prompt, 40, options | {"rows": rows, "lookup": False}) for prompt in prompts] == plain
+        found: dict[int, list[int]] = {}
+
+        def work(number: int, options: dict[str, Any] = options, found: dict[int, list[int]] = found) -> None:
+            found[number] = finished(model.streams[number], prompts[number], 40, options)
+
+        run(*(partial(work, number) for number in range(2)))
+        assert [found[0], found[1]] == plain[:2]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

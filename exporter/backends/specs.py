@@ -166,7 +166,7 @@ def _smaller(rows: int, chunk: int) -> list[int]:
     return sorted({1, rows // 4 if rows >= _SPLIT else 1, rows} - {chunk})
 
 
-def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int, ahead: int = 0) -> int:
+def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int, ahead: int) -> int:
     """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk. ONNX Runtime refuses
     passes of more rows than the tables have, and those of several streams together have more than the capacity if that is small."""
     specs = trace_specs.values()

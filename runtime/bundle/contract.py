@@ -25,7 +25,8 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
         if name == SHARED:
             inputs, outputs = _shared(manifest, graphs["target"], graph.lanes)
         else:
-            caches = _caches(graph, manifest, may_be_open, name == "draft" and "extend" not in graphs)
+            stateless = name == "draft" and "extend" not in graphs
+            caches = (0, (0, 0, 0)) if stateless else _caches(graph, manifest, may_be_open)
             inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
@@ -43,15 +44,11 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
     return f"{name} {dtype} {list(shape)}"
 
 
-def _caches(
-    graph: Graph, manifest: Manifest, open_caches: bool = False, stateless: bool = False
-) -> tuple[int, tuple[int, int | str, int]]:
+def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tuple[int, tuple[int, int | str, int]]:
     """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
-    small. open_caches: whether their positions may be symbolic. stateless: whether there may be none.
+    small. open_caches: whether their positions may be symbolic.
     """
     shapes = [tensor.shape for tensor in graph.caches]
-    if not shapes and stateless:
-        return 0, (0, 0, 0)
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
         raise Damage(f"{graph.file} lacks a key and a value cache of four dimensions for every layer")
     _, kv_heads, positions, head_dim = shapes[0]

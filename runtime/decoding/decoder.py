@@ -207,7 +207,7 @@ class Decoder:
             first = self.feed(part, last=True)
             # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
-            if self.manifest.has_drafter and start < end:
+            if self.passes.extends and start < end:
                 self.history.record(start, end - start, range(start, end), first)
             took = perf_counter_ns() - self.passes.waited_ns - started
             start, row, self._rows_in_time = start + n, first + n - 1, int(n * _PATIENCE_NS / took)

@@ -66,8 +66,6 @@ class DraftHistory:
         """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
         those positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
         it has read before, all but the first tokens of the text."""
-        if not self._passes.extends:
-            return
         self._device.move(self.hidden_history, position, self._last_hidden, begin, rows)
         self.pending += pending
         first = [unread for unread in self.pending if unread < self.FIRST]

@@ -48,7 +48,7 @@ class EnginePasses:
         self.accepted_count = np.zeros(1, np.int64)
         self.engine_ns, self.waited_ns = [0, 0], 0
         self._bound: dict[tuple[str, int], Call] = {}
-        self.extends = False
+        self.extends = "extend" in self.graphs
         self.causal(form.chunk, last=True)
         for size in form.targets or (1,):
             self.causal(size)
@@ -62,7 +62,6 @@ class EnginePasses:
             if size < manifest.rows:
                 self.verification(size)
         self.verification(manifest.rows)
-        self.extends = "extend" in self.graphs
         if self.extends:
             self.history_chunk = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
             self.extend(form.chunk)

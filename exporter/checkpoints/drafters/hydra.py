@@ -7,14 +7,13 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafters.hydra import Hydra
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError, InputError
+from runtime.errors import InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
 from ..draft_vocabulary import DraftVocabulary
 from ..families import HYDRA, HYDRA_PREFIX
 from ..json_config import shown
-from ..llama import LlamaConfig
 from .reader import Overrides, Reader
 
 _PART = re.compile(r"hydra_mlp\.(\d{1,3})\.(\d{1,3})\.(linear|res_connection)\.(weight|bias)")
@@ -50,10 +49,7 @@ class HydraReader(Reader):
         self.blocks = max(map(len, parts.values()), default=1) - 1
         self._check_kind()
         self.optional = frozenset(name for name in checkpoint.names() if _IGNORED.fullmatch(name))
-        known = {**self._stored, **self._heads}
-        if missing := next((name for name in self._shapes() if name not in known), None):
-            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.levels} heads: download it again")
-        self.require_size("hidden size", (*checkpoint.shape(self._stored["heads.0.linear.weight"]), 0)[0], self.shape.hidden)
+        self.require_heads(self._shapes(), {**self._stored, **self._heads}, self.levels)
 
     def _check_kind(self) -> None:
         kind, offset = (self.checkpoint.config.get(key) for key in ("hydra_head_arch", "hidden_state_offset"))
@@ -62,10 +58,6 @@ class HydraReader(Reader):
                 f"{self.where} has hydra_head_arch {shown(kind)} and hidden_state_offset {shown(offset)}, which are not supported: "
                 "give one of kind mlp or prefix-mlp, without an offset"
             )
-
-    def _config(self) -> LlamaConfig:
-        """See ``Reader``."""
-        return self.target
 
     def _layers(self) -> int:
         """See ``Reader``."""

@@ -11,13 +11,11 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafters.medusa import Medusa
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
 from ..draft_vocabulary import DraftVocabulary, token_map
 from ..families import MEDUSA, MEDUSA_BLOCK
-from ..llama import LlamaConfig
 from .reader import Overrides, Reader
 
 _HEAD = re.compile(r"(?:medusa_heads?\.)?(?:lm_heads\.(\d{1,3})|(\d{1,3})\.\d{1,3})\.weight")
@@ -47,21 +45,14 @@ class MedusaReader(Reader):
         self.bias = any(name.endswith("bias") for name in self._stored)
         parts = ("weight", "bias") if self.bias else ("weight",)
         wanted = [f"heads.{i}.{j}.linear.{part}" for i in range(self.heads) for j in range(self.blocks) for part in parts]
-        missing = next((name for name in wanted if name not in self._stored), None)
         if heads.keys() == {0}:  # vLLM's ``original_lm_head``, for all of them
             heads = dict.fromkeys(range(self.heads), heads[0])
-        if missing is None and heads:
-            missing = next((f"lm_heads.{i}.weight" for i in range(self.heads) if i not in heads), None)
-        if missing:
-            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {self.heads} heads: download it again")
-        self.require_size("hidden size", (*checkpoint.shape(self._stored["heads.0.0.linear.weight"]), 0)[0], self.shape.hidden)
+        if heads:
+            wanted += [f"lm_heads.{i}.weight" for i in range(self.heads)]
+        self.require_heads(wanted, self._stored | {f"lm_heads.{i}.weight": name for i, name in heads.items()}, self.heads)
         self._heads = [heads[i] for i in range(self.heads)] if heads else []
         self.optional = frozenset(checkpoint.names())  # among them a whole target's, with which version 1.0 comes
         self.one_head = not heads or self._all_targets(target)
-
-    def _config(self) -> LlamaConfig:
-        """See ``Reader``."""
-        return self.target
 
     def _layers(self) -> int:
         """See ``Reader``."""

@@ -1,7 +1,7 @@
 """What the readers of all families have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,12 +13,12 @@ from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
 from graphs.layer import LlamaShape
 from graphs.tree import TreeConfig
-from runtime.errors import InputError
+from runtime.errors import DamageError, InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
 from ..draft_vocabulary import DraftVocabulary
-from ..llama import LlamaConfig, llama_config, llama_shape
+from ..llama import llama_config, llama_shape
 
 LM_HEAD = "lm_head.weight"
 
@@ -57,7 +57,8 @@ class Reader(ABC):
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         self.checkpoint, self.target, self.overrides = checkpoint, llama_config(target), overrides
         self.where, self._target = f"drafter '{checkpoint.source}'", f"target '{target.source}'"
-        config = self._config()
+        layers = self._layers()
+        config = llama_config(checkpoint) if layers is None else self.target
         if overrides.rope_theta is not None:
             config = replace(config, rope_parameters={**config.rope_parameters, "rope_theta": overrides.rope_theta})
         self.config = config
@@ -66,23 +67,27 @@ class Reader(ABC):
         self.shape: LlamaShape = replace(
             shape,
             vocabulary=self.target.vocab_size,
-            layers=shape.layers if (own := self._layers()) is None else own,
+            layers=shape.layers if layers is None else layers,
             qkv_bias=shape.qkv_bias or f"{attention}q_proj.bias" in checkpoint,
             o_bias=shape.o_bias or f"{attention}o_proj.bias" in checkpoint,
         )
 
-    def _config(self) -> LlamaConfig:
-        """That of its layers."""
-        return llama_config(self.checkpoint)
-
     def _layers(self) -> int | None:
-        """How many it has, None for as many as its configuration says."""
+        """How many it has that are as the target's, None if it has a configuration of its own."""
         return None
 
     def require_size(self, field: str, size: int, expected: int) -> None:
         """Raises InputError if a size differs from the target's."""
         if size != expected:
             raise InputError(f"{self.where} does not belong to {self._target}: its {field} is {size}, expected {expected}")
+
+    def require_heads(self, wanted: Iterable[str], stored: Mapping[str, str], heads: int) -> None:
+        """Raises DamageError if a parameter of its heads has no tensor, and InputError if the first one has another width than the target.
+        wanted: parameters; stored: tensors by parameter."""
+        names = list(wanted)
+        if missing := next((name for name in names if name not in stored), None):
+            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {heads} heads: download it again")
+        self.require_size("hidden size", (*self.checkpoint.shape(stored[names[0]]), 0)[0], self.shape.hidden)
 
     @cached_property
     def expected(self) -> dict[str, tuple[int, ...]]:
