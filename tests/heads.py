@@ -102,12 +102,13 @@ class NaiveMedusa:
 
 @dataclass
 class RandomHydra:
-    """prefix: whether it is a Hydra++."""
+    """prefix: whether it is a Hydra++. tied: whether all heads have the target's lm_head, without biases."""
 
     pair: RandomPair = field(default_factory=lambda: RandomPair(scale=1.0))
     heads: int = 4
     blocks: int = 3
     prefix: bool = False
+    tied: bool = False
     seed: int = 4
 
     def state(self) -> dict[str, Tensor]:
@@ -127,7 +128,11 @@ class RandomHydra:
                 number = 2 * j + 3 if self.prefix else j + 1
                 state |= {f"hydra_mlp.{i}.{number}.linear.{part}": tensor.clone() for part, tensor in block.items()}
             head = f"hydra_lm_head.{i}{'.1' * self.prefix}"
-            state |= {f"{head}.weight": 2 * matrix(config.vocab_size, h), f"{head}.bias": matrix(1, config.vocab_size)[0]}
+            if self.tied:
+                weight, bias = self.pair.make_target().lm_head.weight.detach().clone(), torch.zeros(config.vocab_size)
+            else:
+                weight, bias = 2 * matrix(config.vocab_size, h), matrix(1, config.vocab_size)[0]
+            state |= {f"{head}.weight": weight, f"{head}.bias": bias}
         if self.prefix:
             layer = LlamaDecoderLayer(config, 0)
             for name, parameter in layer.state_dict().items():

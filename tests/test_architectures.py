@@ -25,7 +25,7 @@ from exporter.options import parser, plan
 from exporter.progress import Progress
 from exporter.training import cli as training
 from exporter.training import start
-from exporter.training.model import Drafter
+from exporter.training.drafters.gumiho import Gumiho
 from exporter.training.text import Slots
 from exporter.validate import validate
 from runtime import GumihoError, InputError, load
@@ -278,9 +278,9 @@ def test_a_drafters_first_layer_reads_as_the_targets_own_does(kind: str) -> None
     """Queries and keys of what the target's layer reads, from the features that the drafter's reads. The norms of a Qwen3's heads
     become one factor for each head, which is right at the median."""
     model = TARGETS[kind].make_target()
-    drafter = Drafter(start.config(model, 1), 1)
+    drafter = Gumiho(start.config(model, 1), 1)
     record = torch.arange(2, 39).numpy().astype("uint32")
-    start._layers(drafter, model, record)
+    start.last_layers(drafter.serial, model, record)
     own, stream = model.model.layers[0], model.model.embed_tokens(torch.arange(2, 39))[None]
     # Of the same size at all positions, as the linear prediction of ``fc`` has them.
     features = stream / stream.square().mean(-1, keepdim=True).sqrt() * model.model.norm.weight

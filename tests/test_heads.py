@@ -87,11 +87,28 @@ def test_medusas_layouts(layout: str, tmp_path: Path) -> None:
     cycles(eager(pair, tree), made.naive(), searched, 48, 1009, seed=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("tied", "matrices"), [(True, 1), (False, 5)])
-def test_lm_heads_that_are_the_targets_are_one(tied: bool, matrices: int, tmp_path: Path) -> None:
-    pair = opened(RandomMedusa(tied=tied).write(tmp_path))
-    heads = [name for name in pair.draft_sources(5, positions=9) if name.startswith("lm_head")]
+@pytest.mark.parametrize(
+    ("made", "matrices"),
+    [
+        (RandomMedusa(tied=True), 1), (RandomMedusa(), 5), (RandomHydra(tied=True), 1), (RandomHydra(), 4),
+        (RandomHydra(tied=True, prefix=True), 1),
+    ],
+)  # fmt: skip
+def test_lm_heads_that_are_the_targets_are_one(made: RandomMedusa | RandomHydra, matrices: int, tmp_path: Path) -> None:
+    """And draft the same tree."""
+    pair, (tree, searched) = opened(made.write(tmp_path)), trees(made)[0]
+    heads = [name for name in pair.draft_sources(made.heads, positions=9) if "lm_head" in name and "weight" in name]
     assert len(heads) == matrices
+    cycles(eager(pair, tree), made.naive(), searched, 48, 1009, seed=2)  # type: ignore[arg-type]
+
+
+def test_a_bias_is_an_lm_head_of_its_own(tmp_path: Path) -> None:
+    made = RandomHydra(tied=True)
+    argv = made.write(tmp_path)
+    state = made.state()
+    state["hydra_lm_head.2.bias"][7] = 0.5
+    torch.save(state, tmp_path / "drafter" / "hydra_lm_head.pt")
+    assert not opened(argv).reader.one_head
 
 
 def test_trees(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ import runtime
 from exporter.training import cli, loop, losses, start, state, store, target, text
 from exporter.training.batches import SPAN, Features, anchors, batch, usable, wanted
 from exporter.training.conversation import Script, template
-from exporter.training.evaluate import Evaluation, Vocabulary
-from exporter.training.model import Anchors, Drafter
+from exporter.training.drafters.gumiho import Gumiho, shape_of
+from exporter.training.evaluate import Evaluation
+from exporter.training.model import Anchors
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 from tests.conftest import DEMO
 from tests.limits import full_disk
@@ -52,8 +53,8 @@ def trainee(
 ) -> tuple[loop.Training, Evaluation]:
     features = Features(None, written, loaded.model.model)
     torch.manual_seed(1)
-    drafter = Drafter(start.config(loaded.model, 2), heads)
-    start.from_target(drafter, loaded.model, written, features)
+    drafter = Gumiho(start.config(loaded.model, 2), heads)
+    drafter.begin(loaded.model, written, features, lambda _: None)
     return training_of(drafter, loaded, features, steps, rate=rate)
 
 
@@ -123,7 +124,7 @@ def test_slices_change_nothing() -> None:
 def test_the_second_step_sees_the_text_up_to_its_anchor_and_itself(loaded: target.Target) -> None:
     llama = loaded.model
     torch.manual_seed(2)
-    drafter = Drafter(start.config(llama, 2), 2)
+    drafter = Gumiho(start.config(llama, 2), 2)
     embedded, hidden = torch.randn(2, 20, 192), torch.randn(2, 20, 192)
     y, caches = drafter.extend(embedded[:, 1:], hidden[:, :-1])
     at = Anchors(torch.tensor([0, 1]), torch.tensor([[3, 4, 5], [10, 11, 12]]))
@@ -224,7 +225,7 @@ def test_killed_training_goes_on(
     common = ["--target", str(DEMO / "target"), "--data", str(SOURCE), *SMALL, "--steps", "4"]
     assert cli.main([*common, "--out", str(tmp_path / "whole")]) == 0
     own = [*common, "--save-every", "0.0001", "--out", str(tmp_path / "killed")]
-    state_file = tmp_path / "killed-training" / "state" / "state.pt"
+    state_file = tmp_path / "killed-training" / "state" / "gumiho.pt"
     end(own, state_file, monkeypatch)
     assert state_file.exists()
     capsys.readouterr()
@@ -400,10 +401,12 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_full_disk_leaves_the_drafter_before(loaded: target.Target, tmp_path: Path) -> None:
-    drafter = Drafter(start.config(loaded.model, 1), 0)
+    drafter = Gumiho(start.config(loaded.model, 1), 0)
     (tmp_path / "model.safetensors").write_text("the one before")
     with full_disk(), pytest.raises(UnavailableError, match="free some space"):
-        state.write_checkpoint(tmp_path, drafter, drafter.state_dict(), Vocabulary(loaded.model.lm_head.weight, None))
+        state.write_checkpoint(
+            tmp_path, drafter, drafter.state_dict(), None, loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight
+        )
     assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_text() == "the one before"
 
@@ -434,8 +437,8 @@ def test_a_beginning_with_odd_tensors_is_refused(
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
 
     def begin(source: str) -> None:
-        layers, heads = start.shape_of(source)
-        start.from_checkpoint(Drafter(start.config(loaded.model, layers), heads), source)
+        layers, heads = shape_of(source)
+        Gumiho(start.config(loaded.model, layers), heads).from_checkpoint(source)
 
     with pytest.raises(GumihoError, match=said):
         begin(str(tmp_path))
@@ -452,8 +455,11 @@ def test_a_beginning_with_odd_tensors_is_refused(
         (["--data", "missing.txt"], "missing.txt"),
         (["--only", "drafter"], "write some first"),
         (["--device", "cuda:7"], "--device cuda:7 is not here"),
-        (["--family", "eagle", "--heads", "2"], "--family eagle is one layer without heads"),
-        (["--family", "eagle", "--serial-layers", "2"], "--family eagle is one layer without heads"),
+        (["--family", "eagle", "--heads", "2"], "--family eagle takes no --heads: leave it out"),
+        (["--family", "eagle", "--serial-layers", "2"], "--family eagle takes no --serial-layers: leave it out"),
+        (["--family", "eagle3", "--init", "x"], "--family eagle3 takes no --init: leave it out"),
+        (["--family", "small", "--hidden-weight", "0.5"], "--family small takes no --hidden-weight: leave it out"),
+        (["--family", "medusa", "--heads", "0"], "--heads is 0, and a Medusa is its heads: give 1 or more"),
     ],
 )
 def test_bad_input_gets_one_sentence(

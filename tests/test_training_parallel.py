@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from exporter.training import batches, cli, conversation, loop, losses, parallel, start, state, store, target
 from exporter.training.batches import Features, anchors, batch, choose, usable, wanted
+from exporter.training.drafters.gumiho import Gumiho
 from exporter.training.evaluate import Evaluation, Vocabulary
-from exporter.training.model import Drafter
 from runtime.errors import InputError
 from tests.conftest import DEMO
 from tests.limits import full_disk
@@ -68,7 +68,7 @@ def steps(rank: int, folder: Path) -> None:
         llama = loaded.model
         text = store.Text(folder / "text", llama.config.vocab_size, loaded.name)
         torch.manual_seed(rank)
-        drafter = Drafter(start.config(llama, 1), 1)
+        drafter = Gumiho(start.config(llama, 1), 1)
         embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
         features = Features(folder / "hidden", text, llama.model)
         training = loop.Training(drafter, text, features, embed, Vocabulary(lm_head, None), SETTINGS)
@@ -89,7 +89,7 @@ def test_two_processes_step_as_one_that_averages_their_gradients(tmp_path: Path)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
     torch.manual_seed(0)
-    drafter = Drafter(start.config(llama, 1), 1)
+    drafter = Gumiho(start.config(llama, 1), 1)
     embed, lm_head = llama.model.embed_tokens.weight.detach(), llama.lm_head.weight.detach()
     features = Features(None, text, llama.model)
     optimizers = loop.Training(drafter, text, features, embed, Vocabulary(lm_head, None), SETTINGS).optimizers
@@ -145,7 +145,7 @@ def test_stopping_one_process_stops_both_and_one_process_goes_on(
     assert (saves, none) == (1, 0)
     assert said.endswith("error: interrupted: the same command goes on from here\n")
     assert quiet == ""
-    stored = state.read(tmp_path / "out-training" / "state" / "state.pt", {})
+    stored = state.read(tmp_path / "out-training" / "state" / "gumiho.pt", {})
     assert stored is not None
     assert stored["step"] == 2
     # A process that ends without a word to the others: they do not wait for it.

@@ -13,7 +13,7 @@ import runtime
 from exporter.training import loop, state, store, target
 from exporter.training.batches import Features, batch
 from exporter.training.evaluate import Evaluation, Score, Vocabulary, Walk
-from exporter.training.model import Serial
+from exporter.training.model import Drafter
 from tests.conftest import DEMO
 
 SOURCE = Path(shlex.__file__)  # a file of our own would change what the tests train on with every edit
@@ -44,7 +44,7 @@ def write_source(folder: Path, loaded: target.Target) -> store.Text:
 
 
 def training_of(
-    drafter: Serial, loaded: target.Target, features: Features, steps: int, hidden_weight: float = 0.1, rate: float = 2e-3
+    drafter: Drafter, loaded: target.Target, features: Features, steps: int, hidden_weight: float = 0.1, rate: float = 2e-3
 ) -> tuple[loop.Training, Evaluation]:
     """Small steps on the features' text, and their measure on a part of it."""
     llama, text = loaded.model, features.text
@@ -62,9 +62,10 @@ def before_and_after(training: loop.Training, evaluation: Evaluation) -> tuple[S
     return before, evaluation(training.averaged(), training.vocabulary)
 
 
-def taus(folder: Path, loaded: target.Target, training: loop.Training, drafter: Serial) -> tuple[float, float]:
+def taus(folder: Path, loaded: target.Target, training: loop.Training, drafter: Drafter) -> tuple[float, float]:
     """The tau of a walk along a text that the demo target wrote greedily, and that of decoding it with an export of the drafter."""
-    state.write_checkpoint(folder / "drafter", drafter, drafter.state_dict(), training.vocabulary)
+    embed, lm_head = loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight
+    state.write_checkpoint(folder / "drafter", drafter, drafter.state_dict(), training.vocabulary.ids, embed, lm_head)
     sources = ["--ckpt", str(folder / "drafter"), "--target", str(DEMO / "target")]
     assert exporter.cli.main([*sources, "--out", str(folder / "bundle"), "--draft-weights", "none"]) == 0
     llama = loaded.model

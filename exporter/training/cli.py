@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from runtime.command import INTERRUPTED, run
 from runtime.errors import GumihoError, InputError, UnavailableError
 
-from ..checkpoints.families import EAGLE_3, GUMIHO, family
+from ..checkpoints.families import EAGLE, GUMIHO, family
 from .interruption import Interruption
-from .options import check, parser
+from .options import USUAL, check, parser
 
 if TYPE_CHECKING:
     from .store import Text
@@ -112,34 +112,30 @@ def _trained(
 ) -> bool:
     import torch
 
-    from . import eagle3, loop, parallel, start, state
+    from . import loop, parallel, state
     from .batches import Features, usable
+    from .drafters import made
+    from .drafters.gumiho import Gumiho, shape_of
     from .evaluate import Evaluation
-    from .model import Drafter
     from .vocabulary import vocabulary
 
-    usual = (2, 5) if args.family in (None, GUMIHO) else (1, 0)
-    layers, heads = start.shape_of(args.init) if args.init else usual
+    layers, heads = shape_of(args.init) if args.init else USUAL[args.family or GUMIHO]
     layers, heads = args.serial_layers or layers, heads if args.heads is None else args.heads
-    if args.family not in (None, EAGLE_3, kind := family(layers, heads)):
+    kind = family(layers, heads) if args.family in (None, GUMIHO, EAGLE) else args.family
+    if args.family not in (None, kind):
         raise InputError(
             f"--family is {args.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
         )
-    shape = start.config(model, layers)
-    drafter = (
-        eagle3.Eagle3(shape, eagle3.usual_taps(model.config.num_hidden_layers))
-        if args.family == EAGLE_3
-        else Drafter(shape, heads)
-    )
+    drafter = made(kind, layers, heads, model)
     if not len(usable(text, drafter.depths, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
     if not args.no_hidden_cache:
         _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(drafter.taps)))
     kept = "-".join(map(str, ("hidden", *drafter.taps)))
     features = Features(None if args.no_hidden_cache else work / kept, text, model.model, drafter.taps)
-    file = work / "state" / "state.pt"
+    file = work / "state" / f"{kind}.pt"
     known = {
-        "target": text.target, "family": drafter.family, "serial layers": layers, "heads": heads, "draft vocabulary": args.draft_vocab or model.config.vocab_size,
+        "target": text.target, "serial layers": layers, "heads": heads, "draft vocabulary": args.draft_vocab or model.config.vocab_size,
         "seed": args.seed,
     }  # fmt: skip
     stored = state.read(file, known)
@@ -150,12 +146,10 @@ def _trained(
         return False
     if stored is None and (args.shard_target or not parallel.rank()):  # without their help, the others get these weights
         torch.manual_seed(args.seed)
-        if isinstance(drafter, eagle3.Eagle3):
-            eagle3.from_target(drafter, model)
-        elif args.init:
-            start.from_checkpoint(drafter, args.init)
+        if args.init and isinstance(drafter, Gumiho):
+            drafter.from_checkpoint(args.init)
         else:
-            start.from_target(drafter, model, text, features, _say)
+            drafter.begin(model, text, features, _say)
     if args.shard_target:
         del model.model.layers  # their hidden states are on disk
     settings = loop.Settings(
@@ -170,7 +164,7 @@ def _trained(
     pace = loop.Pace(args.save_every * 60, args.evaluate_every * 60)
 
     def saved() -> None:
-        state.write_checkpoint(args.out, drafter, training.average, drafted)
+        state.write_checkpoint(args.out, drafter, training.average, drafted.ids, embed, lm_head)
 
     done = loop.run(training, Evaluation(text, features, embed, lm_head), file, known, pace, _say, stopped, saved)
     if done:

@@ -13,7 +13,7 @@ from runtime.decoding.acceptance import accept_path
 from ..trees import usual_tree
 from .batches import Batch, Features, anchors, batch, usable, wanted
 from .losses import divergence
-from .model import Cache, Drafter, Serial
+from .model import Drafter
 from .store import ANSWER, GREEDY, Text
 
 
@@ -62,7 +62,7 @@ class Evaluation:
         self.texts, self.most, self.rows = texts, most, rows
 
     @torch.no_grad()
-    def __call__(self, drafter: Serial, vocabulary: Vocabulary) -> Score:
+    def __call__(self, drafter: Drafter, vocabulary: Vocabulary) -> Score:
         depths = drafter.depths
         records = usable(self.text, depths, training=False)
         if not len(records):
@@ -81,11 +81,11 @@ class Evaluation:
             counts += torch.stack([valid[:, d : d + at.place.shape[1]].sum() for d in range(depths)]).cpu()
         return Score((sums / counts).tolist(), (hits / counts).tolist(), self._taus(drafter, vocabulary, chosen))
 
-    def _outs(self, drafter: Serial, own: Batch, at: object) -> list[Tensor]:
+    def _outs(self, drafter: Drafter, own: Batch, at: object) -> list[Tensor]:
         embedded = torch.nn.functional.embedding(own.ids, self.embed).float()
         return drafter(embedded, own.read.float(), at, own.ids.shape[0] * 8)
 
-    def _taus(self, drafter: Serial, vocabulary: Vocabulary, records: Sequence[int]) -> dict[int, float]:
+    def _taus(self, drafter: Drafter, vocabulary: Vocabulary, records: Sequence[int]) -> dict[int, float]:
         greedy = [r for r in records if (self.text.record(r) & GREEDY).any()]
         runs = greedy or list(records)
         totals = dict.fromkeys(self.rows, (0, 0))
@@ -106,16 +106,17 @@ class Evaluation:
 class Walk:
     """Speculative decoding of a text that is known already: only the drafter runs."""
 
-    def __init__(self, drafter: Serial, own: Batch, embed: Tensor, vocabulary: Vocabulary) -> None:
+    def __init__(self, drafter: Drafter, own: Batch, embed: Tensor, vocabulary: Vocabulary) -> None:
         """own: one text."""
         self.drafter, self.embed, self.vocabulary = drafter, embed, vocabulary
         self.ids: list[int] = own.ids[0].tolist()
         embedded = torch.nn.functional.embedding(own.ids, embed).float()
-        self.y, self.caches = drafter.extend(embedded[:, 1:], own.read[:, :-1].float())
+        self.seen = drafter.read_text(embedded, own.read.float())
 
     def run(self, rows: int, begin: int, stop: int) -> tuple[int, int]:
         """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and cycles."""
-        tree = usual_tree(self.drafter.family, rows, self.drafter.heads).fitted(self.vocabulary.lm_head.shape[0])
+        own = self.drafter
+        tree = usual_tree(own.family, rows, own.heads, levels=own.levels).fitted(self.vocabulary.lm_head.shape[0])
         pending, cycles, answer = begin, 0, iter(self.ids[begin + 1 : stop])
         while pending + 1 < stop:
             tokens, parents = self.grow(tree, pending - 1)
@@ -126,31 +127,18 @@ class Walk:
     @torch.no_grad()
     def grow(self, tree: TreeConfig, place: int) -> tuple[list[int], list[int]]:
         """The tokens and parents of the tree below the token after ``place``."""
-        beside: list[list[Cache]] = [[] for _ in self.drafter.serial]
+        drafter = self.drafter
 
         def log_probs(y: Tensor) -> Tensor:
             head = self.vocabulary.lm_head
-            return torch.matmul(self.drafter.predicted(y).to(head.dtype), head.T).float().log_softmax(-1)
-
-        def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-            x, count, device = self.drafter.fuse(self.embed[tokens].float()[None], hidden[None]), len(tokens), tokens.device
-            rotary = self.drafter.rotary(torch.full((1, count), place + 1 + len(beside[0]), device=device))
-            seen = torch.cat((torch.ones(count, place + 1, dtype=torch.bool, device=device), slots), 1)[None, None]
-            for layer, (k0, v0), own in zip(self.drafter.serial, self.caches, beside, strict=True):
-                q, k, v = layer.project(x, rotary)
-                own.append((k, v))
-                keys = torch.cat((k0[:, :, : place + 1], *(k for k, _ in own)), 2)
-                values = torch.cat((v0[:, :, : place + 1], *(v for _, v in own)), 2)
-                x = layer.finish(x, q, (keys, values), seen)
-            return x[0]
+            return torch.matmul(y.to(head.dtype), head.T).float().log_softmax(-1)
 
         def heads(first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
-            assert isinstance(self.drafter, Drafter)  # no other family has heads
-            pairs = self.drafter.pairs(self.embed[first].float(), h1, self.embed[second].float(), h2)
-            return log_probs(torch.stack([self.drafter.head(i, pairs) for i in range(count)]))
+            return log_probs(drafter.head_rows(self.embed[first].float(), h1, self.embed[second].float(), h2, count))
 
         pending = torch.tensor([self.ids[place + 1]], device=self.embed.device)
+        row, step = drafter.grow_from(self.seen, place, pending, self.embed)
         tokens, _, parents, _, _ = grow(
-            tree, pending, self.y[0, place : place + 1], log_probs, step, heads, self.vocabulary.ids
+            tree, pending, row, lambda y: log_probs(drafter.predicted(y)), step, heads, self.vocabulary.ids
         )
         return tokens.tolist(), parents.tolist()

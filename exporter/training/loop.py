@@ -18,7 +18,7 @@ from . import parallel, state
 from .batches import SPAN, Features, anchors, batch, choose, usable, wanted
 from .evaluate import Evaluation, Vocabulary
 from .losses import depth_weights, losses
-from .model import Serial
+from .model import Drafter
 from .store import Text
 
 _AVERAGE = 0.999  # of the weights that are written: the last thousand steps
@@ -53,7 +53,7 @@ class Training:
     """A drafter and what trains it. After ``resume`` or a fresh start, ``run`` does the steps that are left."""
 
     def __init__(
-        self, drafter: Serial, text: Text, features: Features, embed: Tensor, vocabulary: Vocabulary, settings: Settings
+        self, drafter: Drafter, text: Text, features: Features, embed: Tensor, vocabulary: Vocabulary, settings: Settings
     ) -> None:
         """embed: the target's embedding [V, H]. vocabulary: what the distributions are over."""
         self.drafter, self.text, self.features = drafter, text, features
@@ -118,7 +118,7 @@ class Training:
             self.average[name].lerp_(value, 1 - keep)
         return loss.detach(), hits
 
-    def averaged(self) -> Serial:
+    def averaged(self) -> Drafter:
         """A drafter with the averaged weights, for measuring."""
         made = deepcopy(self.drafter)
         made.load_state_dict(self.average)

@@ -1,8 +1,9 @@
-"""The drafter in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafters for that."""
+"""Drafters in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafter.py for that."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ..checkpoints.families import family
+from graphs.tree import Step
 
-BLOCKS = 5  # residual blocks of a head after its first, as released
+from .store import Text
+
+if TYPE_CHECKING:
+    from .batches import Features
+
 Cache = tuple[Tensor, Tensor]  # keys and values, [B, kv heads, n, d]
 
 
@@ -80,7 +85,9 @@ class SerialLayer(nn.Module):
         return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(y)) * self.mlp.up_proj(y))
 
 
-class _Block(nn.Module):
+class Linear(nn.Module):
+    """A matrix with a bias under the name that it has in the blocks of released heads."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
@@ -101,22 +108,81 @@ class Anchors:
         return Anchors(self.record[:count], self.place[:count])
 
 
-class Serial(nn.Module, ABC):
-    """Serial layers, whose first step reads what the target has read, and each further one what the step before has drafted.
+class Drafter(nn.Module, ABC):
+    """What is trained. Parameters are named as in the released checkpoints, but for ``stored_as``.
 
-    Parameters are named as in the released checkpoints. config: of the layers. heads: parallel ones. depths: how many positions ahead
-    it is trained to draft. taps: see ``graphs.target.Target``.
+    config: a Llama of the target's sizes. heads: parallel ones. levels: serial ones, at most. depths: how many positions ahead it is
+    trained to draft. taps: see ``graphs.target.Target``. file: its name as released.
     """
 
     family: str
-    heads = 0
+    heads, levels = 0, 64
     taps: tuple[int, ...] = ()
     depths: int
-    layers: nn.ModuleList
+    file = "model.safetensors"
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+
+    @abstractmethod
+    def begin(self, target: Any, text: Text, features: "Features", report: Callable[[str], None]) -> None:
+        """Gives it the weights that training begins with. target: transformers' model. All processes call it if that is split over them."""
+
+    @abstractmethod
+    def forward(self, embedded: Tensor, read: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
+        """What every depth predicts from the anchors; parallel heads predict for the first ``headed`` spans only.
+
+        embedded: [B, T, H], of the text's tokens; read: [B, T, K], what the drafter reads of the target -> [N, S, H] each; depth d
+        predicts the hidden state d positions after the anchor.
+        """
+
+    @abstractmethod
+    def read_text(self, embedded: Tensor, read: Tensor) -> Any:
+        """What ``grow_from`` needs of one text: [1, T, H] and [1, T, K], as in ``forward``."""
+
+    @abstractmethod
+    def grow_from(self, seen: Any, place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
+        """What level 1 is drafted from, [1, ...], and the serial step behind it, both for ``graphs.tree.grow``. seen: of ``read_text``; pending: the
+        token after ``place``, int64 [1]; embed: the target's embedding [V, H]."""
+
+    def head_rows(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+        """What ``count`` parallel heads predict: [count, P, H]. first, second: embedded tokens; see ``graphs.tree.Heads``."""
+        raise NotImplementedError
+
+    def predicted(self, y: Tensor) -> Tensor:
+        """What ``lm_head`` is multiplied with. y: what drafts a level -> [..., H]."""
+        return y
+
+    def besides(self, ids: Tensor | None, embed: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
+        """What a checkpoint holds besides the parameters. ids: the draft vocabulary, None for all tokens; embed, lm_head: the target's."""
+        return {} if ids is None else {"token_map": ids.cpu()}
+
+    def about(self) -> dict[str, Any]:
+        """config.json."""
+        keep = (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
+        )  # fmt: skip
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "float16"}
+        return kind | {name: getattr(self.config, name) for name in keep}
+
+    def stored_as(self, name: str) -> str:
+        """A parameter's name in the released checkpoints."""
+        return name
+
+
+class Serial(Drafter):
+    """Serial layers, whose first step reads what the target has read, and each further one what the step before has drafted.
+
+    config: of the layers. ahead: see ``graphs.drafter.Drafter``.
+    """
+
+    ahead = 0
+    layers: nn.ModuleList
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
         rotary = LlamaRotaryEmbedding(config)
         self.inverse: Tensor
         self.register_buffer("inverse", rotary.inv_freq, persistent=False)
@@ -130,33 +196,18 @@ class Serial(nn.Module, ABC):
     def fuse(self, embedded: Tensor, hidden: Tensor) -> Any:
         """What the first layer takes. embedded: a token's; hidden: ``features``, or what the step before returned; both [..., H]."""
 
-    def predicted(self, y: Tensor) -> Tensor:
-        """What ``lm_head`` is multiplied with. y: [..., H], of a step."""
-        return y
-
-    @abstractmethod
-    def besides(self, ids: Tensor | None, lm_head: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint holds besides the parameters. ids: the draft vocabulary, None for all tokens; lm_head: its rows."""
-
-    def about(self) -> dict[str, Any]:
-        """What config.json says besides the sizes of a Llama."""
-        return {"bias": True}
-
-    def stored_as(self, name: str) -> str:
-        """A parameter's name in the released checkpoints."""
-        return name
-
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [B, n, d]. positions: int64 [B, n]."""
         angle = positions[..., None].float() * self.inverse.float()
         angle = torch.cat((angle, angle), -1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
-    def extend(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
-        """Serial step 1 of every position p: reads (x of p + 1, h of p).
+    def read_text(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
+        """See ``Drafter``. Serial step 1 of every position p, which reads (x of p + 1, h of p): y [B, n, H] and the layers' caches."""
+        return self.extend(embedded[:, 1:], read[:, :-1])
 
-        embedded: [B, n, H], read: [B, n, K], already shifted against each other -> y [B, n, H] and the layers' caches.
-        """
+    def extend(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
+        """embedded: [B, n, H], read: [B, n, K], row by row what ``fuse`` takes -> y [B, n, H] and the layers' caches."""
         x = self.fuse(embedded, self.features(read))
         rotary = self.rotary(torch.arange(embedded.shape[1], device=embedded.device)[None])
         caches: list[Cache] = []
@@ -192,49 +243,20 @@ class Serial(nn.Module, ABC):
     def serial(self) -> list[SerialLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
+    def grow_from(self, seen: tuple[Tensor, list[Cache]], place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
+        """See ``Drafter``."""
+        y, caches = seen
+        length, beside = place + 1 + self.ahead, [list[Cache]() for _ in caches]
 
-class Drafter(Serial):
-    """A Gumiho, or an EAGLE if it is one layer without heads."""
+        def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
+            x, count = self.fuse(embed[tokens].float()[None], hidden[None]), len(tokens)
+            rotary = self.rotary(torch.full((1, count), length + len(beside[0]), device=tokens.device))
+            visible = torch.cat((torch.ones(count, length, dtype=torch.bool, device=tokens.device), slots), 1)[None, None]
+            for layer, cache, own in zip(self.serial, caches, beside, strict=True):
+                q, k, v = layer.project(x, rotary)
+                own.append((k, v))
+                keys, values = (torch.cat((cache[i][:, :, :length], *(rows[i] for rows in own)), 2) for i in (0, 1))
+                x = layer.finish(x, q, (keys, values), visible)
+            return x[0]
 
-    def __init__(self, config: LlamaConfig, heads: int) -> None:
-        super().__init__(config)
-        h = config.hidden_size
-        self.family, self.heads, self.depths = family(config.num_hidden_layers, heads), heads, 2 + heads
-        self.fc = nn.Linear(2 * h, h)
-        self.layers = nn.ModuleList([SerialLayer(config, i > 0) for i in range(config.num_hidden_layers)])
-        self.mlp = nn.ModuleList(
-            [nn.ModuleList([_Block(h if block else 2 * h, h) for block in range(BLOCKS + 1)]) for _ in range(heads)]
-        )
-
-    def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """z(x, h). embedded, hidden: [..., H]."""
-        return self.fc(torch.cat((embedded, hidden), -1))
-
-    def besides(self, ids: Tensor | None, lm_head: Tensor) -> dict[str, Tensor]:
-        """See ``Serial``."""
-        return {} if ids is None else {"token_map": ids}
-
-    def pairs(self, first: Tensor, y1: Tensor, second: Tensor, y2: Tensor) -> Tensor:
-        """What the heads read. first, second: embedded tokens drafted by y1 and y2; all [..., H] -> [..., 2H]."""
-        return torch.cat((self.fuse(first, y1), self.fuse(second, y2)), -1)
-
-    def head(self, i: int, x: Tensor) -> Tensor:
-        """x: ``pairs`` -> [..., H]."""
-        blocks: Any = self.mlp[i]
-        x = F.silu(blocks[0].linear(x))
-        for block in blocks[1:]:
-            x = x + F.silu(block.linear(x))
-        return x
-
-    def forward(self, embedded: Tensor, hidden: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
-        """What every depth predicts from the anchors: serial 1, serial 2, then each head for the first ``headed`` spans.
-
-        embedded: [B, T, H], of the text's tokens; hidden: [B, T, H], the target's -> [N, S, H] each; depth d predicts the hidden state d
-        positions after the anchor.
-        """
-        y, caches = self.extend(embedded[:, 1:], hidden[:, :-1])
-        y1 = anchors.of(y)
-        y2 = self.step(anchors.of(embedded, 2), y1, anchors, caches)
-        few = anchors.first(headed)
-        pairs = self.pairs(few.of(embedded, 2), y1[:headed], few.of(embedded, 3), y2[:headed])
-        return [y1, y2, *(self.head(i, pairs) for i in range(self.heads))]
+        return y[0, length - 1 : length], step

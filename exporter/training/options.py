@@ -6,15 +6,22 @@ from pathlib import Path
 from runtime.command import argument_parser
 from runtime.errors import InputError
 
-from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO
+from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
 
+# Serial layers and heads without an option or --init. Released: Medusa 5 heads, Hydra 4.
+USUAL = {GUMIHO: (2, 5), EAGLE: (1, 0), EAGLE_3: (1, 0), MEDUSA: (0, 5), HYDRA: (0, 4), SMALL: (4, 0)}
 _LEAST_WINDOW = 48
+_LAYERS, _HEADS, _INIT, _HIDDEN = "--serial-layers", "--heads", "--init", "--hidden-weight"
+_TAKEN = {
+    GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN}, EAGLE: {_INIT, _HIDDEN}, EAGLE_3: set[str](), MEDUSA: {_HEADS}, HYDRA: {_HEADS},
+    SMALL: {_LAYERS},
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
         "train",
-        "Trains a drafter for a target, a Gumiho, an EAGLE or an EAGLE-3. Interrupt it at any time: the same command goes on from where it was.",
+        "Trains a drafter of any family for a target. Interrupt it at any time: the same command goes on from where it was.",
         prog="gumiho train",
     )
     files = parser.add_argument_group("sources and output")
@@ -41,14 +48,18 @@ def parser() -> argparse.ArgumentParser:
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--family",
-        choices=(GUMIHO, EAGLE, EAGLE_3),
-        help="what to train; eagle: one layer without heads; eagle3: one that reads three layers of the target (default: gumiho, or that of "
-        "--init)",
+        choices=tuple(USUAL),
+        help="what to train; eagle: one layer without heads; eagle3: one that reads three layers of the target; small: the target's first "
+        "layers (default: gumiho, or that of --init)",
     )
     drafter.add_argument(
-        "--serial-layers", type=int, metavar="N", help="layers of Gumiho's serial steps (default: 2, or those of --init)"
-    )
-    drafter.add_argument("--heads", type=int, metavar="N", help="Gumiho's parallel heads (default: 5, or those of --init)")
+        "--serial-layers", type=int, metavar="N",
+        help="layers of Gumiho's serial steps, or of a small model (default: 2, or those of --init; small model 4)",
+    )  # fmt: skip
+    drafter.add_argument(
+        "--heads", type=int, metavar="N",
+        help="Gumiho's parallel heads, or Medusa's or Hydra's heads (default: 5, or those of --init; Hydra 4)",
+    )  # fmt: skip
     drafter.add_argument(
         "--draft-vocab", type=int, metavar="N",
         help="draft and train only the N most frequent tokens of the text, which makes steps and drafting faster (default: all)",
@@ -74,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--hidden-weight", type=float, metavar="X",
-        help="weight of the hidden states' distance beside the distributions' (default: 0.1; EAGLE-3 0, as it predicts none)",
+        help="weight of the hidden states' distance beside the distributions' (default: 0.1); of Gumiho and EAGLE",
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of text and batches (default: 0)")
     machine = parser.add_argument_group("machine")
@@ -114,20 +125,18 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
-    if args.family == EAGLE_3:
-        if args.serial_layers not in (None, 1) or args.heads or args.init:
-            raise InputError(
-                "--family eagle3 is one layer without heads, trained from the target: leave out --serial-layers, --heads and --init"
-            )
-        if args.hidden_weight:
-            raise InputError("--family eagle3 predicts no hidden states: leave out --hidden-weight")
+    family = args.family or GUMIHO
+    given = {_LAYERS: args.serial_layers, _HEADS: args.heads, _INIT: args.init, _HIDDEN: args.hidden_weight}
+    for option, value in given.items():
+        if value is not None and option not in _TAKEN[family]:
+            raise InputError(f"--family {family} takes no {option}: leave it out")
+    if family in (MEDUSA, HYDRA) and args.heads == 0:
+        raise InputError(f"--heads is 0, and a {family.capitalize()} is its heads: give 1 or more")
     if args.hidden_weight is None:
-        args.hidden_weight = 0.0 if args.family == EAGLE_3 else 0.1
+        args.hidden_weight = 0.1 if _HIDDEN in _TAKEN[family] else 0.0
     if not 0 <= args.hidden_weight < float("inf"):
         raise InputError(f"--hidden-weight is {args.hidden_weight}: give a number from 0")
     if args.anchors % 32:
         raise InputError(f"--anchors is {args.anchors}: give a multiple of 32")
-    if args.family == EAGLE and (args.serial_layers not in (None, 1) or args.heads):
-        raise InputError("--family eagle is one layer without heads: leave out --serial-layers and --heads")
     if args.shard_target and args.no_hidden_cache:
         raise InputError("--shard-target needs the hidden states on disk: leave out --no-hidden-cache")

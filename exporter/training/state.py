@@ -14,8 +14,7 @@ from torch import Tensor
 from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..checkpoints.json_config import reason
-from .evaluate import Vocabulary
-from .model import Serial
+from .model import Drafter
 
 
 def replace(file: Path, write: Callable[[Path], object]) -> None:
@@ -64,26 +63,23 @@ def read(file: Path, known: dict[str, Any]) -> dict[str, Any] | None:
     return state
 
 
-def write_checkpoint(folder: Path, drafter: Serial, weights: dict[str, Tensor], drafted: Vocabulary) -> None:
-    """Writes the released layout: config.json, and model.safetensors in fp16 without the embedding, which is the target's.
+def write_checkpoint(
+    folder: Path, drafter: Drafter, weights: dict[str, Tensor], ids: Tensor | None, embed: Tensor, lm_head: Tensor
+) -> None:
+    """Writes the released layout: config.json, and weights in fp16.
 
-    weights: of the drafter, by its names. drafted: the draft vocabulary.
+    weights: of the drafter, by its names. ids: the draft vocabulary, None for all tokens. embed, lm_head: the target's.
     """
     state = {
         drafter.stored_as(name): weights[name].detach().to("cpu", torch.float16).contiguous() for name in drafter.state_dict()
     }
-    state |= drafter.besides(drafted.ids, drafted.lm_head)
-    config = drafter.config
-    keep = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
-    )  # fmt: skip
-    about = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "torch_dtype": "float16",
-    }
-    about |= {name: getattr(config, name) for name in keep} | drafter.about()
-    replace(folder / "model.safetensors", lambda path: save_file(state, path, {"format": "pt"}))
-    replace(folder / "config.json", lambda path: path.write_text(json.dumps(about, indent=2), "utf-8"))
+    state |= drafter.besides(ids, embed, lm_head)
+
+    def write(path: Path) -> None:
+        if drafter.file.endswith(".safetensors"):
+            save_file(state, path, {"format": "pt"})
+        else:
+            torch.save(state, path)
+
+    replace(folder / drafter.file, write)
+    replace(folder / "config.json", lambda path: path.write_text(json.dumps(drafter.about(), indent=2), "utf-8"))

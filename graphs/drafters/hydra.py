@@ -15,40 +15,41 @@ from .medusa import Block
 class Head(nn.Module):
     """Head ``i`` reads i + 2 rows side by side: what was made of the target's, and the embeddings of the pending token and of i drafted ones."""
 
-    def __init__(self, i: int, shape: LlamaShape, blocks: int, tokens: int, ops: type[Plain], schemes: Schemes) -> None:
+    def __init__(self, i: int, shape: LlamaShape, blocks: int, tokens: int | None, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
         width, hidden = (i + 2) * shape.hidden, shape.hidden
         self.linear = Linear(width, hidden, True, ops, schemes["linear.weight"])
         self.res_connection = Linear(width, hidden, True, ops, schemes["res_connection.weight"])
         self.blocks = nn.ModuleList(Block(hidden, True, ops, schemes.within(f"blocks.{j}")) for j in range(blocks))
-        self.lm_head = Linear(hidden, tokens, True, ops, schemes["lm_head.weight"])
+        if tokens:
+            self.lm_head = Linear(hidden, tokens, True, ops, schemes["lm_head.weight"])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, (i + 2) H] -> logits [n, V]."""
+        """x: [n, (i + 2) H] -> [n, H]."""
         y = self.res_connection(x) + F.silu(self.linear(x))
         for block in self.blocks:
             y = block(y)
-        return self.lm_head(y)
+        return y
 
 
 class Hydra(Drafter):
     """A serial step appends an embedding to a node's row, and the row's width says which head reads it. Without layers it has no caches.
 
-    blocks: of each head, after its first one. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0.
+    blocks: of each head, after its first one. own_heads: whether each head has an lm_head of its own, with a bias, instead of the target's. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0.
     For the others see ``Drafter``.
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, blocks: int,
+        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, blocks: int, own_heads: bool,
         ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
     ) -> None:  # fmt: skip
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
         super().__init__(
-            shape, capacity, positions, tree, layers, ops, schemes, trimmed, embeds=tree is not None, one_head=False
+            shape, capacity, positions, tree, layers, ops, schemes, trimmed, embeds=tree is not None, one_head=not own_heads
         )
         self.features = shape.hidden
         if tree:
-            tokens = trimmed or shape.vocabulary
+            tokens = (trimmed or shape.vocabulary) if own_heads else None
             self.heads = nn.ModuleList(
                 Head(i, shape, blocks, tokens, ops, schemes.within(f"heads.{i}")) for i in range(tree.depth)
             )
@@ -73,4 +74,6 @@ class Hydra(Drafter):
 
     def log_probs(self, y: Tensor) -> Tensor:
         """See ``Drafter``. y: [n, (i + 2) H], read by head i."""
-        return self.heads[y.shape[-1] // self.features - 2](y).float().log_softmax(-1)
+        head: Head = self.heads[y.shape[-1] // self.features - 2]  # type: ignore[assignment]
+        lm_head = self.lm_head if hasattr(self, "lm_head") else head.lm_head
+        return lm_head(head(y)).float().log_softmax(-1)

@@ -14,16 +14,15 @@ from runtime.errors import DamageError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint, require_tensors, tensor_indices
-from ..draft_vocabulary import DraftVocabulary, token_map
 from ..families import family
-from .reader import LM_HEAD, Overrides, Reader
+from .reader import LM_HEAD, TOKEN_MAP, Overrides, Reader
 
 
 class GumihoReader(Reader):
     """blocks: residual blocks of a head. fc_bias: whether ``fc`` has a bias."""
 
     # A whole lm_head is a copy of the target's, so it is not read.
-    optional = frozenset((LM_HEAD, "token_map"))
+    optional = frozenset((LM_HEAD, TOKEN_MAP))
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         super().__init__(checkpoint, target, overrides)
@@ -50,20 +49,17 @@ class GumihoReader(Reader):
                 expected[f"mlp.{head}.{block}.linear.bias"] = (h,)
         return expected
 
-    def vocabulary(self) -> DraftVocabulary | None:
-        """That of its ``token_map``."""
-        if "token_map" not in self.checkpoint:
+    def _rows(self) -> int | None:
+        """See ``Reader``."""
+        if LM_HEAD not in self.checkpoint:
             return None
-        hidden, rows = self.shape.hidden, None
-        if LM_HEAD in self.checkpoint:
-            shape = self.checkpoint.shape(LM_HEAD)
-            if len(shape) != 2 or shape[1] != hidden:
-                raise DamageError(
-                    f"{self.where}: tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: download it again"
-                )
-            rows = shape[0]
-            self.checkpoint.check_dtype(LM_HEAD)
-        return token_map(self.checkpoint.read("token_map"), self.shape.vocabulary, rows, self.checkpoint.source)
+        shape, hidden = self.checkpoint.shape(LM_HEAD), self.shape.hidden
+        if len(shape) != 2 or shape[1] != hidden:
+            raise DamageError(
+                f"{self.where}: tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: download it again"
+            )
+        self.checkpoint.check_dtype(LM_HEAD)
+        return shape[0]
 
     def module(
         self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,

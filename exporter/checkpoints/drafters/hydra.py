@@ -11,10 +11,9 @@ from runtime.errors import InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
-from ..draft_vocabulary import DraftVocabulary
 from ..families import HYDRA, HYDRA_PREFIX
 from ..json_config import shown
-from .reader import Overrides, Reader
+from .reader import TOKEN_MAP, Overrides, Reader
 
 _PART = re.compile(r"hydra_mlp\.(\d{1,3})\.(\d{1,3})\.(linear|res_connection)\.(weight|bias)")
 _HEAD = re.compile(r"hydra_lm_head\.(\d{1,3})\.(?:1\.)?(weight|bias)")
@@ -24,10 +23,10 @@ _IGNORED = re.compile(re.escape(HYDRA_PREFIX) + r"embed_tokens\.weight|input_emb
 class HydraReader(Reader):
     """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What config.json says of them does not.
 
-    blocks: of each head, after its first one. levels: its heads, one for each.
+    blocks: of each head, after its first one. levels: its heads, one for each. one_head: whether their lm_heads are the target's, without biases.
     """
 
-    family, one_head = HYDRA, False
+    family = HYDRA
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         self._prefixed = any(name.startswith(HYDRA_PREFIX) for name in checkpoint.names())
@@ -48,8 +47,12 @@ class HydraReader(Reader):
         self.levels: int = 1 + max(parts, default=0)
         self.blocks = max(map(len, parts.values()), default=1) - 1
         self._check_kind()
-        self.optional = frozenset(name for name in checkpoint.names() if _IGNORED.fullmatch(name))
+        self.optional = frozenset((TOKEN_MAP, *(name for name in checkpoint.names() if _IGNORED.fullmatch(name))))
         self.require_heads(self._shapes(), {**self._stored, **self._heads}, self.levels)
+        biases, weights = (
+            [name for name in self._heads.values() if name.endswith("bias") == wanted] for wanted in (True, False)
+        )
+        self.one_head = not any(checkpoint.read(name).any() for name in biases) and self.all_targets(weights, target)
 
     def _check_kind(self) -> None:
         kind, offset = (self.checkpoint.config.get(key) for key in ("hydra_head_arch", "hidden_state_offset"))
@@ -80,12 +83,10 @@ class HydraReader(Reader):
         known = {**self._stored, **self._heads}
         return {known[name]: shape for name, shape in self._shapes().items()}
 
-    def vocabulary(self) -> DraftVocabulary | None:
-        """See ``Reader``."""
-        return None
-
     def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
         """See ``Reader``. Biases too."""
+        if self.one_head:
+            return super().lm_heads(target, count)
         return self._used(self._heads, count)
 
     def _used(self, stored: Mapping[str, str], count: int) -> dict[str, Source]:
@@ -98,7 +99,7 @@ class HydraReader(Reader):
         trimmed: int | None = None,
     ) -> Hydra:  # fmt: skip
         """See ``Reader``."""
-        return Hydra(self.shape, capacity, positions, tree, self.blocks, ops, schemes, trimmed)
+        return Hydra(self.shape, capacity, positions, tree, self.blocks, not self.one_head, ops, schemes, trimmed)
 
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
         """See ``Reader``."""

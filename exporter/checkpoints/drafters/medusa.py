@@ -4,9 +4,6 @@ version 2), and in vLLM's layout."""
 import re
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import UNQUANTIZED, Schemes
 from graphs.drafters.medusa import Medusa
@@ -14,12 +11,10 @@ from graphs.tree import TreeConfig
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
-from ..draft_vocabulary import DraftVocabulary, token_map
 from ..families import MEDUSA, MEDUSA_BLOCK
-from .reader import Overrides, Reader
+from .reader import TOKEN_MAP, Overrides, Reader
 
 _HEAD = re.compile(r"(?:medusa_heads?\.)?(?:lm_heads\.(\d{1,3})|(\d{1,3})\.\d{1,3})\.weight")
-_TOKEN_MAP = "token_map"
 
 
 class MedusaReader(Reader):
@@ -52,23 +47,11 @@ class MedusaReader(Reader):
         self.require_heads(wanted, self._stored | {f"lm_heads.{i}.weight": name for i, name in heads.items()}, self.heads)
         self._heads = [heads[i] for i in range(self.heads)] if heads else []
         self.optional = frozenset(checkpoint.names())  # among them a whole target's, with which version 1.0 comes
-        self.one_head = not heads or self._all_targets(target)
+        self.one_head = not heads or self.all_targets(self._heads, target)
 
     def _layers(self) -> int:
         """See ``Reader``."""
         return 0
-
-    def _all_targets(self, target: Checkpoint) -> bool:
-        """Whether all lm_heads equal the target's, as at the beginning of a training that leaves them as they are."""
-        if "lm_head.weight" not in target:
-            return False
-        theirs = target.shape("lm_head.weight")
-
-        def equal(name: str) -> bool:
-            slices = (source.source_of(own).slices() for source, own in ((self.checkpoint, name), (target, "lm_head.weight")))
-            return self.checkpoint.shape(name) == theirs and all(_same(a, b) for a, b in zip(*slices, strict=True))
-
-        return all(equal(name) for name in self._heads)
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         """See ``Reader``."""
@@ -77,20 +60,14 @@ class MedusaReader(Reader):
             stored: (h, h) if name.endswith("weight") else (h,) for name, stored in self._stored.items()
         }
         tokens = self.shape.vocabulary
-        if self._heads and _TOKEN_MAP in self.checkpoint and self._rows() == len(self.checkpoint.read(_TOKEN_MAP)):
-            tokens = self._rows()
+        rows = self._rows()
+        if rows and TOKEN_MAP in self.checkpoint and rows == len(self.checkpoint.read(TOKEN_MAP)):
+            tokens = rows
         return expected | dict.fromkeys(self._heads, (tokens, h))
 
-    def _rows(self) -> int:
-        """Of the first lm_head."""
-        return (*self.checkpoint.shape(self._heads[0]), 0)[0]
-
-    def vocabulary(self) -> DraftVocabulary | None:
-        """That of vLLM's ``token_map``."""
-        if _TOKEN_MAP not in self.checkpoint:
-            return None
-        rows = self._rows() if self._heads else None
-        return token_map(self.checkpoint.read(_TOKEN_MAP), self.shape.vocabulary, rows, self.checkpoint.source)
+    def _rows(self) -> int | None:
+        """See ``Reader``. Of the first one."""
+        return (*self.checkpoint.shape(self._heads[0]), 0)[0] if self._heads else None
 
     def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
         """See ``Reader``."""
@@ -109,7 +86,3 @@ class MedusaReader(Reader):
         """See ``Reader``."""
         used = {name for name in self._stored if int(name.split(".")[1]) < heads}
         return {name: self.checkpoint.source_of(stored) for name, stored in self._stored.items() if name in used}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.float(), b.float())

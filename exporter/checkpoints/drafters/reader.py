@@ -17,10 +17,10 @@ from runtime.errors import DamageError, InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
-from ..draft_vocabulary import DraftVocabulary
+from ..draft_vocabulary import DraftVocabulary, token_map
 from ..llama import llama_config, llama_shape
 
-LM_HEAD = "lm_head.weight"
+LM_HEAD, TOKEN_MAP = "lm_head.weight", "token_map"
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,29 @@ class Reader(ABC):
         """Its parameters with a row for each token that it knows. target: the target's lm_head; count: of heads, if each has its own."""
         return {LM_HEAD: self.checkpoint.source_of(LM_HEAD) if self.own_head else target}
 
-    @abstractmethod
+    def all_targets(self, names: Iterable[str], target: Checkpoint) -> bool:
+        """Whether these lm_heads all equal the target's, as at the beginning of a training that leaves them as they are."""
+        if LM_HEAD not in target:
+            return False
+        theirs = target.shape(LM_HEAD)
+
+        def equal(name: str) -> bool:
+            slices = (source.source_of(own).slices() for source, own in ((self.checkpoint, name), (target, LM_HEAD)))
+            return self.checkpoint.shape(name) == theirs and all(
+                torch.equal(a.float(), b.float()) for a, b in zip(*slices, strict=True)
+            )
+
+        return all(equal(name) for name in names)
+
     def vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary that the checkpoint comes with; None for all tokens."""
+        """The draft vocabulary that the checkpoint comes with, its ``token_map``; None for all tokens."""
+        if TOKEN_MAP not in self.checkpoint:
+            return None
+        return token_map(self.checkpoint.read(TOKEN_MAP), self.shape.vocabulary, self._rows(), self.checkpoint.source)
+
+    def _rows(self) -> int | None:
+        """Of its own lm_head, None if it has none."""
+        return None
 
     @abstractmethod
     def module(

@@ -13,7 +13,7 @@ from ...weights.source import Source
 from ..checkpoint import Checkpoint, require_tensors, tensor_indices
 from ..draft_vocabulary import DraftVocabulary
 from ..families import SMALL
-from .reader import LM_HEAD, Overrides, Reader
+from .reader import LM_HEAD, TOKEN_MAP, Overrides, Reader
 
 _NORM = "norm.weight"
 
@@ -22,7 +22,7 @@ class SmallReader(Reader):
     """Vocabularies of one tokenizer are padded to different sizes: tokens that only one of both models has are not drafted."""
 
     family, own_head, digits, ahead = SMALL, True, True, Small.ahead
-    optional = frozenset((LM_HEAD,))
+    optional = frozenset((LM_HEAD, TOKEN_MAP))
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
         super().__init__(checkpoint, target, overrides)
@@ -45,10 +45,10 @@ class SmallReader(Reader):
         return {LM_HEAD: self.checkpoint.source_of(EMBEDDING if self._tied else LM_HEAD)}
 
     def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that both models have; None if those are all that both have."""
+        """See ``Reader``. Without one the tokens that both models have; None if those are all that both have."""
         own, targets = self.shape.vocabulary, self.target.vocab_size
         if own == targets:
-            return None
+            return super().vocabulary()
         return DraftVocabulary(torch.arange(min(own, targets)), "those that target and drafter have")
 
     def module(

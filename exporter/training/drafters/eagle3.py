@@ -1,15 +1,18 @@
 """EAGLE-3 in the form that is trained (arXiv 2503.01840, section 3). See graphs/drafters/eagle3.py for the layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from ..checkpoints.drafters.eagle3 import official_taps
-from ..checkpoints.families import EAGLE_3
-from .model import Anchors, Attention, Cache, Norm, Serial, SerialLayer
-from .parallel import whole
+from ...checkpoints.drafters.eagle3 import official_taps
+from ...checkpoints.families import EAGLE_3
+from ..batches import Features
+from ..model import Anchors, Attention, Cache, Norm, Serial, SerialLayer
+from ..parallel import whole
+from ..store import Text
 
 DEPTHS = 5  # as many as 8 rows are worth; the official code has 7
 _NOISE = 0.1  # of what has no counterpart in the target, by the size of a matrix that keeps the size of rows
@@ -66,7 +69,7 @@ class Eagle3(Serial):
         return embedded, hidden
 
     def predicted(self, y: Tensor) -> Tensor:
-        """See ``Serial``."""
+        """See ``Drafter``."""
         return self.norm(y)
 
     def forward(self, embedded: Tensor, read: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
@@ -81,40 +84,40 @@ class Eagle3(Serial):
         return [self.predicted(out) for out in outs]
 
     def stored_as(self, name: str) -> str:
-        """See ``Serial``: SafeAILab's layout."""
+        """See ``Drafter``: SafeAILab's layout."""
         return name.replace("layers.0.", "midlayer.")
 
-    def besides(self, ids: Tensor | None, lm_head: Tensor) -> dict[str, Tensor]:
-        """See ``Serial``."""
-        found = {"lm_head.weight": lm_head.detach().to("cpu", torch.float16)}
+    def besides(self, ids: Tensor | None, embed: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
+        """See ``Drafter``."""
+        rows = lm_head if ids is None else lm_head[ids]
+        found = {"lm_head.weight": rows.detach().to("cpu", torch.float16)}
         if ids is None:
             return found
         ids, vocabulary = ids.cpu(), torch.arange(self.config.vocab_size)
         return found | {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(vocabulary, ids)}
 
     def about(self) -> dict[str, Any]:
-        """See ``Serial``."""
-        return {
+        """See ``Drafter``."""
+        return super().about() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "tie_word_embeddings": False,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps)},
         }
 
-
-@torch.no_grad()
-def from_target(drafter: Eagle3, target: Any) -> None:
-    """Begins with the target's last layer over its last tap, and its final norm. What reads the embedded token is small and random."""
-    own, last, size = drafter.state_dict(), target.model.layers[-1].state_dict(), drafter.config.hidden_size
-    for value in own.values():
-        if value.ndim == 2:
-            nn.init.normal_(value, std=_NOISE / value.shape[1] ** 0.5)
-    own["fc.weight"][:, -size:] += torch.eye(size, device=own["fc.weight"].device)
-    own["norm.weight"].copy_(whole(target.model.norm.weight))
-    for name, value in own.items():
-        part = name.removeprefix("layers.0.")
-        its = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(part, part)
-        if its in last:
-            found = whole(last[its]).float()
-            (value if value.shape == found.shape else value[:, size:]).copy_(found)
-        elif part.endswith("bias"):  # Qwen2 has some of Llama's
-            value.zero_()
+    @torch.no_grad()
+    def begin(self, target: Any, text: Text, features: Features, report: Callable[[str], None]) -> None:
+        """Begins with the target's last layer over its last tap, and its final norm. What reads the embedded token is small and random."""
+        own, last, size = self.state_dict(), target.model.layers[-1].state_dict(), self.config.hidden_size
+        for value in own.values():
+            if value.ndim == 2:
+                nn.init.normal_(value, std=_NOISE / value.shape[1] ** 0.5)
+        own["fc.weight"][:, -size:] += torch.eye(size, device=own["fc.weight"].device)
+        own["norm.weight"].copy_(whole(target.model.norm.weight))
+        for name, value in own.items():
+            part = name.removeprefix("layers.0.")
+            its = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(part, part)
+            if its in last:
+                found = whole(last[its]).float()
+                (value if value.shape == found.shape else value[:, size:]).copy_(found)
+            elif part.endswith("bias"):  # Qwen2 has some of Llama's
+                value.zero_()
