@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +17,10 @@ from runtime.backends import onnxruntime
 from runtime.bundle.locks import locked
 from tests import traces
 from tests.pairs import RandomPair
+
+if TYPE_CHECKING:
+    from exporter.training.store import Text
+    from exporter.training.target import Target
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests run; see below
@@ -152,3 +156,20 @@ def browser() -> Iterator[Any]:
         running = playwright.chromium.launch(executable_path=found, args=options)  # each launch has a fresh profile
         yield running
         running.close()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> "Target":
+    """The demo target, to train drafters for."""
+    from exporter.training import target
+
+    torch.manual_seed(0)
+    return target.load(str(DEMO / "target"))
+
+
+@pytest.fixture(scope="module")
+def written(loaded: "Target", tmp_path_factory: pytest.TempPathFactory) -> "Text":
+    """Text to train them on."""
+    from tests.training import write_source
+
+    return write_source(tmp_path_factory.mktemp("text"), loaded)

@@ -29,23 +29,12 @@ from exporter.training.model import Anchors
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 from tests.conftest import DEMO
 from tests.limits import full_disk
-from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_chat_target, write_source
-
-
-@pytest.fixture(scope="module")
-def loaded() -> target.Target:
-    torch.manual_seed(0)
-    return target.load(str(DEMO / "target"))
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_chat_target
 
 
 @pytest.fixture(scope="module")
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_target(tmp_path_factory.mktemp("chat") / "target")
-
-
-@pytest.fixture(scope="module")
-def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
-    return write_source(tmp_path_factory.mktemp("text"), loaded)
 
 
 def trainee(

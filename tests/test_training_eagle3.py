@@ -17,19 +17,9 @@ from exporter.training.evaluate import Evaluation
 from exporter.training.model import Anchors
 from tests.conftest import DEMO
 from tests.naive import NaiveEagle3
-from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_source
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of
 
 TAPS = (0, 1, 3)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> target.Target:
-    return target.load(str(DEMO / "target"))
-
-
-@pytest.fixture(scope="module")
-def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
-    return write_source(tmp_path_factory.mktemp("text"), loaded)
 
 
 def trainee(loaded: target.Target, written: store.Text, steps: int) -> tuple[loop.Training, Evaluation]:

@@ -17,20 +17,10 @@ from exporter.training.evaluate import Evaluation
 from exporter.training.model import Anchors, Drafter
 from tests.conftest import DEMO
 from tests.heads import NaiveHydra, NaiveMedusa, RandomHydra
-from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_source
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of
 
 COUNTS = {"medusa": (0, 5), "hydra": (0, 4), "small": (2, 0)}  # layers and heads
 FAMILIES = pytest.mark.parametrize("family", COUNTS)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> target.Target:
-    return target.load(str(DEMO / "target"))
-
-
-@pytest.fixture(scope="module")
-def written(loaded: target.Target, tmp_path_factory: pytest.TempPathFactory) -> store.Text:
-    return write_source(tmp_path_factory.mktemp("text"), loaded)
 
 
 def begun(family: str, loaded: target.Target, written: store.Text) -> tuple[Drafter, Features]:

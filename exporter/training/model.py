@@ -137,9 +137,9 @@ class Drafter(nn.Module, ABC):
         predicts the hidden state d positions after the anchor.
         """
 
-    @abstractmethod
     def read_text(self, embedded: Tensor, read: Tensor) -> Any:
-        """What ``grow_from`` needs of one text: [1, T, H] and [1, T, K], as in ``forward``."""
+        """What ``grow_from`` needs of texts: without layers what the drafter reads of the target. For the parameters see ``forward``."""
+        return read
 
     @abstractmethod
     def grow_from(self, seen: Any, place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:

@@ -35,8 +35,8 @@ class Head(nn.Module):
 class Hydra(Drafter):
     """A serial step appends an embedding to a node's row, and the row's width says which head reads it. Without layers it has no caches.
 
-    blocks: of each head, after its first one. own_heads: whether each head has an lm_head of its own, with a bias, instead of the target's. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0.
-    For the others see ``Drafter``.
+    blocks: of each head, after its first one. own_heads: whether each head has an lm_head of its own, with a bias, instead of the
+    target's. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0. For the others see ``Drafter``.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class Eagle3(Serial):
 
         embedded: [B, T, H], of the text's tokens; read: [B, T, taps * H], the target's.
         """
-        y, caches = self.extend(embedded[:, 1:], read[:, :-1])
+        y, caches = self.read_text(embedded, read)
         outs, beside = [anchors.of(y)], list[list[Cache]]([[]])
         for depth in range(2, self.depths + 1):
             outs.append(self.step(anchors.of(embedded, depth), outs[-1], anchors, caches, beside))

@@ -61,7 +61,7 @@ class Gumiho(Serial):
         embedded: [B, T, H], of the text's tokens; hidden: [B, T, H], the target's -> [N, S, H] each; depth d predicts the hidden state d
         positions after the anchor.
         """
-        y, caches = self.extend(embedded[:, 1:], hidden[:, :-1])
+        y, caches = self.read_text(embedded, hidden)
         y1 = anchors.of(y)
         y2 = self.step(anchors.of(embedded, 2), y1, anchors, caches)
         few = anchors.first(headed)

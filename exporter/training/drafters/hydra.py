@@ -69,10 +69,6 @@ class Hydra(Drafter):
             outs.append(self.predicted(path))
         return outs
 
-    def read_text(self, embedded: Tensor, read: Tensor) -> Tensor:
-        """See ``Drafter``."""
-        return read
-
     def grow_from(self, seen: Tensor, place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
         """See ``Drafter``."""
 

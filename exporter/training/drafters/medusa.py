@@ -41,10 +41,6 @@ class Medusa(Drafter):
         rows = anchors.of(read)
         return [self._head(i, rows) for i in range(self.heads)]
 
-    def read_text(self, embedded: Tensor, read: Tensor) -> Tensor:
-        """See ``Drafter``."""
-        return read
-
     def grow_from(self, seen: Tensor, place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
         """See ``Drafter``."""
         return seen[0, place : place + 1], _no_step

@@ -44,7 +44,7 @@ class Small(Serial):
 
     def forward(self, embedded: Tensor, read: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
         """See ``Drafter``."""
-        return [self.predicted(anchors.of(self.extend(embedded, read)[0], self.ahead))]
+        return [self.predicted(anchors.of(self.read_text(embedded, read)[0], self.ahead))]
 
     def read_text(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
         """See ``Serial``."""
