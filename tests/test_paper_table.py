@@ -61,7 +61,7 @@ def test_turns_follow_the_plain_answer(results: Path, bundle: Path) -> None:
 def test_the_numbers_are_those_of_the_texts(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = read(results)
     for temperature in (0.0, 1.0):
-        header, _, row = paper_table.table(lines, temperature)
+        header, _, row = paper_table.tables(lines, temperature)
         cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
         taus = []
         for group in ("code", "text"):
@@ -73,6 +73,9 @@ def test_the_numbers_are_those_of_the_texts(results: Path, capsys: pytest.Captur
             assert cells[group] == f"{times[0] / times[1]:.2f}x {emitted / passes:.2f}"
             taus.append(emitted / passes)
         assert cells["mean"].endswith(f" {sum(taus) / 2:.2f}")
+        own = [line["ways"]["trees"] for line in lines if line["temperature"] == temperature]
+        assert all(0 < way["draft_seconds"] < way["seconds"] for way in own if way["cycles"])
+        assert cells["draft"] == f"{sum(way['draft_seconds'] for way in own) / sum(way['seconds'] for way in own):.0%}"
         assert cells["texts as plain |"] == "4 of 4 |"
 
 

@@ -19,7 +19,6 @@ from runtime.bundle.reader import Bundle
 from runtime.command import run
 from runtime.errors import InputError
 from tools.measure import distinct
-from tools.peers.ours import timed
 
 WAYS = {
     "plain": "one token a pass",
@@ -59,10 +58,16 @@ def options(way: str, rows: int, temperature: float, seed: int) -> dict[str, Any
 
 
 def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A text and what it took after its first step. cycles: target passes; tokens: gained by them."""
-    text = timed(model, prompt, count, **settings)
-    seconds = round(text.seconds - text.first_seconds, 5)
-    return {"ids": text.tokens, "tokens": len(text.tokens) - text.first_tokens, "cycles": text.passes, "seconds": seconds}
+    """A text and what it took after its first step. cycles: target passes; tokens: gained by them; seconds: of them, drafts and all;
+    draft_seconds: of the drafts alone."""
+    generation = model.generate(prompt, count, **settings)
+    for _ in generation.cycles():
+        pass
+    stats = generation.stats
+    spent = {"seconds": stats.draft_ns + stats.target_ns + stats.host_ns, "draft_seconds": stats.draft_ns}
+    return {
+        "ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, **{k: round(ns / 1e9, 5) for k, ns in spent.items()},
+    }  # fmt: skip
 
 
 def key(line: Line) -> tuple[Any, ...]:
@@ -101,24 +106,45 @@ def measured(lines: Sequence[Line], way: str) -> tuple[float, float] | None:
     return (sum(line["ways"]["plain"]["seconds"] for line in lines) / seconds, tokens / cycles) if cycles else None
 
 
-def table(lines: Sequence[Line], temperature: float) -> list[str]:
-    """The paper's table of one temperature, in Markdown: speed-up over plain decoding of the same bundle, and tau."""
-    lines = [line for line in lines if line["temperature"] == temperature]
-    sets = sorted({line["set"] for line in lines})
-    rows = [
-        f"| temperature {temperature:g} | " + " | ".join((*sets, "mean", "texts as plain")) + " |",
-        "|" + "---|" * (len(sets) + 3),
+def share(lines: Sequence[Line], way: str) -> float | None:
+    """The part of that time that drafts take; None if it is not known."""
+    spent = [line["ways"][way] for line in lines]
+    seconds = sum(own["seconds"] for own in spent)
+    return (
+        sum(own["draft_seconds"] for own in spent) / seconds
+        if seconds and all("draft_seconds" in own for own in spent)
+        else None
+    )
+
+
+def table(heading: str, rows: Sequence[tuple[str, Sequence[Line], str]]) -> list[str]:
+    """The paper's table in Markdown: speed-up over plain decoding, and tau. rows: a name, lines, and the way to decode."""
+    sets = sorted({line["set"] for _, lines, _ in rows for line in lines})
+    text = [
+        f"| {heading} | " + " | ".join((*sets, "mean", "draft", "texts as plain")) + " |",
+        "|" + "---|" * (len(sets) + 4),
     ]
+    for name, lines, way in rows:
+        found = [measured([line for line in lines if line["set"] == group], way) for group in sets]
+        real = [pair for pair in found if pair]
+        mean = (sum(pair[0] for pair in real) / len(real), sum(pair[1] for pair in real) / len(real)) if real else None
+        cells = ["{:.2f}x {:.2f}".format(*pair) if pair else "-" for pair in (*found, mean)]
+        part = share(lines, way)
+        equal = sum(line["ways"][way]["ids"] == line["ways"]["plain"]["ids"] for line in lines)
+        shown = "-" if part is None else f"{part:.0%}"
+        text.append(f"| {name} | " + " | ".join((*cells, shown, f"{equal} of {len(lines)}")) + " |")
+    return text
+
+
+def tables(lines: Sequence[Line], temperature: float) -> list[str]:
+    """The table of one temperature, of all bundles."""
+    lines = [line for line in lines if line["temperature"] == temperature]
+    rows = list[tuple[str, Sequence[Line], str]]()
     for bundle in dict.fromkeys(line["bundle"] for line in lines):
         own = [line for line in lines if line["bundle"] == bundle]
-        for way in (way for way in WAYS if way != "plain" and all(way in line["ways"] for line in own)):
-            found = [measured([line for line in own if line["set"] == group], way) for group in sets]
-            real = [pair for pair in found if pair]
-            mean = (sum(pair[0] for pair in real) / len(real), sum(pair[1] for pair in real) / len(real)) if real else None
-            cells = ["{:.2f}x {:.2f}".format(*pair) if pair else "-" for pair in (*found, mean)]
-            equal = sum(line["ways"][way]["ids"] == line["ways"]["plain"]["ids"] for line in own)
-            rows.append(f"| {bundle}, {way} | " + " | ".join((*cells, f"{equal} of {len(own)}")) + " |")
-    return rows
+        drafting = (way for way in WAYS if way != "plain" and all(way in line["ways"] for line in own))
+        rows += [(f"{bundle}, {way}", own, way) for way in drafting]
+    return table(f"temperature {temperature:g}", rows)
 
 
 def read(file: Path) -> list[Line]:
@@ -147,7 +173,7 @@ def compare(args: argparse.Namespace) -> int:
                     f"{way} {found['tokens'] / max(1, found['cycles']):.2f}" for way, found in line["ways"].items()
                 )
                 print(f"{path.name}  {line['set']} {line['number']}  {len(line['prompt'])} positions  {taus}", file=sys.stderr)
-    print("\n\n".join("\n".join(table(lines, temperature)) for temperature in args.temperatures))
+    print("\n\n".join("\n".join(tables(lines, temperature)) for temperature in args.temperatures))
     return int(any(found["ids"] != line["ways"]["plain"]["ids"] for line in lines for found in line["ways"].values()))
 
 
