@@ -15,14 +15,16 @@ import torch
 from graphs.dialects.plain import Plain
 from graphs.target import Target
 from graphs.tree import TreeConfig
+from runtime.bundle.graphs import Form, Graph, TensorSpec, Weight
 from runtime.bundle.hashes import File
-from runtime.bundle.manifest import FEATURES, MANIFEST, Form, Graph, Manifest, TensorSpec, TreeShape, Weight
+from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeShape
+from runtime.bundle.reader import golden_of
 
 from . import golden_recorder as golden
 from .backends import operators
 from .backends.specs import BACKENDS, Codes
 from .checkpoints.pair import Pair
-from .plan import DTYPE_NAMES, RECODED, Plan, eos_token_ids
+from .plan import DTYPE_NAMES, RECODED, Plan
 from .progress import Progress
 from .symbolic_rows import of_any_rows, of_rows
 from .trace import as_inputs, io_dtype, trace
@@ -73,29 +75,34 @@ def _graphs(
     folder: Path,
     progress: Progress,
     weights: dict[str, dict[str, Weight]],
+    suffix: str = "",
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks their operators against the backend's table, and writes them.
 
-    weights: receives those that the graphs take as inputs, by model and name.
+    weights: receives those that the graphs take as inputs, by model and name. suffix: of the names of a further drafter's graphs, of whose
+    plan only these are traced.
     """
     spec, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
-    (folder / "graphs" / kind).mkdir(parents=True)
-    for name, sizes in spec.pinned.items():
+    (folder / "graphs" / kind).mkdir(parents=True, exist_ok=True)
+    pinned = {name: sizes for name, sizes in spec.pinned.items() if not suffix or name in ("draft", "extend")}
+    for name, sizes in pinned.items():
         progress.tell(f"{name} for {kind}")
         model_name, _, _ = name.partition("-")
         module = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)[model_name]
+        places = locations[model_name + suffix]
         if spec.profiles and isinstance(module, Target):
-            file, model = "target.onnx", of_any_rows(module, locations[model_name], folder, plan.dtype)
+            file, model = "target.onnx", of_any_rows(module, places, folder, plan.dtype)
             sized = of_rows(model, sizes["rows"])
         else:
-            file, model = f"{name}.onnx", trace(module, locations[model_name], folder, plan.dtype, sizes)
+            file, model = f"{name}{suffix}.onnx", trace(module, places, folder, plan.dtype, sizes)
             sized = model
         operators.check(sized, kind if kind in operators.PARSERS else backend)
         tensors = _tensor_specs(sized.graph.inputs), _tensor_specs(sized.graph.outputs)
-        graphs[name] = Graph(f"graphs/{kind}/{file}", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
+        graph = Graph(f"graphs/{kind}/{file}", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
+        graphs[name + suffix] = graph
         if spec.bound:
-            weights.setdefault("target" if model_name == "target" else "draft", {}).update(as_inputs(model))
-        (folder / graphs[name].file).write_bytes(ir.to_proto(model).SerializeToString())
+            weights.setdefault("target" if model_name == "target" else f"draft{suffix}", {}).update(as_inputs(model))
+        (folder / graph.file).write_bytes(ir.to_proto(model).SerializeToString())
         progress.advance(1)
     return graphs
 
@@ -103,13 +110,18 @@ def _graphs(
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
     spec = plan.trace_specs[backend]
     weights: dict[str, dict[str, Weight]] = {}
-    graphs = _graphs(plan, backend, (spec.dialect, spec.drafting), backend, locations, folder, progress, weights)
-    spares = {
-        (name := spare.__name__.lower()): _graphs(
-            plan, backend, (spare, spare), f"{backend}-{name}", locations, folder, progress, weights
-        )
-        for spare in BACKENDS[backend].spare
-    }
+
+    def traced(spare: type[Plain] | None, kind: str) -> dict[str, Graph]:
+        graphs = dict[str, Graph]()
+        for name, own in {"": plan, **plan.further}.items():
+            of = own.trace_specs[backend]
+            dialects = (spare, spare) if spare else (of.dialect, of.drafting)
+            suffix = f".{name}" if name else ""
+            graphs |= _graphs(own, backend, dialects, kind, locations, folder, progress, weights, suffix)
+        return graphs
+
+    graphs = traced(None, backend)
+    spares = {(name := spare.__name__.lower()): traced(spare, f"{backend}-{name}") for spare in BACKENDS[backend].spare}
     return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares, weights)
 
 
@@ -117,18 +129,23 @@ def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Locatio
     """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes."""
     sources = plan.sources()
     packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plan.models}
+    packed |= {(name := f"draft.{n}"): packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for n in plan.further}
     locations = {codes: dict(packed) for codes in plan.codes}
-    for name in plan.quantized:
-        signed = plan.signed(name, {n: place.dtype for n, place in packed[name].items()})
+    plans = dict.fromkeys(plan.models, plan) | {f"draft.{name}": own for name, own in plan.further.items()}
+    for name, own_plan in plans.items():
+        model = name.partition(".")[0]
+        if model not in plan.quantized:
+            continue
+        signed = own_plan.signed(model, {n: place.dtype for n, place in packed[name].items()})
         if not signed:
             continue
         converted = {n: recoded(packed[name][n], packer.bundle, bits) for n, bits in signed.items()}
         recoded_places = packer.pack(RECODED.format(name), converted)
         for codes in plan.codes[1:]:
-            schemes = plan.schemes(codes)[name]
+            schemes = own_plan.schemes(codes)[model]
             own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
             locations[codes][name] = packed[name] | own
-    of = {"shared": "target"} | ({"extend": "draft"} if plan.pair.has_drafter else {})
+    of = {"shared": "target"} | {name.replace("draft", "extend"): name for name in packed if name != "target"}
     return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
 
 
@@ -164,18 +181,24 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
     packer = Packer(folder, plan.dtype, progress.advance)
     locations = _pack(plan, packer)
 
-    graphs = sum(len(plan.trace_specs[name].pinned) * (1 + len(BACKENDS[name].spare)) for name in plan.backends)
+    traced = {name: (1 + len(BACKENDS[name].spare)) for name in plan.backends}
+    graphs = sum(count * (len(plan.trace_specs[name].pinned) + 2 * len(plan.further)) for name, count in traced.items())
     progress.start("tracing graphs", graphs, "graphs")
     forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder, progress) for name in plan.backends}
 
     progress.start("recording the golden run", _golden_work(forms[plan.backends[0]]))
     codes, capacity = plan.codes[0], min(plan.capacity, golden.positions(plan.tree.rows))
     with golden.weights(folder, progress.advance) as weights:
-        eager = pair.modules(plan.tree, capacity, plan.positions, weights.dialect(), schemes=plan.schemes(codes))
-        for name in plan.models:
-            weights.fill(eager[name], locations[codes][name])
-        run = golden.record(eager["target"], eager.get("draft"), plan.tree, io_dtype(plan.dtype))  # type: ignore[arg-type]
-        np.savez(folder / "golden.npz", **run)  # type: ignore[arg-type]
+        schemes, dialect = plan.schemes(codes), weights.dialect()
+        target = pair.modules(plan.tree, capacity, plan.positions, dialect, schemes=schemes)["target"]
+        weights.fill(target, locations[codes]["target"])
+        for name, own in {"": plan, **plan.further}.items():
+            suffix, drafter = f".{name}" if name else "", None
+            if pair.has_drafter:
+                drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
+                weights.fill(drafter, locations[codes][f"draft{suffix}"])
+            run = golden.record(target, drafter, own.tree, io_dtype(plan.dtype))  # type: ignore[arg-type]
+            np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
 
     write_tokenizer(pair, folder)
 
@@ -191,11 +214,15 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         hidden=pair.features,
         dtype=DTYPE_NAMES[io_dtype(plan.dtype)],
         weights={name: plan.how(name) for name in plan.quantized},
-        eos_token_ids=eos_token_ids(pair),
+        eos_token_ids=pair.eos_token_ids,
         forms=forms,
         tree=_shape(plan.tree, pair.drafted) if pair.has_drafter else None,
         sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
+        drafters={
+            name: Drafter(own.tree.depth, _shape(own.tree, own.pair.drafted), own.pair.drafter.source)
+            for name, own in ({plan.name: plan, **plan.further} if plan.further else {}).items()
+        },
     )
     manifest = replace(manifest, requires=tuple(feature for feature, (_, has) in FEATURES.items() if has(manifest)))
     (folder / MANIFEST).write_text(manifest.to_json(), "utf-8")

@@ -75,7 +75,7 @@ def _require_valid(bundle: "Bundle", engines: "list[Compiled]") -> None:
     over = [
         f"{output} on {one.name}"
         for one in engines
-        for output in too_large(one.errors.get("validation", {}), manifest.form(one.name), manifest.depth)
+        for output in too_large(one.errors.get("validation", {}), manifest.form(one.name), manifest.deepest)
     ]
     if over:
         raise DamageError(
@@ -117,6 +117,8 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
             "--draft-vocab and --draft-text mean nothing to --backend vllm, whose drafter has a row of lm_head for every token: "
             "leave them out"
         )
+    if args.further:
+        raise GumihoError("--backend vllm writes one drafter: name one with --ckpt")
     if len(args.backend) > 1:
         raise GumihoError("--backend vllm writes no bundle: export for the other backends in a run of their own")
     dtype = {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]

@@ -55,5 +55,8 @@ def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path
         from .validate import validate
 
         progress.start(f"validating on {name}")
-        checks["validation"] = validate(plan, folder, name, args.device)
+        found = validate(plan, folder, name, args.device)
+        for drafter, own in plan.further.items():
+            found = {k: max(error, found[k]) for k, error in validate(own, folder, name, args.device, drafter).items()}
+        checks["validation"] = found
     return Compiled(name, device, engines.name, checks)

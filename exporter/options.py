@@ -3,13 +3,14 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
 from runtime.errors import GumihoError, InputError
 
 from . import precision
+from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
 
 if TYPE_CHECKING:
     from .checkpoints.drafters import Overrides
@@ -19,8 +20,15 @@ if TYPE_CHECKING:
 _DEFAULT_CAPACITY = 2048
 _DRAFTING = (
     "draft_weights", "draft_vocab", "draft_text", "heads", "serial_steps", "top_k", "head_top_k", "beam", "compat", "taps",
-    "norm_before_residual", "draft_rope_theta",
+    "norm_before_residual", "draft_rope_theta", "family",
 )  # fmt: skip
+
+
+class _Drafters(argparse.Action):
+    """``ckpt`` becomes the first drafter, ``further`` the others."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        namespace.ckpt, *namespace.further = values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,10 +37,15 @@ def parser() -> argparse.ArgumentParser:
     )
     files = parser.add_argument_group("sources and output")
     files.add_argument(
-        "--ckpt",
-        help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b (default: none; the bundle "
-        "then decodes plainly and by prompt lookup)",
-    )
+        "--ckpt", nargs="+", action=_Drafters,
+        help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b; or several, over "
+        "the same target, of which each text uses one (default: none; the bundle then decodes plainly and by prompt lookup)",
+    )  # fmt: skip
+    files.set_defaults(further=())
+    files.add_argument(
+        "--family", choices=(GUMIHO, EAGLE, EAGLE_3, SMALL, MEDUSA, HYDRA),
+        help="what kind of drafter it is, if its tensors do not tell (default: what they tell)",
+    )  # fmt: skip
     files.add_argument(
         "--target",
         help="target model: a folder, a GGUF file, or on the hub owner/name or owner/name/file.gguf (default: known for the released "
@@ -188,10 +201,12 @@ def open_pair(args: argparse.Namespace) -> "Pair":
     from .checkpoints.target import target_checkpoint
 
     target = target_checkpoint(args.target or target_of(args.ckpt))
-    return LoneTarget(target) if args.ckpt is None else Pair(target, open_drafter(args.ckpt), _overrides(args))
+    if args.ckpt is None:
+        return LoneTarget(target)
+    return Pair(target, open_drafter(args.ckpt, args.family), overrides(args))
 
 
-def _overrides(args: argparse.Namespace) -> "Overrides":
+def overrides(args: argparse.Namespace) -> "Overrides":
     from .checkpoints.drafters import Overrides
 
     given: list[str] = args.taps or []
@@ -202,16 +217,15 @@ def _overrides(args: argparse.Namespace) -> "Overrides":
     theta, normed = args.draft_rope_theta, args.norm_before_residual
     if theta is not None and not 1 <= theta <= 1e12:
         raise GumihoError(f"--draft-rope-theta is {theta:g}: give 1 to 1e12")
-    return Overrides(taps, theta, None if normed is None else normed == "yes")
+    return Overrides(taps, theta, None if normed is None else normed == "yes", args.family)
 
 
 def trim(args: argparse.Namespace, pair: "Pair") -> None:
     """Sets a pair's draft vocabulary as the options say. Raises GumihoError for impossible options."""
     from .checkpoints.draft_vocabulary import frequent, require_size
     from .checkpoints.families import EAGLE_3, MEDUSA, SMALL
-    from .plan import eos_token_ids
 
-    size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(eos_token_ids(pair))
+    size, vocabulary, ends = args.draft_vocab, pair.target_shape.vocabulary, set(pair.eos_token_ids)
     if size is None:
         if args.draft_text:
             raise GumihoError(
@@ -263,6 +277,10 @@ def plan(args: argparse.Namespace) -> "Plan":
     plan = Plan(
         pair, tree, capacity, in_dtype, backends, precision.quantized(args), precision.linking(args), args.other_weights or "int8"
     )  # fmt: skip
+    if args.further:
+        from .several import with_further
+
+        plan = with_further(args, plan)
     if plan.calibrates or args.calibrate is not None:
         from .calibration import calibration_text
 

@@ -14,7 +14,6 @@ from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
 from .backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
-from .checkpoints.json_config import document, end_ids
 from .checkpoints.pair import Pair
 from .precision import AS_IS
 from .weights.joined import joined
@@ -44,7 +43,7 @@ class Plan:
     checkpoints' files instead of copying tensors that backends can read directly. errors: the largest error and the largest
     magnitude of each such matrix, once it is packed. calibration: a text, as token ids, for ``calibrated``. importance: of the columns
     of the target's matrices, by name; see ``quantize``. factors: of the target's parameters, by name, applied before quantizing; see
-    ``smoothing``.
+    ``smoothing``. name: of the drafter, if there are several. further: plans of the same target with the other drafters, by name.
     """
 
     pair: Pair
@@ -59,6 +58,8 @@ class Plan:
     calibration: tuple[int, ...] = ()
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
     factors: Mapping[str, Factors] = field(default_factory=dict)
+    name: str = ""
+    further: Mapping[str, "Plan"] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -190,7 +191,8 @@ class Plan:
                 else:
                     errors = self.errors if self.quantized.get(model) == AS_IS else None
                     file |= quantized(source, name, scheme, self.dtype, importance.get(first_part(name)), errors)
-        return files
+        others = {name: plan.sources(apart)["weights/draft.bin"] for name, plan in self.further.items()}
+        return files | {f"weights/draft.{name}.bin": parameters for name, parameters in others.items()}
 
     def signed(self, model: str, names: Mapping[str, torch.dtype]) -> dict[str, int]:
         """``quantize.signed`` for the other backends than the first. names: dtypes of a model's parameters."""
@@ -242,6 +244,9 @@ class Plan:
             own = sources[f"weights/{name}.bin"]
             if again := self.signed(name, {n: s.dtype(self.dtype) for n, s in own.items()}):
                 sizes[RECODED.format(name)] = sum(_aligned(own[n].nbytes(self.dtype)) for n in again)
+        for name, plan in self.further.items():
+            recodes = plan.sizes().get(RECODED.format("draft"), 0)
+            sizes |= {RECODED.format(f"draft.{name}"): recodes} if recodes else {}
         return sizes
 
     def fingerprint(self) -> str:
@@ -254,18 +259,19 @@ class Plan:
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
         configs = [self.pair.target_config, *([self.pair.draft_config] if self.pair.has_drafter else [])]
         how = dict(self.quantized), self.others, self.calibration, [dict(config.rope_parameters) for config in configs]
-        return json.dumps([parameters, self.blocks, drafted, self.pair.target.identity(), drafter, *how])
+        further = {name: plan.fingerprint() for name, plan in self.further.items()}
+        return json.dumps([parameters, self.blocks, drafted, self.pair.target.identity(), drafter, *how, further])
 
     def disk(self) -> int:
         """Upper bound of the bytes of disk space: weights, graphs, golden run and engines."""
         return sum(self.sizes().values()) + _OTHER_FILES
 
     def shared(self) -> int:
-        """Bytes of embeddings and lm_heads that equal others, which are stored once."""
+        """Bytes of embeddings and lm_heads that equal others, which are stored once; of further drafters none are counted."""
         tied, seen, repeated = self.pair.target_config.tie_word_embeddings, set[str](), 0
         files = self.sources()
         table = files["weights/target.bin"][EMBEDDING]
-        for file, sources in files.items():
+        for file, sources in ((file, files[file]) for file in files if Path(file).stem in self.models):
             trimmed = file == "weights/draft.bin" and (self.pair.draft_vocabulary is not None or self.pair.reader.own_head)
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
             for name in ({EMBEDDING, scale_of(EMBEDDING)} | heads) & sources.keys():
@@ -289,12 +295,3 @@ class Plan:
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         coded = ((schemes[n], s) for n, s in self.sources()["weights/target.bin"].items() if s.fixed == torch.int8)
         return _BASE_MEMORY + max((s.nbytes(self.dtype) for scheme, s in coded if scheme and scheme.input_major), default=0)
-
-
-def eos_token_ids(pair: Pair) -> tuple[int, ...]:
-    """All end-of-text ids: generation_config.json's, else config.json's."""
-    file, vocabulary = pair.target.folder / "generation_config.json", pair.target_shape.vocabulary
-    generation = document(file) if file.exists() else {}
-    if "eos_token_id" in generation:
-        return end_ids(generation["eos_token_id"], vocabulary, file)
-    return end_ids(pair.target.config.get("eos_token_id"), vocabulary, pair.target.folder / "config.json")

@@ -1,7 +1,7 @@
 """Traces two layers of a target and repeats the second in the graph, instead of tracing them all."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.onnx import ops
 
 from graphs.drafter import Drafter
+from graphs.features import NORMED, Features
 from graphs.target import Target
 
 
@@ -29,23 +30,23 @@ def shortened(module: Target | Drafter) -> Iterator[int]:
     """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
     second, if the layers after the first are alike. Yields the number of its layers.
     """
-    layers, hooks, taps = module.layers, list[torch.utils.hooks.RemovableHandle](), getattr(module, "taps", ())
+    layers, hooks, returns = module.layers, list[torch.utils.hooks.RemovableHandle](), getattr(module, "returns", NORMED)
     if isinstance(module, Target) and len(layers) > 2 and len({_structure(layer) for layer in layers[1:]}) == 1:
-        module.layers, module.taps = layers[:2], tuple(min(tap, 1) for tap in taps)
+        module.layers, module.returns = layers[:2], returns.within(1)
         hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
     try:
         yield len(layers)
     finally:
         module.layers = layers
         if isinstance(module, Target):
-            module.taps = taps
+            module.returns = returns
         for hook in hooks:
             hook.remove()
 
 
-def repeat(graph: ir.Graph, layers: int, cached: int, taps: Sequence[int] = ()) -> None:
+def repeat(graph: ir.Graph, layers: int, cached: int, returns: Features = NORMED) -> None:
     """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
-    second layer is the nodes between the marks. cached: caches of a layer. taps: of the target."""
+    second layer is the nodes between the marks. cached: caches of a layer. returns: of the target."""
     nodes = list(graph)
     begin, end = (node for node in nodes if node.op_type == "Mark")
     second = nodes[nodes.index(begin) + 1 : nodes.index(end)]
@@ -80,10 +81,10 @@ def repeat(graph: ir.Graph, layers: int, cached: int, taps: Sequence[int] = ()) 
         entering[i + 1] = last = ends[0]
     ir.convenience.replace_all_uses_with(end.outputs[0], last)
     graph.remove((begin, end), safe=True)
-    if any(tap > 1 for tap in taps):
+    if any(tap > 1 for tap in returns.taps):
         joined = next(value for value in graph.outputs if value.name == "hidden").producer()
         while first not in joined.inputs:  # all of these were traced as what enters the second layer
             joined = joined.inputs[0].producer()
-        for place, tap in enumerate(taps):
+        for place, tap in enumerate(returns.taps, int(returns.normed)):
             if tap > 1:
                 joined.replace_input_with(place, entering[tap])

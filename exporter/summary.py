@@ -30,6 +30,7 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
         f"Target: {pair.target.source}, a {pair.target_config.architecture.name} of {target.layers} layers, hidden size {target.hidden}, "
         f"{target.vocabulary} tokens in its vocabulary.",
         *(_drafter(pair, tree) if pair.has_drafter else _no_drafter(tree)),
+        *(line for own in plan.further.values() for line in _drafter(own.pair, own.tree)),
         f"Capacity: {plan.capacity} positions for prompt and text together.",
         f"Precision: {DTYPE_NAMES[plan.dtype]}, except what is quantized.",
         *_schemes(plan),
@@ -55,7 +56,7 @@ def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
         SMALL: f"a small model of {layers} layers",
         MEDUSA: f"a Medusa of {pair.heads} heads",
         HYDRA: f"a Hydra{'++' * layers} of {pair.reader.levels} heads",
-    }.get(pair.family) or f"an EAGLE-3 that reads what enters layers {', '.join(map(str, pair.taps))}"
+    }.get(pair.family) or f"an EAGLE-3 that reads what enters layers {', '.join(map(str, pair.reader.reads.taps))}"
     if tree.paths:
         of = "EAGLE-1" if pair.family == EAGLE else "Medusa's code"
         shape = f"the best of the {len(tree.paths)} paths of {of}"
@@ -145,7 +146,7 @@ def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: 
         if one.backend is not None:
             notes += [*summary.memory(bundle, one.backend), f"engines/{one.folder} is current"]
             for check, errors in one.errors.items():
-                notes += [f"{check}: {line}" for line in summary.verdicts(errors, manifest.form(one.name), manifest.depth)]
+                notes += [f"{check}: {line}" for line in summary.verdicts(errors, manifest.form(one.name), manifest.deepest)]
         else:
             notes.append(f"not compiled here, since {one.problem}")
         lines += [f"  {one.name}: {note}" for note in notes]

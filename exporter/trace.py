@@ -18,9 +18,10 @@ from onnxscript.optimizer import fold_constants
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
+from graphs.features import NORMED
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
-from runtime.bundle.manifest import Weight
+from runtime.bundle.graphs import Weight
 from runtime.errors import InputError
 
 from . import branches
@@ -209,7 +210,7 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
     cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]
     traced = 1 + int(cached[-1].rpartition(".")[2]) if cached else 0
     if layers > traced:
-        repeat(model.graph, layers, len(cached) // traced, getattr(module, "taps", ()))
+        repeat(model.graph, layers, len(cached) // traced, getattr(module, "returns", NORMED))
     return model
 
 

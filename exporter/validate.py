@@ -25,8 +25,10 @@ _POSITIONS = 256
 
 
 @torch.inference_mode()
-def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
+def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", drafter: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
+
+    drafter: the plan's, by name, if the bundle has several.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
     where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
@@ -48,21 +50,22 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     llama = transformers_model(plan.pair.target_config, weights, weights.__getitem__)
     before_norm: list[Tensor] = []
     llama.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
-    outputs = llama.model(ids[None], output_hidden_states=bool(plan.pair.taps))
+    outputs = llama.model(ids[None], output_hidden_states=bool(plan.pair.returns.taps))
     hidden = outputs.last_hidden_state[0]
     logits = llama.lm_head(hidden)
-    if plan.pair.digits:
-        hidden = digits_of(ids)
-    elif plan.pair.taps:  # the last of transformers' is normed
+    returns = plan.pair.returns
+    parts = [hidden] if returns.normed else []
+    if returns.taps:  # the last of transformers' is normed
         entering = [*outputs.hidden_states[:-1], *before_norm]
-        hidden = torch.cat([entering[tap][0] for tap in plan.pair.taps], dim=-1)
-        if plan.dtype == torch.bfloat16:  # the graph's are fp16
-            largest = torch.finfo(torch.float16).max
-            hidden = hidden.clamp(-largest, largest)
+        parts += [entering[tap][0] for tap in returns.taps]
+    hidden = torch.cat([*parts, *([digits_of(ids)] if returns.digits else ())], dim=-1)
+    if returns.taps and plan.dtype == torch.bfloat16:  # the graph's are fp16
+        largest = torch.finfo(torch.float16).max
+        hidden = hidden.clamp(-largest, largest)
 
     logit_parts, hidden_parts, choice_parts = [], [], []
     with load(folder, backend_name, device) as model:
-        decoder = model.decoder
+        decoder = model.decoders.use(drafter or model.decoders.drafter)
         start = 0
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)

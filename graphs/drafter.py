@@ -16,11 +16,12 @@ from .tree import Step, TreeConfig, grow
 class Drafter(nn.Module):
     """The drafter of a pair; ``graphs.drafters`` has one for each family. Without a tree it only extends its caches.
 
-    features: how many numbers of a row of the target it reads, the width of the target's output ``hidden``. ahead: rows that a pass reads
-    behind the accepted ones, whose keys and values the next pass computes again.
+    features: numbers of a row of the target's output ``hidden``. columns: which of them it reads, () for all. ahead: rows that a pass
+    reads behind the accepted ones, whose keys and values the next pass computes again.
     """
 
     features: int
+    columns: tuple[slice, ...] = ()
     ahead = 0
     token_ids: nn.Parameter | None
 
@@ -83,7 +84,10 @@ class Drafter(nn.Module):
         row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
         position, read = past_length + row, count + self.ahead
         attention_mask = self.ops.attention_mask(None, position, past_length, caches[0]) if self.layers else None
-        x = self.accepted(tokens, self.ops.gather(hidden, path))
+        read_rows = self.ops.gather(hidden, path)
+        if self.columns:
+            read_rows = torch.cat([read_rows[:, columns] for columns in self.columns], dim=-1)
+        x = self.accepted(tokens, read_rows)
         present: list[Tensor] = []
         pasts: list[Past] = []
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

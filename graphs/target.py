@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .dialects.plain import Plain
 from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
+from .features import NORMED, Features
 from .layer import Embedding, Layer, Linear, LlamaShape, Norm, Rotary
 from .token_digits import digits_of
 
@@ -31,17 +32,15 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    schemes: how its matrices are quantized, by parameter name. taps: the layers whose inputs the drafter reads, 0 to L, where L stands
-    for the last layer's output before the final norm; none if it reads the rows after that norm. digits: whether it reads the rows'
-    tokens instead, as ``token_digits``.
+    schemes: how its matrices are quantized, by parameter name. returns: what the rows of ``hidden`` hold.
     """
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
-        taps: tuple[int, ...] = (), digits: bool = False,
+        returns: Features = NORMED,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.capacity, self.ops, self.taps, self.digits = capacity, ops, taps, digits
+        self.capacity, self.ops, self.returns = capacity, ops, returns
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -56,8 +55,8 @@ class Target(nn.Module):
 
         tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all; past_length: int64
         [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns
-        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, H] after the final norm,
-        [R, taps * H] or [R, digits], and the keys and values that the dialect's ``attend`` returns.
+        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, features], and the
+        keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
@@ -78,10 +77,16 @@ class Target(nn.Module):
         normed = self.norm(entering[-1])
         read = normed if wanted is None else self.ops.gather(normed, wanted)
         logits = self.lm_head(read).to(dtype)
-        if self.digits:
-            return choose(logits, read), logits, digits_of(tokens).to(dtype)
-        rows = torch.cat([entering[tap] for tap in self.taps], dim=-1) if self.taps else normed
+        return choose(logits, read), logits, self.hidden(tokens, entering, normed, dtype)
+
+    def hidden(self, tokens: Tensor, entering: Sequence[Tensor], normed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows that drafters read, [R, features]. normed: [R, H], after the final norm."""
+        returns = self.returns
+        parts = [*([normed] if returns.normed else ()), *(entering[tap] for tap in returns.taps)]
+        if not parts:
+            return digits_of(tokens).to(dtype)
+        rows = torch.cat(parts, dim=-1) if returns.taps else normed
         hidden = rows.to(dtype)
-        if self.taps and rows.dtype == torch.bfloat16 and dtype == torch.float16:
+        if returns.taps and rows.dtype == torch.bfloat16 and dtype == torch.float16:
             hidden = hidden.clamp(-_LARGEST_HALF, _LARGEST_HALF)  # rows that are not normed may exceed it
-        return choose(logits, read), logits, hidden
+        return torch.cat((hidden, digits_of(tokens).to(dtype)), dim=-1) if returns.digits else hidden

@@ -10,7 +10,7 @@ from typing import Any
 
 from .command import run as run_command
 from .comparison import Comparison, replay, total
-from .decoding.decoder import check
+from .decoding.checks import check
 from .decoding.settings import Settings
 from .errors import GumihoError, InputError
 from .generate_options import parser, prompted, read_prompts, settings

@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message in front of the prompt (default: none)")
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
     parser.add_argument("--no-lookup", action="store_true", help="verify only the drafter's proposals, without prompt lookup")
+    parser.add_argument("--drafter", metavar="NAME", help="draft with this one of the bundle's drafters (default: the one that has been fastest)")  # fmt: skip
     parser.add_argument("--rows", type=int, metavar="N", help="verify N rows of every draft tree, without prompt lookup (default: chosen per cycle from the measured cost of passes and the acceptance so far)")  # fmt: skip
 
     limits = parser.add_argument_group("limits")
@@ -152,7 +153,7 @@ def settings(args: argparse.Namespace) -> Settings:
         args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
         logit_bias=_biases(args.logit_bias), repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty, no_repeat_ngram=args.no_repeat_ngram, banned=args.ban, grammar=_grammar(args),
-        lookup=not args.no_lookup, rows=args.rows, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        lookup=not args.no_lookup, rows=args.rows, drafter=args.drafter, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
         tree=args.tree, accept=args.accept, trace=args.trace is not None, logprobs=args.logprobs,
     )  # fmt: skip
 

@@ -33,13 +33,14 @@ class Generation:
     """One running generation: an iterator over pieces of text, or over cycles through ``cycles()``.
 
     stats: counts and times so far. ids: token ids emitted so far. logprobs: one for each of them if the settings ask for
-    log-probabilities.
+    log-probabilities. drafter: its name, "" if the bundle has one at most.
     """
 
     def __init__(self, model: _Model, selector: TokenSelector, resume: bool) -> None:
         self.stats = Stats()
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.drafter = ""
         self.broken = False  # an error came out of it, and it cannot go on
         self._pieces_lock = threading.RLock()
         self._model, self._selector = model, selector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 from .backends import Backend, Engine
 from .backends.processor import physical_cores
-from .bundle.manifest import SHARED, Form
+from .bundle.graphs import SHARED, Form, of_drafter
 from .bundle.reader import Bundle
+from .decoding.decoder import Decoder
+from .decoding.drafter_choice import DrafterChoice
 from .decoding.grammar import GrammarMatchers
 from .decoding.prices import Costs
 from .devices import Device
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Loaded:
-    """The engines of a bundle by graph name, their device, and the measured prices of their passes, if any.
+    """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    shares: whether passes of the target take rows of several streams; otherwise each stream takes a turn for a whole cycle. streams:
+    choice: which drafter a text gets that names none. shares: whether passes of the target take rows of several streams; otherwise each stream takes a turn for a whole cycle. streams:
     those that exist, the first one the model that owns the engines. Weak, since each of them holds this. numbers: of streams to
     come. closed: the engines are freed.
     """
@@ -41,13 +43,24 @@ class Loaded:
     form: Form
     engines: Mapping[str, Engine]
     device: Device
-    costs: Costs | None = None
+    costs: Mapping[str, Costs | None] = field(default_factory=dict)
     backend: Backend | None = None
     shares: bool = False
     teams: Teams = field(default_factory=Teams)
     streams: list[weakref.ref[Model]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
+
+    @cached_property
+    def choice(self) -> DrafterChoice:
+        return DrafterChoice(self.bundle.manifest.each)
+
+    def decoder(self, drafter: str, stream: int, others: Callable[[], bool], beside: Decoder | None = None) -> Decoder:
+        """A stream's decoder with one drafter. stream: its number; others, beside: see ``Decoder``."""
+        manifest = self.bundle.manifest
+        suffix = manifest.suffix(drafter)
+        engines, costs = of_drafter(self.engines_of(stream), suffix), self.costs.get(drafter)
+        return Decoder(manifest.of(drafter), self.form.of(suffix), engines, self.device, costs, others, beside)
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""
@@ -78,9 +91,11 @@ class Loaded:
         while True:
             folder = find_engines(bundle, backend)
             try:
-                form, costs = backend.form(bundle, folder), Costs.load(folder, bundle.manifest.rows)
+                form, manifest = backend.form(bundle, folder), bundle.manifest
+                costs = {name: Costs.load(folder, manifest.rows, manifest.suffix(name)) for name in manifest.each}
+                first = costs[manifest.each[0]]
                 require(bundle, backend, streams=streams)
-                measured = costs.threads_on(physical_cores()) if costs else 0
+                measured = first.threads_on(physical_cores()) if first else 0
                 engines, device = backend.open(bundle, folder, threads or measured, streams)
                 shares = streams > 1 and SHARED in form.graphs
                 teams = Teams(cast("Lanes", engines["target"]).at_once if shares else 1)

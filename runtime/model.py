@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from .backends import backend, close, require
 from .bundle.reader import Bundle
+from .decoders import Decoders
+from .decoding.checks import check, check_settings
 from .decoding.cycle import Cycle
-from .decoding.decoder import Decoder, check, check_settings
+from .decoding.decoder import Decoder
 from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
 from .engines.memory_check import require_stream
@@ -23,7 +25,7 @@ from .errors import InputError, MisuseError
 from .generation import BUSY, Generation
 from .loaded import Loaded
 from .session import Session
-from .text.encode import encode
+from .text.encode import encode, token_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,15 +36,6 @@ _log = logging.getLogger("gumiho.model")
 _MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
 _MOST_STREAMS = 1024
 _PATIENCE = 0.25  # seconds to wait for a cycle of a stream whose rows are to be copied
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        if isinstance(prompt, bytes):
-            raise TypeError
-        return [index(token) for token in prompt]
-    except TypeError:
-        raise InputError("the prompt is neither text nor a list of token ids: give one of the two") from None
 
 
 class Model:
@@ -61,9 +54,7 @@ class Model:
             teams.yield_turn(number)
             return teams.shared(number)
 
-        with teams.of(self._number):
-            engines = loaded.engines_of(self._number)
-            self.decoder = Decoder(self.bundle.manifest, loaded.form, engines, loaded.device, loaded.costs, others)
+        self.decoders = Decoders(loaded, self._number, others)
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
         # Weak, since a generation holds the model; a strong reference would delay freeing both.
@@ -97,9 +88,14 @@ class Model:
                 saved = other.decoder.saved(prompt)
         except MisuseError:
             return False
-        with self.exclusive() as decoder:
-            decoder.restore(*saved)
+        with self.exclusive():
+            self.decoders.use(other.decoders.drafter).restore(*saved)
         return True
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of the last text."""
+        return self.decoders.current
 
     @property
     def capacity(self) -> int:
@@ -169,7 +165,7 @@ class Model:
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation:
         """``generate`` with ready-made settings. resume: reuse the cached rows of the longest common prefix."""
         self._require_open()
-        ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         check(self.bundle.manifest, ids)
         check_settings(self.bundle.manifest, settings)
         return Generation(self, self.selector(ids, settings), resume)
@@ -191,7 +187,9 @@ class Model:
     def _start(self, generation: Generation, selector: TokenSelector, resume: bool) -> Iterator[Cycle]:
         with self._held(turn=False):
             self._current = weakref.ref(generation)
-            return self.decoder.generate(selector, generation.stats, resume)
+            decoder = self.decoders.choose(selector.settings)
+            generation.drafter = self.decoders.drafter
+            return decoder.generate(selector, generation.stats, resume)
 
     def _advance(self, generation: Generation, cycles: Iterator[Cycle]) -> Cycle | None:
         with self._held(turn=not self._loaded.shares):
@@ -205,6 +203,8 @@ class Model:
                     generation.logprobs += cycle.logprobs
                     if cycle.finish_reason:
                         self._loaded.teams.forget(self._number)
+                        if generation.settings.speculate:
+                            self._loaded.choice.record(generation.drafter, generation.stats)
                         _log.debug("generation ended: %s", generation.stats.summary())
                 return cycle
             except BaseException as error:
@@ -254,7 +254,7 @@ class Model:
             if not self._closed:
                 self._closed, self._kept = True, ()
                 self._loaded.closed = owner
-                self.decoder.close(engines=owner)
+                self.decoders.close(engines=owner)
                 self._loaded.teams.forget(self._number)
                 _log.debug("closed %s", self.bundle.path)
 
@@ -294,6 +294,6 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     except BaseException:
         close(loaded.engines, loaded.device)
         raise
-    prices = "measured" if loaded.costs else "no"
+    prices = "measured" if all(loaded.costs.values()) else "no"
     _log.info("loaded %s for %s in %.2f s, with %s prices", opened.path, name, perf_counter() - started, prices)
     return model

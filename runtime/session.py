@@ -13,6 +13,7 @@ from .bundle.hashes import file_hash
 from .bundle.manifest import Manifest
 from .bundle.reader import Bundle
 from .bundle.records import Damage
+from .decoders import Decoders
 from .decoding.decoder import Decoder
 from .decoding.settings import Options, Settings
 from .errors import DamageError, InputError
@@ -31,6 +32,8 @@ class _Model(Protocol):
     bundle: Bundle
 
     def start(self, prompt: str | Sequence[int], settings: Settings, resume: bool = False) -> Generation: ...
+    @property
+    def decoders(self) -> Decoders: ...
     def exclusive(self) -> AbstractContextManager[Decoder]: ...
 
 
@@ -85,6 +88,7 @@ class Session:
                 "target": target,
                 "drafter": drafter,
                 "positions": positions,
+                "of": np.array(self._model.decoders.drafter),
             }
             with replaced(Path(path)) as file:
                 np.savez(file, **content)
@@ -99,7 +103,7 @@ class Session:
         bundle = self._model.bundle
         with self._model.exclusive() as decoder:
             try:
-                parts = _read(Path(path), _size(decoder))
+                parts = _read(Path(path), _size(decoder, bundle.manifest))
                 if str(parts["bundle"]) != bundle.hash:
                     raise InputError(
                         f"'{path}' was saved with another bundle than {bundle.path}: load that one, or start a new session"
@@ -109,15 +113,22 @@ class Session:
                 reason = getattr(error, "strerror", None) or error
                 raise DamageError(f"'{path}' cannot be read as a saved session ({reason}): save it again") from None
             text = parts["ids"].tolist()
+            decoder = self._model.decoders.use(str(parts["of"]))
             decoder.restore(text, parts["target"], parts["drafter"], parts["positions"])
         self._ids, self._turn = text, None
 
 
-def _size(decoder: Decoder) -> int:
+def _size(decoder: Decoder, manifest: Manifest) -> int:
     """The most bytes that the arrays of a saved session can have."""
-    graphs, capacity = decoder.passes.graphs, decoder.manifest.capacity
+    target, capacity = decoder.passes.graphs["target"], manifest.capacity
+    drafts = [
+        graph.cache_bytes(capacity)
+        for form in manifest.forms.values()
+        for name, graph in form.graphs.items()
+        if name.partition(".")[0] == "draft"
+    ]
     ids = 2 * (capacity + 1) * np.dtype(np.int64).itemsize  # with the drafter's positions
-    return ids + sum(graphs[name].cache_bytes(capacity) for name in ("target", "draft") if name in graphs)
+    return ids + target.cache_bytes(capacity) + max(drafts, default=0)
 
 
 def _read(path: Path, most: int) -> dict[str, np.ndarray]:
@@ -129,12 +140,15 @@ def _read(path: Path, most: int) -> dict[str, np.ndarray]:
     parts = unpacked(archive, most)
     if missing := [name for name in _PARTS if name not in parts]:
         raise Damage(f"it holds no {missing[0]}")
-    return {"positions": np.arange(parts["drafter"].shape[1] if parts["drafter"].ndim > 1 else 0)} | parts  # of older versions
+    older = {"positions": np.arange(parts["drafter"].shape[1] if parts["drafter"].ndim > 1 else 0), "of": np.array("")}
+    return older | parts
 
 
 def _check(parts: Mapping[str, np.ndarray], manifest: Manifest) -> None:
     """Raises Damage if the contents are impossible, which a checksum does not exclude."""
     ids, target, drafter, positions = (parts[name] for name in ("ids", "target", "drafter", "positions"))
+    if str(parts["of"]) not in manifest.each:
+        raise Damage("it names a drafter that the bundle does not have")
     if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > manifest.capacity + 1:
         raise Damage(f"ids are {ids.dtype} {list(ids.shape)}, expected int64 [{manifest.capacity + 1}] at most")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < manifest.vocabulary:

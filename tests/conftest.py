@@ -63,7 +63,7 @@ def whole_trees() -> Iterator[None]:
     are tested, costs are given."""
 
     class Unmeasured:
-        def save(self, folder: Path) -> None:
+        def save(self, folder: Path, suffix: str = "") -> None:
             pass
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.bundle.manifest import BLOCK, Graph, TensorSpec
+from runtime.bundle.graphs import BLOCK, Graph, TensorSpec
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Device, Host
 from tests.accelerator import Lazy

@@ -55,7 +55,7 @@ def test_eager_tree_is_the_naive_one(name: str, tree: TreeConfig, tmp_path: Path
     made = MADE[name]
     pair = opened(made.write(tmp_path))
     assert pair.family == "eagle3"
-    assert pair.taps == made.taps
+    assert pair.returns.taps == made.taps
     assert pair.features == len(made.taps) * 48
     cycles(eager(pair, tree), made.naive(), tree, pair.features, 1009, seed=tree.rows)
 
@@ -123,7 +123,7 @@ def test_which_taps(said: list[int] | None, options: tuple[str, ...], taps: tupl
     made = replace(PLAIN, pair=RandomPair({"num_hidden_layers": 7}))
     argv = made.write(tmp_path)
     changed(tmp_path, eagle_config={} if said is None else {"eagle_aux_hidden_state_layer_ids": said})
-    assert opened(argv, *options).taps == taps
+    assert opened(argv, *options).returns.taps == taps
 
 
 def changed(folder: Path, **fields: Any) -> None:

@@ -936,7 +936,7 @@ def test_ends_of_text(tiny: Path, tmp_path: Path, generation: dict[str, Any] | N
     file.unlink()
     if generation is not None:
         file.write_text(json.dumps(generation))
-    assert exporter.plan.eos_token_ids(wanted(tmp_path / "pair", tmp_path / "out").pair) == expected
+    assert wanted(tmp_path / "pair", tmp_path / "out").pair.eos_token_ids == expected
 
 
 def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:

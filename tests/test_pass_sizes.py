@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import DamageError, GumihoError, Model, load
-from runtime.bundle.manifest import Form, Graph
+from runtime.bundle.graphs import Form, Graph
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.planner import Planner

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime import Generation, Model, load
-from runtime.decoding.decoder import check_settings
+from runtime.decoding.checks import check_settings
 from runtime.decoding.settings import Settings
 from runtime.lossless import NEAR
 from tools import compare_tokens

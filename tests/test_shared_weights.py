@@ -15,7 +15,8 @@ import pytest
 from runtime import DamageError
 from runtime.backends import shared_weights
 from runtime.backends.shared_weights import SharedWeights, nbytes
-from runtime.bundle.manifest import MANIFEST, Form, Weight
+from runtime.bundle.graphs import Form, Weight
+from runtime.bundle.manifest import MANIFEST
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.bundle.records import SEAL, sealed

@@ -84,7 +84,7 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pyt
     assert cli.main([*arguments, "--family", "eagle3"]) == 0
     assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}
     opened = exporter.options.open_pair(exporter.options.parser().parse_args(["--ckpt", str(out), *pair]))
-    assert (opened.family, opened.taps, opened.drafted) == ("eagle3", (3, 4, 5), 1500)
+    assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (3, 4, 5), 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0
     with runtime.load(tmp_path / "bundle") as model:
         drafted = "".join(model.generate("def first(items):\n", max_new_tokens=48, lookup=False, rows=8))

@@ -6,7 +6,8 @@ from typing import Any
 
 import onnx
 
-from runtime.bundle.manifest import BOUND_WEIGHTS, Weight
+from runtime.bundle.graphs import Weight
+from runtime.bundle.manifest import BOUND_WEIGHTS
 from runtime.bundle.reader import Bundle
 from tests.seal import edit, update
 

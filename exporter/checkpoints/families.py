@@ -24,6 +24,23 @@ def family(layers: int, heads: int) -> str:
     return EAGLE if layers == 1 and not heads else GUMIHO
 
 
+def require(drafter: "Checkpoint", family: str) -> None:
+    """Raises InputError if a drafter lacks the tensors that a family, named against what they tell, cannot do without."""
+    names = drafter.names()
+    example = {
+        MEDUSA: "0.0.linear.weight", HYDRA: "hydra_mlp.0.0.linear.weight", EAGLE_3: "layers.0.hidden_norm.weight",
+        SMALL: "layers.0.input_layernorm.weight",
+    }.get(family, "fc.weight")  # fmt: skip
+    if family == MEDUSA:
+        has = any(map(MEDUSA_BLOCK.fullmatch, names))
+    else:
+        has = any(name.startswith("hydra_") if family == HYDRA else name == example for name in names)
+    if not has:
+        raise InputError(
+            f"--family is {family}, but drafter '{drafter.source}' has no tensor such as '{example}': leave it out, or name another family"
+        )
+
+
 def kind_of(drafter: "Checkpoint") -> str:
     """The family, but GUMIHO for EAGLE too, which is read alike. Raises InputError for a checkpoint of no family that is known."""
     names = drafter.names()

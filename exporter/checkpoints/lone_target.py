@@ -1,5 +1,7 @@
 """A target that is exported without a drafter."""
 
+from graphs.features import NORMED
+
 from .checkpoint import Checkpoint, require_tensors, tensor_indices
 from .llama import llama_config, llama_shape
 from .pair import Pair
@@ -13,7 +15,7 @@ class LoneTarget(Pair):
 
     has_drafter = False
     draft_vocabulary = None
-    taps, digits, ahead = (), False, 0
+    returns, ahead = NORMED, 0
 
     def __init__(self, target: Checkpoint) -> None:
         self.target, self.target_config = target, llama_config(target)

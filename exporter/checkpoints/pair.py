@@ -10,10 +10,10 @@ import torch
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
+from graphs.features import Features
 from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
-from graphs.token_digits import DIGITS
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, require_tensors, tensor_indices
 from .draft_vocabulary import DraftVocabulary
 from .drafters import Overrides, reader_of
 from .drafters.reader import LM_HEAD
-from .json_config import reason, shown
+from .json_config import document, end_ids, reason, shown
 from .llama import LlamaConfig, llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 
@@ -45,15 +45,10 @@ class Pair:
         self.reader = reader_of(drafter, target, overrides)
         self._check()
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """See ``Target``."""
-        return self.reader.taps
-
-    @property
-    def digits(self) -> bool:
-        """See ``Target``."""
-        return self.reader.digits
+    @cached_property
+    def returns(self) -> Features:
+        """What the target's rows hold, by default what this drafter reads. Can be assigned, if other drafters read them too."""
+        return self.reader.reads
 
     @property
     def stateful(self) -> bool:
@@ -68,7 +63,7 @@ class Pair:
     @property
     def features(self) -> int:
         """Numbers of a row of the target's output ``hidden``."""
-        return DIGITS if self.digits else self.target_shape.hidden * max(1, len(self.taps))
+        return self.returns.width(self.target_shape.hidden)
 
     @property
     def family(self) -> str:
@@ -170,6 +165,15 @@ class Pair:
         self._check_ids(tokenizer.backend_tokenizer, folder)
         return tokenizer
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All end-of-text ids of the target: generation_config.json's, else config.json's."""
+        file, vocabulary = self.target.folder / "generation_config.json", self.target_shape.vocabulary
+        generation = document(file) if file.exists() else {}
+        if "eos_token_id" in generation:
+            return end_ids(generation["eos_token_id"], vocabulary, file)
+        return end_ids(self.target.config.get("eos_token_id"), vocabulary, self.target.folder / "config.json")
+
     def check_tokenizer(self) -> None:
         """Raises what ``tokenizer`` raises for a damaged or unsuitable one, if possible without importing transformers."""
         if not surely_loads(self.target.folder, self.target_shape.vocabulary):
@@ -193,16 +197,14 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(
-                    self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.taps, self.digits
-                )
+                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.returns)
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:
-                modules |= {
-                    name: self.reader.module(t, capacity, positions, draft_ops, of_draft, trimmed)
-                    for name, t in (("draft", tree), ("extend", None))
-                }
+                for name, t in (("draft", tree), ("extend", None)):
+                    modules[name] = drafter = self.reader.module(t, capacity, positions, draft_ops, of_draft, trimmed)
+                    drafter.columns = self.returns.columns(self.reader.reads, self.target_shape.hidden)
+                    drafter.features = self.features
         return {name: module.eval() for name, module in modules.items()}
 
     def target_sources(self, positions: int) -> dict[str, Source]:

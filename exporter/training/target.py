@@ -15,7 +15,6 @@ from runtime.errors import InputError
 from ..checkpoints.llama import transformers_model
 from ..checkpoints.lone_target import LoneTarget
 from ..checkpoints.target import target_checkpoint
-from ..plan import eos_token_ids
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def load(
     if tokenizer is None:
         raise InputError(f"target '{source}' has no tokenizer, which training needs: add its tokenizer.json")
     own = tokenizer.eos_token_id
-    ends = tuple(dict.fromkeys((*eos_token_ids(found), *(() if own is None else (own,)))))
+    ends = tuple(dict.fromkeys((*found.eos_token_ids, *(() if own is None else (own,)))))
     if not ends:
         raise InputError(f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id")
     model = model_of(found, device, dtype, layer_made)

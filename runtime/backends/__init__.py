@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ..bundle.manifest import Form
+from ..bundle.graphs import Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device
 from ..errors import InputError

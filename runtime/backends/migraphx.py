@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import Form, Graph, Weight
+from ..bundle.graphs import Form, Graph, Weight
 from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging, require_buffers
 from ..devices.hip import Hip, advice

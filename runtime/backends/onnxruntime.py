@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import SHARED, Form
+from ..bundle.graphs import SHARED, Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Device, Host, require_buffers
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError

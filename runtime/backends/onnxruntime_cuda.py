@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from ..bundle.manifest import Form, TensorSpec, Weight
+from ..bundle.graphs import Form, TensorSpec, Weight
 from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Device, DeviceArray, Staging
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError

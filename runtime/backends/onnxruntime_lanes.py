@@ -6,7 +6,7 @@ from time import perf_counter
 
 import numpy as np
 
-from ..bundle.manifest import BLOCK, Graph
+from ..bundle.graphs import BLOCK, Graph
 from ..devices import Array, require_buffers
 from ..errors import GumihoError, MisuseError
 from .onnxruntime import Call, Engine, failed_run, ort

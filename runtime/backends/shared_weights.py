@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle.manifest import Form, Weight
+from ..bundle.graphs import Form, Weight
 from ..bundle.reader import Bundle
 from ..devices import Accelerator
 from ..errors import DamageError

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bundle.manifest import Form, Graph
+from ..bundle.graphs import Form, Graph
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import tensorrt as trt
 
-from ..bundle.manifest import Graph
+from ..bundle.graphs import Graph
 from ..bundle.reader import Bundle
 from ..errors import GumihoError
 

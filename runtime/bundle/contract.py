@@ -1,7 +1,8 @@
 """The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
 contradicts itself is refused before anything is allocated."""
 
-from .manifest import OPEN_CACHES, SHARED, Form, Graph, Manifest
+from .graphs import SHARED, Form, Graph
+from .manifest import OPEN_CACHES, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]

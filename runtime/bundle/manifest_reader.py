@@ -7,7 +7,8 @@ import numpy as np
 
 from ..errors import DamageError, InputError
 from . import contract
-from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, SHARED, STATELESS, TARGET_ONLY, Form, Manifest
+from .graphs import SHARED, Form
+from .manifest import FEATURES, FORMAT, GRAPHS, MANIFEST, STATELESS, TARGET_ONLY, Manifest
 from .records import Damage, checked, parse, shown, unsealed
 
 
@@ -44,20 +45,49 @@ def _check(manifest: Manifest) -> None:
     _require_feature(manifest, TARGET_ONLY)
     for name in manifest.files:
         _require_inside(name)
-    expected = {"target"}
-    if manifest.has_drafter:
-        expected = set(GRAPHS) - ({"extend"} if STATELESS in manifest.requires else set())
+    _check_drafters(manifest)
+    for drafter in manifest.each:
+        _check_forms(manifest.of(drafter), f".{drafter}" if drafter else "")
+    for feature in FEATURES:  # after the contract, which checks what the conditions of features look at
+        _require_feature(manifest, feature)
+
+
+def _check_drafters(manifest: Manifest) -> None:
+    """Raises Damage if several drafters contradict the rest."""
+    first, *others = manifest.each
+    for backend, form in manifest.forms.items():
+        for named in (*form.variants().values(), form.weights):
+            owners = {owner for name in named if (owner := name.partition(".")[2])}
+            if foreign := owners - set(others):
+                raise Damage(f"forms.{backend} has '{min(foreign)}', which is none of the drafters")
+    if not manifest.drafters:
+        return
+    if not others or manifest.tree is None:
+        raise Damage(f"drafters has {len(manifest.drafters)}, expected two or more, or none")
+    if (manifest.drafters[first].depth, manifest.drafters[first].tree) != (manifest.depth, manifest.tree):
+        raise Damage(f"depth and tree are not those of the first of the drafters, {first}")
+    for name, drafter in manifest.drafters.items():
+        if drafter.depth >= manifest.rows or drafter.tree.rows != manifest.rows:
+            raise Damage(
+                f"drafters.{name} has depth {drafter.depth} and {drafter.tree.rows} rows, expected {manifest.rows} rows"
+            )
+
+
+def _check_forms(manifest: Manifest, of: str) -> None:
+    """Raises Damage if the graphs of one drafter do not fit the manifest. of: its name in messages."""
+    allowed = set(GRAPHS) if manifest.has_drafter else {"target"}
+    expected = allowed - ({"extend"} if STATELESS in manifest.requires else set())
     for backend, form in manifest.forms.items():
         if form.static and form.chunk < manifest.rows:
             raise Damage(f"forms.{backend}.chunk is {form.chunk}, expected {manifest.rows} or more")
-        _check_weights(manifest, form, f"forms.{backend}.weights")
+        _check_weights(manifest, form, f"forms.{backend}.weights{of}")
         for dialect, graphs in form.variants().items():
-            at = f"forms.{backend} ({dialect})"
+            at = f"forms.{backend} ({dialect}){of}"
             if missing := expected - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
             smaller, shared = {name for name in graphs if name.startswith("target-")}, {SHARED} if backend == "cpu" else set()
-            if surplus := graphs.keys() - smaller - shared - expected:
-                raise Damage(f"{at} has a graph '{min(surplus)}', expected only {', '.join(sorted(expected))}")
+            if surplus := graphs.keys() - smaller - shared - allowed:
+                raise Damage(f"{at} has a graph '{min(surplus)}', expected only {', '.join(sorted(allowed))}")
             for name in smaller:
                 if not form.static or int(name[7:]) >= form.chunk:
                     raise Damage(f"{at} has '{name}', expected sizes below its chunk of {form.chunk}, and only if it is static")
@@ -68,8 +98,6 @@ def _check(manifest: Manifest) -> None:
             sizes = replace(form, graphs=graphs).targets
             if form.static and manifest.rows not in sizes:
                 raise Damage(f"{at} has passes of {', '.join(map(str, sizes))} rows, expected one of {manifest.rows}")
-    for feature in FEATURES:  # after the contract, which checks what the conditions of features look at
-        _require_feature(manifest, feature)
 
 
 def _check_weights(manifest: Manifest, form: Form, at: str) -> None:

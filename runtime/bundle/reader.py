@@ -1,6 +1,7 @@
 """Opens a bundle on disk: its manifest, its files and its tokenizer."""
 
 import hashlib
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,24 @@ import numpy as np
 from ..errors import DamageError, InputError
 from .files import read_regular
 from .hashes import first_damaged
-from .manifest import MANIFEST
+from .manifest import MANIFEST, Manifest
 from .manifest_reader import parse_manifest
 from .records import shown
 
 _MOST = 64 << 20  # bytes of a manifest
+
+
+GOLDEN = "golden.npz"
+
+
+def golden_of(suffix: str) -> str:
+    """The file of a drafter's golden run. suffix: of its graphs' names."""
+    return GOLDEN.replace(".", f"{suffix}.")
+
+
+def known(manifest: Manifest) -> str:
+    """What to do about a drafter's name that a bundle does not have, in words."""
+    return f"give one of {', '.join(manifest.drafters)}" if manifest.drafters else "it has one at most, so leave the name out"
 
 
 class Bundle:
@@ -24,7 +38,7 @@ class Bundle:
         """Raises InputError if the path is not a bundle or needs another version, and DamageError if a file is missing or
         damaged.
         """
-        self.path = folder(path)
+        self.path, self.golden = folder(path), GOLDEN
         manifest = self.path / MANIFEST
         if not manifest.is_file():
             raise InputError(f"'{shown(str(path))}' is not a bundle (it has no {MANIFEST}): make one with gumiho-export")
@@ -41,6 +55,14 @@ class Bundle:
                 raise DamageError(f"{file} is a link that leaves the bundle: copy the bundle again, following links (cp -rL)")
             if file.stat().st_size != expected.size:
                 raise DamageError(f"{file} has {file.stat().st_size} bytes, expected {expected.size}: copy the bundle again")
+
+    def of(self, drafter: str) -> "Bundle":
+        """As if the bundle had this drafter only; "" for the first. Raises InputError if it has none of that name."""
+        if drafter and drafter not in self.manifest.drafters:
+            raise InputError(f"the bundle has no drafter '{shown(drafter)}': {known(self.manifest)}")
+        own = copy(self)
+        own.manifest, own.golden = self.manifest.of(drafter), golden_of(self.manifest.suffix(drafter))
+        return own
 
     def verify(self, quick: bool = False) -> None:
         """Compares the files with their hashes. Raises DamageError naming the first file that differs.
@@ -84,8 +106,9 @@ class Bundle:
         """Bytes of the KV caches, and of the target's hidden rows that a drafter reads later."""
         graphs, manifest = self.manifest.form(backend).graphs, self.manifest
         kept = manifest.capacity if manifest.has_drafter else 0
-        hidden_rows = kept * manifest.hidden * np.dtype(manifest.dtype).itemsize
-        return hidden_rows + sum(graphs[name].cache_bytes(manifest.capacity) for name in ("target", "draft") if name in graphs)
+        hidden_rows = kept * manifest.hidden * np.dtype(manifest.dtype).itemsize * len(manifest.each)
+        cached = (graph for name, graph in graphs.items() if name.partition(".")[0] in ("target", "draft"))
+        return hidden_rows + sum(graph.cache_bytes(manifest.capacity) for graph in cached)
 
 
 def folder(path: str | Path) -> Path:

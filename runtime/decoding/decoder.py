@@ -7,48 +7,24 @@ from time import perf_counter_ns
 import numpy as np
 
 from ..backends import Engine
-from ..bundle.manifest import Form, Manifest
+from ..bundle.graphs import Form
+from ..bundle.manifest import Manifest
 from ..devices import Device
-from ..errors import DamageError, InputError, MisuseError
+from ..errors import DamageError, MisuseError
 from .acceptance import accept
+from .checks import check
 from .cycle import Cycle
 from .draft_history import DraftHistory
 from .engine_passes import EnginePasses
 from .planner import Planner
 from .prices import Costs
 from .proposers import Continuation, DraftTree, Proposal, Proposer
-from .settings import Settings
 from .stats import Stats
 from .token_selector import TokenSelector
 
 # While other streams decode, a prompt's passes take so many nanoseconds at most, since two of them may come one after the other.
 _PATIENCE_NS = 0.125e9
 _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
-
-
-def check(manifest: Manifest, prompt: Sequence[int]) -> None:
-    """Raises InputError for a prompt that is empty, too long or outside the vocabulary."""
-    if not prompt:
-        raise InputError("the prompt has no tokens: give at least one")
-    if len(prompt) > manifest.capacity:
-        raise InputError(
-            f"the prompt has {len(prompt)} tokens and the bundle's capacity is {manifest.capacity}: "
-            "shorten it, or export with a larger --capacity"
-        )
-    foreign = next((t for t in prompt if not 0 <= t < manifest.vocabulary), None)
-    if foreign is not None:
-        raise InputError(f"the prompt holds token id {foreign}, outside the vocabulary of {manifest.vocabulary}")
-
-
-def check_settings(manifest: Manifest, settings: Settings) -> None:
-    """Raises InputError for settings about draft trees if the bundle has no drafter."""
-    about_trees = {"rows": settings.rows, "tree": settings.tree, "accept": settings.accept}
-    given = next((name for name, value in about_trees.items() if value not in (None, "exact")), "")
-    if given and not manifest.has_drafter:
-        raise InputError(
-            f"{given} is {about_trees[given]!r}, which is about draft trees, and the bundle has no drafter: leave it out, or "
-            "export with --ckpt"
-        )
 
 
 class Decoder:
@@ -60,12 +36,13 @@ class Decoder:
 
     def __init__(
         self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False,
+        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None,
     ) -> None:  # fmt: skip
         """costs: measured on this device, for the planner; without them every tree is verified whole. others: called between the
-        passes over a prompt; lets other streams use the engines, and says whether there are any."""
+        passes over a prompt; lets other streams use the engines, and says whether there are any. beside: a decoder of the same target with
+        another drafter, whose caches of the target this one shares: one of them decodes at a time, see ``take``."""
         self.manifest, self.form, self.device = manifest, form, device
-        self.passes = EnginePasses(manifest, form, engines, device)
+        self.passes: EnginePasses = EnginePasses(manifest, form, engines, device, beside.passes if beside else None)
         self.history = DraftHistory(self.passes)
         padded = 0 if self.passes.splits else form.chunk
         self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter, form.static) if costs else None
@@ -280,6 +257,12 @@ class Decoder:
         self.passes.target_cache.fill(target)
         self.history.restore(drafter, positions)
         self.text = text, ()
+
+    def take(self, other: "Decoder") -> None:
+        """Goes on with the target's cache that another decoder shares; its drafter has read nothing of the text."""
+        self.text, self.valid_target_length = other.text, other.valid_target_length
+        self.selector = other.selector = None
+        self.history.keep(0)
 
     def clear(self) -> None:
         """Empties the caches; a running generation cannot continue."""

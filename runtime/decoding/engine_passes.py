@@ -6,13 +6,29 @@ from time import perf_counter_ns
 import numpy as np
 
 from ..backends import Engine, close
-from ..bundle.manifest import Form, Manifest
+from ..bundle.graphs import Form
+from ..bundle.manifest import Manifest
 from ..devices import Array, Call, Device
 from .cycle import Tree
 from .kv_cache import KVCache
 
 _DRAFT, _TARGET = 0, 1
 _MOST_BOUND = 32  # more than cycles use; a prompt may end with any number of rows
+
+
+class _Shared:
+    """What passes with several drafters over one target share: its cache, the inputs and outputs of its passes, and its causal passes. See
+    ``EnginePasses``."""
+
+    def __init__(self, manifest: Manifest, form: Form, device: Device) -> None:
+        targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
+        self.cache = KVCache(device, *targets, capacity=manifest.capacity)
+        widest = max(manifest.rows, form.chunk)
+        self.choice = np.zeros(widest, np.int64)
+        self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
+        self.hidden = device.zeros((widest, manifest.hidden), manifest.dtype)
+        self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
+        self.causal: dict[tuple[str, int], Call] = {}
 
 
 class EnginePasses:
@@ -29,21 +45,27 @@ class EnginePasses:
     waited_ns: nanoseconds in which engines worked for other streams.
     """
 
-    def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        form: Form,
+        engines: Mapping[str, Engine],
+        device: Device,
+        beside: "EnginePasses | None" = None,
+    ) -> None:
+        """beside: passes with another drafter over the same target, whose cache and buffers these use too."""
         self.manifest, self.form, self.graphs = manifest, form, form.graphs
         self.engines, self.device = engines, device
         device.enter()
         self.splits = not form.static or min(form.targets) < manifest.rows
-        targets = [self.graphs[name] for name in form.targets.values() or ("target",)]
-        self.target_cache = KVCache(device, *targets, capacity=manifest.capacity)
         drafting = [self.graphs[name] for name in ("draft", "extend") if name in self.graphs]
         self.draft_cache = KVCache(device, *drafting, capacity=manifest.capacity, dtype=manifest.dtype)
-        widest = max(manifest.rows, form.chunk)
-        self.choice = np.zeros(widest, np.int64)
-        self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
-        self.hidden = device.zeros((widest, manifest.hidden), manifest.dtype)
-        self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
+        self._shared: _Shared = beside._shared if beside else _Shared(manifest, form, device)
+        shared = self._shared
+        self.target_cache, self.choice, self.logits, self.hidden = shared.cache, shared.choice, shared.logits, shared.hidden
+        self.tokens, self.depth = shared.tokens, shared.depth
         self.tree: dict[str, Array] = {}
+        widest = len(self.tokens)
         self.accepted_rows, self.accepted_tokens = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.accepted_count = np.zeros(1, np.int64)
         self.engine_ns, self.waited_ns = [0, 0], 0
@@ -79,31 +101,22 @@ class EnginePasses:
         def bind() -> Call:
             return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first, self._begin(size, last))
 
-        return self._once("last of causal" if last else "causal", size, bind)
+        return _once(self._shared.causal, "last of causal" if last else "causal", size, bind)
 
     def verification(self, rows: int) -> Call:
         """The target's pass over the draft tree's first rows, which are the best tree of that size."""
         _, size = self.form.target(rows)
-        return self._once("verify", size, lambda: self._bind_verification(size))
+        return _once(self._bound, "verify", size, lambda: self._bind_verification(size))
 
     def extend(self, rows: int) -> Call:
         """The drafter's pass over the first rows of ``history_chunk``; it fills the cache and drafts nothing."""
         size = self.form.chunk if self.form.static else rows
         hidden = self.history_chunk.reshape(self.form.chunk, self.manifest.hidden)
-        return self._once("extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
+        return _once(self._bound, "extend", size, lambda: self._bind_draft("extend", size, {}, hidden))
 
     def draft(self, accepted: int) -> Call:
         """The drafter's pass that reads so many accepted rows and drafts a tree."""
         return self._drafts[min(accepted, len(self._drafts)) - 1]
-
-    def _once(self, kind: str, rows: int, bind: Callable[[], Call]) -> Call:
-        """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep the engines alive
-        until garbage is collected."""
-        call = self._bound.pop((kind, rows), None) or bind()
-        self._bound[kind, rows] = call
-        if len(self._bound) > _MOST_BOUND:
-            del self._bound[next(iter(self._bound))]
-        return call
 
     def _begin(self, rows: int, last: bool) -> int:
         """Where the outputs of a causal pass over so many rows begin. The last row of a prompt is always the same one, since a row of
@@ -199,6 +212,16 @@ class EnginePasses:
             self.__dict__.clear()
             if engines:
                 close(opened, device)
+
+
+def _once(bound: dict[tuple[str, int], Call], kind: str, rows: int, bind: Callable[[], Call]) -> Call:
+    """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep the engines alive
+    until garbage is collected."""
+    call = bound.pop((kind, rows), None) or bind()
+    bound[kind, rows] = call
+    if len(bound) > _MOST_BOUND:
+        del bound[next(iter(bound))]
+    return call
 
 
 def _growing(cache: KVCache, rows: int, bind: Callable[[], Call]) -> Call:

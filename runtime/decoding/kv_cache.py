@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..bundle.manifest import BLOCK, Graph
+from ..bundle.graphs import BLOCK, Graph
 from ..devices import Array, Device
 from ..errors import DamageError
 

@@ -72,21 +72,22 @@ class Costs:
         *target, draft = (float(np.interp(context, contexts, column)) for column in lowest)
         return Costs({n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, suffix: str = "") -> None:
+        """suffix: of the names of the drafter's graphs."""
         content = {
             "target": list(self.target.items()), "draft": self.draft, "host": self.host,
             "longer": [[longer.context, list(longer.target.items()), longer.draft] for longer in self.longer],
             "threads": self.threads, "cores": self.cores,
         }  # fmt: skip
-        (folder / FILE).write_text(json.dumps(content), "utf-8")
+        (folder / FILE.replace(".", f"{suffix}.")).write_text(json.dumps(content), "utf-8")
 
     @staticmethod
-    def read(folder: Path, rows: int = 0) -> "Costs | None":
+    def read(folder: Path, rows: int = 0, suffix: str = "") -> "Costs | None":
         """The costs stored in a folder of engines, None if there are none.
 
-        rows: of the bundle's trees, 0 if unknown. Raises DamageError if the file is damaged.
+        rows: of the bundle's trees, 0 if unknown. suffix: see ``save``. Raises DamageError if the file is damaged.
         """
-        file = folder / FILE
+        file = folder / FILE.replace(".", f"{suffix}.")
         if not file.is_file():
             return None
         try:
@@ -105,9 +106,9 @@ class Costs:
             raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
 
     @staticmethod
-    def load(folder: Path, rows: int = 0) -> "Costs | None":
+    def load(folder: Path, rows: int = 0, suffix: str = "") -> "Costs | None":
         """``read``, with prices that never fall with rows (``rising``)."""
-        costs = Costs.read(folder, rows)
+        costs = Costs.read(folder, rows, suffix)
         return costs and replace(costs, target=rising(costs.target))
 
     def lines(self, drafts: bool = True) -> list[str]:

@@ -27,6 +27,12 @@ def _strings(given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _name(given: str | None) -> str | None:
+    if not (given is None or isinstance(given, str)):
+        raise TypeError
+    return given
+
+
 def _ids(given: Sequence[int]) -> tuple[int, ...]:
     return tuple(index(one) for one in given)
 
@@ -37,6 +43,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     *((name, lambda given: None if given is None else index(given), "a whole number") for name in ("seed", "rows", "logprobs")),
     *((name, float, "a number") for name in ("max_seconds", "repetition_penalty", "presence_penalty", "frequency_penalty",
                                              "temperature", "top_p", "min_p")),
+    ("drafter", _name, "the name of a drafter"),
     ("stop", _strings, "a string or a list of strings, none of them empty"),
     *((name, _ids, "a list of token ids") for name in ("stop_token_ids", "banned")),
     ("logit_bias", lambda given: {index(i): float(bias) for i, bias in given.items()}, "a mapping of token ids to numbers"),
@@ -69,6 +76,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     lookup: bool
     rows: int | None
+    drafter: str | None
     tree: str
     accept: str
     trace: bool
@@ -91,7 +99,8 @@ class Settings:
     min_p: probabilities, 0 to 1. seed: None draws a new one.
 
     Speculation. speculate: False for plain decoding. lookup: allow prompt lookup instead of a draft; used only if ``rows`` is None and
-    the output is exact. rows: rows of each tree to verify, 2 or more; None lets the planner choose. tree ``fta`` and accept ``typical``
+    the output is exact. rows: rows of each tree to verify, 2 or more; None lets the planner choose. drafter: one of the bundle's by name;
+    None lets the one be taken that has been fastest. tree ``fta`` and accept ``typical``
     change the output (``lossy``).
 
     Records. trace: cycles carry their trees. logprobs: record the target's log-probability of every token and of this many of the most
@@ -123,6 +132,7 @@ class Settings:
 
     lookup: bool = True
     rows: int | None = None
+    drafter: str | None = None
     tree: str = "exact"
     accept: str = "exact"
     trace: bool = False

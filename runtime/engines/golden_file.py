@@ -1,6 +1,6 @@
 """The golden run's file: a short recorded run that new engines must reproduce.
 
-golden.npz contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
+golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
 tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
 (``next``). Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens.
 """
@@ -16,7 +16,6 @@ from ..bundle.reader import Bundle
 from ..bundle.records import Damage
 from ..errors import DamageError
 
-FILE = "golden.npz"
 TREE = ("tokens", "depth", "parent", "mask", "score")  # parts of a tree
 _MAX_BYTES = 64 << 20
 
@@ -34,7 +33,7 @@ class Drafted:
 
 def read(bundle: Bundle) -> dict[str, np.ndarray]:
     """The recorded run: arrays by name. Raises DamageError if one is missing or has another dtype, shape or range."""
-    file = bundle.path / FILE
+    file = bundle.path / bundle.golden
     try:
         run = read_arrays(file, _MAX_BYTES)
         _check(run, bundle.manifest)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ..backends import Backend, Engine, close
-from ..bundle.manifest import SHARED, Form
+from ..bundle.graphs import SHARED, Form, of_drafter
 from ..bundle.reader import Bundle
 from ..decoding.kv_cache import KVCache
 from ..devices import Array, Call, Device
@@ -125,6 +125,16 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     return errors
 
 
+def replay_each(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
+    """``replay`` of every drafter's golden run; the largest errors of all."""
+    errors = dict[str, float]()
+    for drafter in bundle.manifest.each:
+        suffix = bundle.manifest.suffix(drafter)
+        own = replay(bundle.of(drafter), form.of(suffix), of_drafter(engines, suffix), device)
+        errors = {name: max(error, errors.get(name, 0.0)) for name, error in own.items()}
+    return errors
+
+
 def limits(form: Form, depth: int) -> dict[str, float]:
     """The largest errors that pass, as ``replay`` returns them. depth: of the tree."""
     # A node's score is the sum of as many log-probabilities as its depth.
@@ -133,21 +143,21 @@ def limits(form: Form, depth: int) -> dict[str, float]:
 
 
 def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
-    """``replay`` with the engines in a folder, which are closed afterwards."""
+    """``replay_each`` with the engines in a folder, which are closed afterwards."""
     engines, device = backend.open(bundle, folder)
     try:
-        return replay(bundle, backend.form(bundle, folder), engines, device)
+        return replay_each(bundle, backend.form(bundle, folder), engines, device)
     finally:
         close(engines, device)
 
 
 def check_shared(bundle: Bundle, backend: Backend, folder: Path) -> None:
     """Replays the golden run through the graph ``shared``, in all lanes at once. Raises GumihoError as ``replay`` does."""
-    form = backend.form(bundle, folder)
+    form = backend.form(bundle, folder).of("")
     engines, device = backend.open(bundle, folder, streams=2)
     try:
         lanes = _EveryLane(cast("Lanes", engines["target"]), limits(form, bundle.manifest.depth)["target"])
-        replay(bundle, form, {**engines, "target": lanes}, device)
+        replay(bundle.of(""), form, of_drafter({**engines, "target": lanes}, ""), device)
     finally:
         close(engines, device)
 

@@ -4,22 +4,23 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ..backends import Backend, close
+from ..backends import Backend, Engine, close
 from ..backends.memory import size
 from ..backends.processor import physical_cores
 from ..bundle.files import read_regular
+from ..bundle.graphs import SHARED, Form, of_drafter
 from ..bundle.hashes import File, first_damaged
 from ..bundle.locks import locked
-from ..bundle.manifest import SHARED
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
+from ..devices import Device
 from ..errors import DamageError, GumihoError, UnavailableError
 from . import golden_replay as golden
 from .memory_check import require
@@ -125,39 +126,52 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
     with ExitStack() as stack:
         engines, device = backend.open(bundle, folder)
         stack.callback(close, engines, device)
-        errors = golden.replay(bundle, form, engines, device)
+        errors = golden.replay_each(bundle, form, engines, device)
         progress(MEASURING)
-        decoder = Decoder(bundle.manifest, form, engines, device)
         stack.pop_all()
-        stack.callback(decoder.close)
-        costs, others = measure(decoder), OtherPrograms()
-        most, comparable = (text_time(decoder), not others.in_the_way) if cores > 1 else (0.0, False)
+        decoders = stack.enter_context(_decoders(bundle, form, engines, device))
+        costs, others = [measure(decoder) for decoder in decoders], OtherPrograms()
+        most, comparable = (text_time(decoders[0]), not others.in_the_way) if cores > 1 else (0.0, False)
     if SHARED in form.graphs:
         progress("replaying the golden run in passes of several streams")
         golden.check_shared(bundle, backend, folder)
 
     @contextmanager
-    def opened(threads: int) -> Iterator[Decoder]:
+    def opened(threads: int) -> Iterator[Sequence[Decoder]]:
         progress(f"measuring with {threads} thread{'s' * (threads > 1)}")
-        decoder = Decoder(bundle.manifest, form, *backend.open(bundle, folder, threads))
-        try:
-            yield decoder
-        finally:
-            decoder.close()
+        with _decoders(bundle, form, *backend.open(bundle, folder, threads)) as decoders:
+            yield decoders
 
     def time(threads: int) -> float:
-        with opened(threads) as decoder:
-            return text_time(decoder)
+        with opened(threads) as decoders:
+            return text_time(decoders[0])
 
     if cores > 1 and not comparable:
         progress(
             "other programs use the cores: engines get a thread for each; compile again while the machine is idle to try fewer"
         )
     if comparable and (threads := fewer_threads(most, time, cores)):
-        with opened(threads) as decoder:
-            costs = replace(measure(decoder), threads=threads, cores=cores)
-    costs.save(folder)
+        with opened(threads) as decoders:
+            costs = [replace(measure(decoder), threads=threads, cores=cores) for decoder in decoders]
+    for drafter, own in zip(bundle.manifest.each, costs, strict=True):
+        own.save(folder, bundle.manifest.suffix(drafter))
     return errors
+
+
+@contextmanager
+def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> Iterator[Sequence[Decoder]]:
+    """A decoder with each drafter, which are freed at the end with the engines."""
+    manifest, decoders = bundle.manifest, list[Decoder]()
+    try:
+        for drafter in manifest.each:
+            suffix, beside = manifest.suffix(drafter), decoders[0] if decoders else None
+            own = of_drafter(engines, suffix)
+            decoders.append(Decoder(manifest.of(drafter), form.of(suffix), own, device, beside=beside))
+        yield decoders
+    finally:
+        for decoder in decoders:
+            decoder.close(engines=False)
+        close(engines, device)
 
 
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:

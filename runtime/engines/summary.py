@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ..backends import Backend
 from ..backends.memory import size
-from ..bundle.manifest import Form, Manifest
+from ..bundle.graphs import Form
+from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
 from ..decoding.prices import Costs
 from .golden_replay import limits
@@ -31,10 +32,12 @@ def content(bundle: Bundle) -> list[str]:
             f"{manifest.rows} rows, depth {manifest.depth}; capacity {manifest.capacity} positions; "
             f"drafts {manifest.tree.vocabulary} of {manifest.vocabulary} tokens"
         )
+    others = [f"drafter {name}: depth {own.depth}, {own.tree.vocabulary} tokens" for name, own in manifest.drafters.items()]
     return [
         f"{size(nbytes)} in {len(manifest.files)} files, made for {', '.join(manifest.forms)}",
         f"weights: {'; '.join(weights)}; KV caches {manifest.dtype}",
         rows,
+        *others,
     ]
 
 

@@ -64,13 +64,15 @@ class Body(_Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     user: str | None = None
 
-    # Extensions: names that llama.cpp's server and vLLM have for the same, and ``sources``: what drafted each token.
+    # Extensions: names that llama.cpp's server and vLLM have for the same, ``sources``: what drafted each token,
+    # and ``drafter``: the one to draft with, if the bundle has several.
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
     grammar: str | None = None
     regex: str | None = None
     sources: bool = False
+    drafter: str | None = None
 
     @classmethod
     def of(cls: type[_B], raw: Any) -> _B:
@@ -113,7 +115,7 @@ class Body(_Strict):
             most, max_seconds=seconds, stop=self.stop, logit_bias=biases, repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, temperature=self.temperature,
             top_k=max(0, self.top_k), top_p=self.top_p, min_p=self.min_p, seed=seed, grammar=guide, trace=self.sources,
-            logprobs=self.alternatives,
+            logprobs=self.alternatives, drafter=self.drafter,
         )  # fmt: skip
 
     @property

@@ -8,8 +8,8 @@ from time import perf_counter
 
 from tokenizers.decoders import DecodeStream
 
+from ..decoding.checks import check, check_settings
 from ..decoding.cycle import Cycle
-from ..decoding.decoder import check, check_settings
 from ..decoding.settings import Settings
 from ..decoding.stats import Stats
 from ..generation import Generation

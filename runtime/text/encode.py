@@ -1,5 +1,8 @@
 """Text to token ids, with the errors of the tokenizer's library translated."""
 
+from collections.abc import Sequence
+from operator import index
+
 from ..bundle.reader import Bundle
 from ..errors import DamageError, InputError
 
@@ -24,3 +27,13 @@ def encode(bundle: Bundle, text: str, special: bool = True) -> list[int]:
             "it belongs to another model; copy the bundle again"
         )
     return ids
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt that is no text, as Python's numbers. Raises InputError if it is no list of token ids either."""
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise InputError("the prompt is neither text nor a list of token ids: give one of the two") from None

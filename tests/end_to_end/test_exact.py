@@ -15,7 +15,8 @@ from graphs.dialects import exact
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
 from runtime import Generation, Model, load
-from runtime.bundle import manifest
+from runtime.bundle import graphs
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.errors import DamageError
@@ -166,8 +167,8 @@ def test_values_are_summed_in_so_many_columns(make_bundle: MakeBundle, monkeypat
 def test_graphs_and_runtime_agree() -> None:
     """A tree's rows must not lie in a block that is settled for one of them, and a pass's recent positions are summed in one order."""
     assert exact.MOST_ROWS >= specs._CHUNK
-    assert exact.BLOCK == manifest.BLOCK
-    (bounds,) = get_type_hints(manifest.Manifest, include_extras=True)["depth"].__metadata__
+    assert exact.BLOCK == graphs.BLOCK
+    (bounds,) = get_type_hints(Manifest, include_extras=True)["depth"].__metadata__
     assert bounds.most <= exact._RECENT
 
 

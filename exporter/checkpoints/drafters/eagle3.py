@@ -13,6 +13,7 @@ import torch
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafters.eagle3 import Eagle3
+from graphs.features import Features
 from graphs.tree import TreeConfig
 from runtime.errors import DamageError, InputError
 
@@ -56,7 +57,7 @@ class Eagle3Reader(Reader):
             )
         if EMBEDDING not in checkpoint:
             self.require_size("hidden_size", self.config.hidden_size, self.target.hidden_size)
-        self.taps = self._taps(fc[1] // self.target.hidden_size, self.target.num_hidden_layers)
+        self.reads = Features(False, self._taps(fc[1] // self.target.hidden_size, self.target.num_hidden_layers))
         self.normed = self._normed()
         for key in _UNSUPPORTED:
             if self._said(key):
@@ -134,5 +135,5 @@ class Eagle3Reader(Reader):
         trimmed: int | None = None,
     ) -> Eagle3:  # fmt: skip
         """See ``Reader``."""
-        features = len(self.taps) * self.target.hidden_size
+        features = self.reads.width(self.target.hidden_size)
         return Eagle3(self.shape, capacity, positions, tree, features, self.fc_bias, self.normed, ops, schemes, trimmed)

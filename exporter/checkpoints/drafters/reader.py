@@ -11,6 +11,7 @@ from torch import nn
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafter import Drafter
+from graphs.features import NORMED
 from graphs.layer import LlamaShape
 from graphs.tree import TreeConfig
 from runtime.errors import DamageError, InputError
@@ -27,20 +28,21 @@ LM_HEAD, TOKEN_MAP = "lm_head.weight", "token_map"
 class Overrides:
     """What the options of an export say about a drafter against its config.json, or because that does not say it.
 
-    taps: see ``graphs.target.Target``, or "output" if the checkpoint's own numbers are of layers whose output is meant. rope_theta: base of
-    the drafter's rotary embedding. normed: ``norm_before_residual``.
+    taps: see ``graphs.features.Features``, or "output" if the checkpoint's own numbers are of layers whose output is meant. rope_theta: base of
+    the drafter's rotary embedding. normed: ``norm_before_residual``. family: against what its tensors tell.
     """
 
     taps: tuple[int, ...] | str = ()
     rope_theta: float | None = None
     normed: bool | None = None
+    family: str | None = None
 
 
 class Reader(ABC):
     """A drafter's checkpoint. Raises InputError if it does not belong to the target, and DamageError if it lacks tensors.
 
-    family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. taps: see
-    ``graphs.target.Target``, digits too. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether it reads tokens.
+    family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. reads: of
+    the target's rows. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether it reads tokens.
     target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's. one_head: whether it has one, and not one
     for each level. optional: tensors that it may have. where: its name, for messages.
     """
@@ -49,8 +51,8 @@ class Reader(ABC):
     heads = 0
     levels: int | None = None
     embeds = True
-    taps: tuple[int, ...] = ()
-    digits, ahead = False, 0
+    reads = NORMED
+    ahead = 0
     own_head, one_head = False, True
     optional: frozenset[str]
 

@@ -7,6 +7,7 @@ import torch
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from graphs.drafters.small import Small
+from graphs.features import Features
 from graphs.tree import TreeConfig
 
 from ...weights.source import Source
@@ -21,7 +22,8 @@ _NORM = "norm.weight"
 class SmallReader(Reader):
     """Vocabularies of one tokenizer are padded to different sizes: tokens that only one of both models has are not drafted."""
 
-    family, own_head, digits, ahead = SMALL, True, True, Small.ahead
+    family, own_head, ahead = SMALL, True, Small.ahead
+    reads = Features(normed=False, digits=True)
     optional = frozenset((LM_HEAD, TOKEN_MAP))
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:

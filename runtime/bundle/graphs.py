@@ -1,0 +1,189 @@
+"""The graphs of a bundle, as its manifest describes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Annotated, TypeVar
+
+import numpy as np
+
+from ..devices import Array, Device
+from .hashes import Count
+from .records import Bounds, OneOf, Pattern
+
+SHARED = "shared"
+BLOCK = 128
+NAME = "[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"  # of a drafter
+Size = Annotated[int, Bounds(1, 1 << 31)]
+Model = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]
+WeightName = Annotated[str, Pattern(r"[A-Za-z0-9_.]{1,200}", "the name of a weight")]
+GraphName = Annotated[
+    str,
+    Pattern(
+        rf"(draft|extend)(\.{NAME})?|shared|target(-[1-9][0-9]{{0,4}})?",
+        "one of target, shared, draft, extend, target-N, draft.NAME or extend.NAME",
+    ),
+]
+T = TypeVar("T")
+
+
+def of_drafter(named: Mapping[str, T], suffix: str) -> dict[str, T]:
+    """What belongs to the target, and under plain names what belongs to one drafter. named: by the name of a graph or model; suffix: of the
+    drafter's, "" for the first."""
+    found = dict[str, T]()
+    for name, value in named.items():
+        kind, dot, owner = name.partition(".")
+        if kind not in ("draft", "extend") or dot + owner == suffix:
+            found[kind] = value
+    return found
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of a graph. shape: sizes, or the names of symbolic axes."""
+
+    name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4}){0,2}", "the name of a tensor")]
+    dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
+    shape: tuple[Size | Annotated[str, Pattern(r"(rows|positions)(_[0-9])?|accepted|wanted", "the name of an axis")], ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph of the bundle.
+
+    file: path relative to the bundle, as are the paths of its weights; graphs of several sizes may share one of symbolic rows.
+    weights: bytes of its weights. reads: bytes of weights that a pass reads; a matrix that is multiplied twice counts twice, an
+    embedding not at all. precision: of its matrix products, that of the weights, or int8 if a pass rounds its rows to int8 to
+    multiply them with quantized weights.
+    """
+
+    file: str
+    weights: Count
+    reads: Count
+    precision: Annotated[str, OneOf(("float32", "float16", "bfloat16", "int8"))]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def sized(self) -> tuple[str, int | str]:
+        """What tells the graph from the others: its file, which graphs of several sizes may share, and how many tokens it takes."""
+        return self.file, self.inputs[0].shape[0]
+
+    @property
+    def caches(self) -> tuple[TensorSpec, ...]:
+        """The cache inputs: key, then value of each layer in turn, each [1, kv heads, S, d]."""
+        return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
+
+    @property
+    def open_caches(self) -> bool:
+        """Whether the caches may have any multiple of BLOCK positions, which then is the symbolic axis ``positions``."""
+        return bool(self.caches) and self.caches[0].shape[2] == "positions"
+
+    @property
+    def selects(self) -> bool:
+        """Whether a pass has choices and logits only of the rows that the input ``wanted`` names."""
+        return any(p.name == "wanted" for p in self.inputs)
+
+    @property
+    def lanes(self) -> int:
+        """How many streams may have rows in a pass of the graph ``shared``; 0 for other graphs."""
+        return sum(p.name.startswith("mask.") for p in self.inputs)
+
+    def cache_positions(self, capacity: int) -> int:
+        """The most positions that the caches have in a bundle of this capacity."""
+        if not self.caches:
+            return capacity
+        return -(-capacity // BLOCK) * BLOCK if self.open_caches else int(self.caches[0].shape[2])
+
+    def cache_bytes(self, capacity: int) -> int:
+        """Bytes of the caches with that many positions."""
+        if not self.caches:
+            return 0
+        _, kv_heads, _, head_dim = self.caches[0].shape
+        return (
+            len(self.caches)
+            * int(kv_heads)
+            * self.cache_positions(capacity)
+            * int(head_dim)
+            * np.dtype(self.caches[0].dtype).itemsize
+        )
+
+    @property
+    def appends(self) -> bool:
+        """Whether the graph returns only its rows' keys and values, instead of updated caches."""
+        return bool(self.fresh)
+
+    @property
+    def fresh(self) -> tuple[TensorSpec, ...]:
+        """The outputs with only the rows' keys and values, [1, kv heads, n, d], in the order of ``caches``; () unless
+        ``appends``.
+        """
+        return tuple(p for p in self.outputs if p.name.startswith(("new_key.", "new_value.")))
+
+    def tree_buffers(self, device: Device) -> dict[str, Array]:
+        """A zeroed buffer for each of the draft graph's ``tree_*`` outputs, whose shapes are static."""
+        shapes = {p.name: (tuple(int(n) for n in p.shape), p.dtype) for p in self.outputs if p.name.startswith("tree_")}
+        return {name: device.zeros(*tensor, mirrored=True) for name, tensor in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that graphs take as an input. file: path relative to the bundle; offset: of its bytes there."""
+
+    dtype: Annotated[str, OneOf(("float32", "float16", "int8", "uint8"))]
+    shape: tuple[Size, ...]
+    file: str
+    offset: Count
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Form:
+    """The bundle's graphs for one backend.
+
+    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: the graph
+    ``target`` then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
+    any number. graphs: ``target``, and with a drafter ``draft`` and, if that has caches, ``extend``; if shapes are static there may also be
+    ``target-N``, the target for passes of N rows, fewer than ``chunk``; on the CPU there may be ``shared``, the target's pass over rows
+    of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
+    for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
+    ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs. Of several
+    drafters the first one's names are these, and those of the others end with ``.NAME``.
+    """
+
+    dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
+    chunk: Annotated[int, Bounds(1, 1 << 16)]
+    static: bool
+    graphs: Mapping[GraphName, Graph]
+    spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
+    weights: Mapping[Model, Mapping[WeightName, Weight]] = field(default_factory=dict)
+
+    def of(self, suffix: str) -> "Form":
+        """As if there were one drafter only. suffix: of its names, "" for the first."""
+        spares = {dialect: of_drafter(graphs, suffix) for dialect, graphs in self.spares.items()}
+        return replace(self, graphs=of_drafter(self.graphs, suffix), spares=spares, weights=of_drafter(self.weights, suffix))
+
+    def variants(self) -> dict[str, Mapping[str, Graph]]:
+        """All sets of graphs by dialect, in order of preference."""
+        return {self.dialect: self.graphs, **self.spares}
+
+    @cached_property
+    def targets(self) -> dict[int, str]:
+        """The names of the target's graphs by their number of rows, ascending; empty if they take any number."""
+        if not self.static:
+            return {}
+        return dict(sorted((int(name[7:] or self.chunk), name) for name in self.graphs if name.startswith("target")))
+
+    def target(self, rows: int) -> tuple[str, int]:
+        """The graph for a pass of the target over so many rows, and how many it computes: the smallest one that takes them."""
+        return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", rows))
+
+    def inputs(self, graph: str) -> Mapping[str, Weight]:
+        """The weights that a graph may take as inputs, by name."""
+        if graph.startswith(("target", SHARED)):
+            return self.weights.get("target", {})
+        return self.weights.get(graph.replace("extend", "draft", 1), {})
