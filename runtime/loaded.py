@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class Loaded:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    choice: which drafter a text gets that names none. shares: whether passes of the target take rows of several streams; otherwise each stream takes a turn for a whole cycle. streams:
-    those that exist, the first one the model that owns the engines. Weak, since each of them holds this. numbers: of streams to
-    come. closed: the engines are freed.
+    choice: which drafter a text gets that names none. shares: whether passes of the target take rows of several streams; otherwise each
+    stream takes a turn for a whole cycle. streams: those that exist, the first one the model that owns the engines. Weak, since each of
+    them holds this. numbers: of streams to come. closed: the engines are freed.
     """
 
     bundle: Bundle

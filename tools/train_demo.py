@@ -1,10 +1,12 @@
 """Trains the demo pair, a small Llama target and its Gumiho drafter, on the source code of Python's standard library.
 
     python -m tools.train_demo OUT [--steps 1000] [--draft-steps 2400]
+    python -m tools.train_demo OUT --families eagle eagle3 medusa hydra small
     python -m tools.train_demo OUT --assistant [--steps 250]
 
 writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/text.jsonl``, the text it was trained on, and has
-``gumiho train`` train ``OUT/drafter`` on both. What exists is kept. ``--assistant`` trains ``OUT/assistant`` instead, a Llama with a
+``gumiho train`` train ``OUT/drafter`` on both. What exists is kept. ``--families`` trains drafters of these families instead, ``OUT/FAMILY`` each,
+on the same text and for as many steps. ``--assistant`` trains ``OUT/assistant`` instead, a Llama with a
 third of the layers: the draft model of assisted generation in ``tools/bench.py``.
 """
 
@@ -192,6 +194,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the target or the assistant (default: 1000)")
     parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter (default: 2400)")
+    parser.add_argument("--families", nargs="+", default=[], help="train drafters of these families (default: the Gumiho)")
     parser.add_argument("--assistant", action="store_true", help="train only an assistant for the target in OUT")
     args = parser.parse_args()
     folder, text = args.out / "target", args.out / "text.jsonl"
@@ -211,9 +214,12 @@ def main() -> int:
         return 0
     if not text.is_file():
         write_text(text)
-    return training.main(
-        ["--target", str(folder), "--out", str(args.out / "drafter"), "--data", str(text), "--steps", str(args.draft_steps)]
-    )
+    common = ["--target", str(folder), "--data", str(text), "--steps", str(args.draft_steps)]
+    if not args.families:
+        return training.main([*common, "--out", str(args.out / "drafter")])
+    work = ["--work", str(args.out / "drafter-training")]  # texts and hidden states are those of the Gumiho
+    runs = (training.main([*common, *work, "--family", name, "--out", str(args.out / name)]) for name in args.families)
+    return next((status for status in runs if status), 0)
 
 
 if __name__ == "__main__":
