@@ -59,7 +59,7 @@ def signature(
         wanted = [] if sizes.keys() & {"rows", "wanted"} else [spec("wanted", torch.int64, "wanted")]
         return [*ids, mask, *wanted, length, *cached], ["choice", "logits", "hidden", *written]
     tokens, path = (spec(name, torch.int64, "accepted") for name in ("tokens", "path"))
-    rows = spec("hidden", dtype, "rows", width=module.features)
+    rows = spec("hidden", dtype, "rows", width=module.width or module.features)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
     return [tokens, rows, path, count, length, *cached], [*tree, *written]

@@ -16,12 +16,14 @@ from .tree import Step, TreeConfig, grow
 class Drafter(nn.Module):
     """The drafter of a pair; ``graphs.drafters`` has one for each family. Without a tree it only extends its caches.
 
-    features: numbers of a row of the target's output ``hidden``. columns: which of them it reads, () for all. ahead: rows that a pass
-    reads behind the accepted ones, whose keys and values the next pass computes again.
+    features: numbers of a row of the target that it reads. columns: where they are in the rows of the target's output ``hidden``, () if these
+    hold nothing else; width: numbers of such a row, 0 for ``features``. ahead: rows that a pass reads behind the accepted ones, whose keys and values the next pass
+    computes again.
     """
 
     features: int
     columns: tuple[slice, ...] = ()
+    width = 0
     ahead = 0
     token_ids: nn.Parameter | None
 
@@ -76,7 +78,7 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Extends the caches with the newly accepted tokens, then grows the tree of the next cycle.
 
-        tokens: int64 [A], the token after each accepted row; hidden: [R, features], the target's output; path: int64 [A], the
+        tokens: int64 [A], the token after each accepted row; hidden: [R, width], the target's output; path: int64 [A], the
         accepted rows; count: int64 [1], how many of the A rows are not padding; past_length: int64 [1]; caches: key and value
         of the serial layers, layer by layer, each [1, kv heads, S, d]. Returns the outputs of ``tree.grow`` if it has a tree,
         then the keys and values that the dialect's ``attend`` returns.

@@ -21,14 +21,14 @@ from runtime.errors import DamageError, GumihoError, InputError
 from tests.conftest import DEMO, examples
 from tests.eagle3 import RandomEagle3
 from tests.end_to_end import llama
-from tests.heads import RandomMedusa
+from tests.heads import RandomHydra, RandomMedusa
 from tests.pairs import RandomPair
 from tests.seal import edit
 from tests.serving import client, served
 
 # Of more layers than are traced, so that taps are moved in the repeated graph.
 PAIR = RandomPair({"num_hidden_layers": 5, "head_dim": 16, "hidden_size": 96, "intermediate_size": 128}, seed=8)
-NAMES = "gumiho", "eagle3", "medusa", "small"
+NAMES = "gumiho", "eagle3", "medusa", "small", "hydra"
 PROMPTS = [[(5 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 9, 140)]
 
 
@@ -37,7 +37,11 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the drafters by name, and their target."""
     folder = tmp_path_factory.mktemp("drafters")
     PAIR.write(folder / "pair")
-    for name, made in (("eagle3", RandomEagle3(PAIR, taps=(4, 0, 5))), ("medusa", RandomMedusa(PAIR))):
+    for name, made in (
+        ("eagle3", RandomEagle3(PAIR, taps=(4, 0, 5))),
+        ("medusa", RandomMedusa(PAIR)),
+        ("hydra", RandomHydra(PAIR)),
+    ):
         (folder / f"{name}-pair").mkdir()
         made.write(folder / f"{name}-pair")  # type: ignore[attr-defined]
         (folder / f"{name}-pair/drafter").rename(folder / name)
@@ -213,7 +217,10 @@ def test_manifests_that_contradict_themselves(case: str, bundle: Path, tmp_path:
 
 
 def test_a_drafter_that_is_not_there(bundle: Path, demo_bundle: Path) -> None:
-    with load(bundle) as model, pytest.raises(InputError, match="no drafter 'x': give one of gumiho, eagle3, medusa, small"):
+    with (
+        load(bundle) as model,
+        pytest.raises(InputError, match="no drafter 'x': give one of gumiho, eagle3, medusa, small, hydra"),
+    ):
         model.generate([5], drafter="x")
     with load(demo_bundle) as model, pytest.raises(InputError, match="no drafter 'x': it has one at most, so leave"):
         model.generate([5], drafter="x")

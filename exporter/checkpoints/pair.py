@@ -204,7 +204,7 @@ class Pair:
                 for name, t in (("draft", tree), ("extend", None)):
                     modules[name] = drafter = self.reader.module(t, capacity, positions, draft_ops, of_draft, trimmed)
                     drafter.columns = self.returns.columns(self.reader.reads, self.target_shape.hidden)
-                    drafter.features = self.features
+                    drafter.width = self.features
         return {name: module.eval() for name, module in modules.items()}
 
     def target_sources(self, positions: int) -> dict[str, Source]:
