@@ -145,13 +145,14 @@ def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Locatio
             schemes = own_plan.schemes(codes)[model]
             own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
             locations[codes][name] = packed[name] | own
-    of = {"shared": "target"} | {name.replace("draft", "extend"): name for name in packed if name != "target"}
+    of = {"shared": "target"} | {name.replace("draft", "extend", 1): name for name in packed if name != "target"}
     return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
 
 
 def _golden_work(form: Form) -> int:
-    """Bytes of weights that the golden run reads, about: one pass of the target and two of the drafter, if there is one."""
-    return form.graphs["target"].reads + sum(2 * graph.reads for name, graph in form.graphs.items() if name == "draft")
+    """Bytes of weights that the golden run reads, about: for each drafter, or without one, a pass of the target, and two of the drafter."""
+    drafts = (graph for name, graph in form.graphs.items() if name.partition(".")[0] == "draft")
+    return sum(form.graphs["target"].reads + 2 * graph.reads for graph in drafts) or form.graphs["target"].reads
 
 
 def write_tokenizer(pair: Pair, folder: Path) -> None:

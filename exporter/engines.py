@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from runtime.errors import GumihoError
 
 from .progress import Progress
@@ -56,7 +58,8 @@ def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path
 
         progress.start(f"validating on {name}")
         found = validate(plan, folder, name, args.device)
-        for drafter, own in plan.further.items():
-            found = {k: max(error, found[k]) for k, error in validate(own, folder, name, args.device, drafter).items()}
+        for drafter in plan.further:
+            own = validate(plan, folder, name, args.device, drafter)
+            found = {part: float(np.maximum(error, found[part])) for part, error in own.items()}  # NaN stays NaN
         checks["validation"] = found
     return Compiled(name, device, engines.name, checks)

@@ -203,6 +203,8 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
             "hidden": hidden[part], "top_ids": top.indices[part], "top_logits": top.values[part].float(),
         }.items()}  # fmt: skip
 
+    starts = [part.start for part in target.returns.parts(target.norm.weight.shape[0])]
+    run["hidden.parts"] = torch.tensor([*starts, hidden.shape[1]])
     _require_finite(run)  # before drafting: a choice among logits with NaN is not a token
     if drafter is None:
         return {name: value.numpy() for name, value in run.items()}

@@ -28,7 +28,7 @@ _POSITIONS = 256
 def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", drafter: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
 
-    drafter: the plan's, by name, if the bundle has several.
+    drafter: which one of the plan's, if the bundle has several; "" for the first.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
     where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
@@ -78,12 +78,15 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", draf
 
     errors = {
         "target logits": _relative(np.concatenate(logit_parts), logits),
-        "target hidden": _relative(np.concatenate(hidden_parts), hidden),
+        "target hidden": max(
+            _relative(np.concatenate(hidden_parts)[:, part], hidden[:, part])
+            for part in returns.parts(plan.pair.target_shape.hidden)
+        ),
         "choices that differ": float((np.concatenate(choice_parts) != logits.argmax(-1).numpy()).mean()),
     }
     if drafted:
         found_scores, pending = drafted
-        expected_scores = _tree_scores(plan, ids, pending, hidden)
+        expected_scores = _tree_scores(plan.further.get(drafter, plan), ids, pending, hidden)
         errors["draft scores"] = float(np.abs(found_scores - expected_scores.numpy()).max())
     return errors
 

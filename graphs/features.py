@@ -28,6 +28,11 @@ class Features:
         """Numbers of a row. hidden: H."""
         return hidden * (self.normed + len(self.taps)) + DIGITS * self.digits
 
+    def parts(self, hidden: int) -> list[slice]:
+        """The columns of each layer's numbers, and of the digits: they differ in scale. hidden: H."""
+        wide = hidden * (self.normed + len(self.taps))
+        return [slice(at, at + hidden) for at in range(0, wide, hidden)] + [slice(wide, wide + DIGITS)] * self.digits
+
     def columns(self, own: "Features", hidden: int) -> tuple[slice, ...]:
         """Where the numbers of ``own`` are in these rows, in its order; () if they are all of them. hidden: H."""
         if own == self:

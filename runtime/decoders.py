@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from .backends import close
 from .decoding.decoder import Decoder
 from .decoding.settings import Settings
 from .loaded import Loaded
@@ -43,8 +44,8 @@ class Decoders:
         return self.use(settings.drafter or (self._loaded.choice.next() if settings.speculate else self.drafter))
 
     def close(self, engines: bool) -> None:
-        """See ``Decoder.close``."""
-        for drafter, decoder in self._made.items():
-            if drafter != self.drafter:
-                decoder.close(engines=False)
-        self.current.close(engines)
+        """See ``Decoder.close``; engines: all of the bundle's."""
+        for decoder in self._made.values():
+            decoder.close(engines=False)
+        if engines:
+            close(self._loaded.engines, self._loaded.device)

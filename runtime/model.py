@@ -85,11 +85,11 @@ class Model:
         try:
             with other._held(patience=_PATIENCE):
                 other.decoder.device.enter()
-                saved = other.decoder.saved(prompt)
+                saved, drafter = other.decoder.saved(prompt), other.decoders.drafter
         except MisuseError:
             return False
         with self.exclusive():
-            self.decoders.use(other.decoders.drafter).restore(*saved)
+            self.decoders.use(drafter).restore(*saved)
         return True
 
     @property

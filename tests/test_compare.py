@@ -14,9 +14,9 @@ from tools import best_tree, compare
 NAMES = "drafter", "target"  # the demo target as a small model that drafts for itself
 
 
-def argv(out: Path) -> list[str]:
+def argv(out: Path, names: Sequence[str] = NAMES) -> list[str]:
     return [
-        "--target", str(DEMO / "target"), "--drafters", *(str(DEMO / name) for name in NAMES), "--count", "2", "--tuning", "1",
+        "--target", str(DEMO / "target"), "--drafters", *(str(DEMO / name) for name in names), "--count", "2", "--tuning", "1",
         "--new-tokens", "13", "--temperatures", "0", "--out", str(out),
     ]  # fmt: skip
 
@@ -116,6 +116,11 @@ def _made(out: Path, options: Sequence[str]) -> Path:
     out.mkdir(parents=True)
     (out / "options").write_text(json.dumps(list(options)))
     return out
+
+
+def test_results_of_other_drafters_are_not_mixed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(argv(results, NAMES[:1])) == 1
+    assert "holds results with another --drafters" in capsys.readouterr().err
 
 
 def test_too_few_prompts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

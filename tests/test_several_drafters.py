@@ -17,7 +17,7 @@ from runtime import Model, load
 from runtime.decoding.drafter_choice import DrafterChoice
 from runtime.decoding.stats import Stats
 from runtime.doctor import main as doctor
-from runtime.errors import DamageError, GumihoError, InputError
+from runtime.errors import DamageError, GumihoError, InputError, MisuseError
 from tests.conftest import DEMO, examples
 from tests.eagle3 import RandomEagle3
 from tests.end_to_end import llama
@@ -28,7 +28,8 @@ from tests.serving import client, served
 
 # Of more layers than are traced, so that taps are moved in the repeated graph.
 PAIR = RandomPair({"num_hidden_layers": 5, "head_dim": 16, "hidden_size": 96, "intermediate_size": 128}, seed=8)
-NAMES = "gumiho", "eagle3", "medusa", "small", "hydra"
+# Those of the last two contain the names of graphs.
+NAMES = "gumiho", "eagle3", "medusa", "a-draft", "an-extend"
 PROMPTS = [[(5 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 9, 140)]
 
 
@@ -40,13 +41,13 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, made in (
         ("eagle3", RandomEagle3(PAIR, taps=(4, 0, 5))),
         ("medusa", RandomMedusa(PAIR)),
-        ("hydra", RandomHydra(PAIR)),
+        ("an-extend", RandomHydra(PAIR)),
     ):
         (folder / f"{name}-pair").mkdir()
         made.write(folder / f"{name}-pair")  # type: ignore[attr-defined]
         (folder / f"{name}-pair/drafter").rename(folder / name)
     (folder / "pair/drafter").rename(folder / "gumiho")
-    RandomPair({"num_hidden_layers": 3}, seed=4).make_target().save_pretrained(folder / "small")
+    RandomPair({"num_hidden_layers": 3}, seed=4).make_target().save_pretrained(folder / "a-draft")
     return folder
 
 
@@ -124,7 +125,7 @@ def test_a_saved_session_and_another_stream_keep_their_drafter(bundle: Path, tmp
         session = model.session()
         list(session.generate(PROMPTS[1], 8, drafter="eagle3").cycles())
         session.save(tmp_path / "saved")
-        list(model.generate(PROMPTS[1], 3, drafter="small").cycles())
+        list(model.generate(PROMPTS[1], 3, drafter="a-draft").cycles())
         again = model.session(tmp_path / "saved")
         assert model.decoders.drafter == "eagle3"
         assert again.ids == session.ids
@@ -187,18 +188,33 @@ def test_one_bundle_for_every_backend(drafters: Path, tmp_path: Path, capsys: py
     assert all(f"drafter {name}: depth" in said for name in names)
 
 
+def test_what_calibrating_changes_is_validated_for_all(drafters: Path, tmp_path: Path) -> None:
+    """In int8 the target's matrices are smoothed, and errors above their limits fail the export."""
+    assert main([*argv(drafters, ("gumiho", "a-draft"), tmp_path / "out"), "--weights", "int8", "--validate"]) == 0
+
+
 HOSTILE = {
-    "a graph of no drafter": (lambda raw: _rename(raw, "draft.small", "draft.other"), "none of the drafters"),
-    "one drafter": (lambda raw: [raw["drafters"].pop(name) for name in NAMES[1:]], "none of the drafters"),
+    "a graph of no drafter": (lambda raw: _rename(raw, "draft.a-draft", "draft.other"), "none of the drafters"),
+    "one drafter": (lambda raw: _only_first(raw), "drafters has 1, expected two or more"),
+    "a drafter left out": (lambda raw: raw["drafters"].pop("medusa"), "none of the drafters"),
     "no drafters": (lambda raw: raw.update(drafters={}), "none of the drafters"),
     "another first": (lambda raw: raw.update(depth=3), "not those of the first"),
-    "a missing graph": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend.small"), "has caches and there is no graph"),
+    "a missing graph": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend.a-draft"), "has caches and there is no graph"),
     "a missing draft": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("draft.medusa"), "no graph 'draft'"),
-    "other rows": (lambda raw: raw["drafters"]["small"]["tree"].update(rows=7), "drafters.small has depth"),
-    "too deep": (lambda raw: raw["drafters"]["small"].update(depth=8), "drafters.small has depth 8"),
-    "a name that is a path": (lambda raw: raw["drafters"].update({"../x": raw["drafters"]["small"]}), "the name of a drafter"),
+    "other rows": (lambda raw: raw["drafters"]["a-draft"]["tree"].update(rows=7), "drafters.a-draft has depth"),
+    "too deep": (lambda raw: raw["drafters"]["a-draft"].update(depth=8), "drafters.a-draft has depth 8"),
+    "a name that is a path": (
+        lambda raw: raw["drafters"].update({"../x": raw["drafters"]["a-draft"]}),
+        "the name of a drafter",
+    ),
     "a feature left out": (lambda raw: raw["requires"].remove("several-drafters"), "expected 'several-drafters'"),
 }
+
+
+def _only_first(raw: dict[str, Any]) -> None:
+    raw["drafters"] = {NAMES[0]: raw["drafters"][NAMES[0]]}
+    for form in raw["forms"].values():
+        form["graphs"] = {name: graph for name, graph in form["graphs"].items() if "." not in name}
 
 
 def _rename(raw: dict[str, Any], old: str, new: str) -> None:
@@ -219,7 +235,7 @@ def test_manifests_that_contradict_themselves(case: str, bundle: Path, tmp_path:
 def test_a_drafter_that_is_not_there(bundle: Path, demo_bundle: Path) -> None:
     with (
         load(bundle) as model,
-        pytest.raises(InputError, match="no drafter 'x': give one of gumiho, eagle3, medusa, small, hydra"),
+        pytest.raises(InputError, match="no drafter 'x': give one of gumiho, eagle3, medusa, a-draft, an-extend"),
     ):
         model.generate([5], drafter="x")
     with load(demo_bundle) as model, pytest.raises(InputError, match="no drafter 'x': it has one at most, so leave"):
@@ -238,8 +254,8 @@ def test_a_drafter_that_is_not_there(bundle: Path, demo_bundle: Path) -> None:
         (("medusa", "gumiho"), ("--policy", "static"), "--policy static is for"),
         (("gumiho",), ("--family", "eagle"), "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho"),
         (("gumiho",), ("--family", "medusa"), "is medusa, but drafter .* has no tensor such as '0.0.linear.weight'"),
-        (("small",), ("--family", "eagle3"), "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'"),
-        (("small",), ("--family", "eagle"), "is eagle, but drafter .* has no tensor such as 'fc.weight'"),
+        (("a-draft",), ("--family", "eagle3"), "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'"),
+        (("a-draft",), ("--family", "eagle"), "is eagle, but drafter .* has no tensor such as 'fc.weight'"),
     ],
 )
 def test_what_cannot_be_exported(
@@ -261,8 +277,8 @@ def test_what_cannot_be_exported(
 
 
 def test_a_family_that_tensors_tell_may_be_named(drafters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in NAMES:
-        assert main([*argv(drafters, [name], tmp_path / name), "--family", name, "--dry-run"]) == 0
+    for name, family in zip(NAMES, ("gumiho", "eagle3", "medusa", "small", "hydra"), strict=True):
+        assert main([*argv(drafters, [name], tmp_path / name), "--family", family, "--dry-run"]) == 0
     assert "Draft tree" in capsys.readouterr().out
 
 
@@ -286,7 +302,12 @@ def test_closing_frees_every_decoder(bundle: Path) -> None:
     model = load(bundle)
     for name in NAMES:
         list(model.generate(PROMPTS[0], 3, drafter=name).cycles())
+    engines = dict(model._loaded.engines)
+    assert len(engines) == 1 + len(NAMES) + 3  # target, drafts, extensions of those with caches
     model.close()
     model.close()
+    for engine in engines.values():
+        with pytest.raises(MisuseError, match="closed"):
+            engine.bind({})
     with pytest.raises(GumihoError, match="closed"):
         model.generate(PROMPTS[0], 3)

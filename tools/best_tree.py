@@ -69,6 +69,7 @@ class Search:
         """The speed-up with these options of the export."""
         key = (self.weights, self.drafter, *options)
         if key not in self.known:
+            shutil.rmtree(self.folder / "candidate", ignore_errors=True)  # of an interrupted run
             bundle = export(self.args, self.drafter, self.weights, options, self.folder / "candidate")
             self.known[key] = speed(self.args, bundle, self.prompts)
             shutil.rmtree(bundle)

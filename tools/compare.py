@@ -163,9 +163,24 @@ def plot(args: argparse.Namespace, lines: Sequence[Line]) -> None:
             figure.savefig(args.out / f"compare-{weights}-{temperature:g}.png")
 
 
+def require_same(args: argparse.Namespace) -> None:
+    """Notes what the results in OUT depend on. Raises InputError if they were made with other values, which would be mixed."""
+    file = args.out / "arguments.json"
+    own = {"target": str(Path(args.target).absolute()), "drafters": [str(Path(drafter).absolute()) for drafter in args.drafters],
+           "papers": args.papers, "new_tokens": args.new_tokens, "seed": args.seed, "tuning": args.tuning, "rows": args.rows}  # fmt: skip
+    earlier = json.loads(file.read_text("utf-8")) if file.is_file() else own
+    if other := next((name for name in own if own[name] != earlier.get(name)), None):
+        option = f"--{other.replace('_', '-')}"
+        raise InputError(
+            f"{args.out} holds results with another {option} ({earlier.get(other)}): give another --out, or the same options"
+        )
+    file.write_text(json.dumps(own), "utf-8")
+
+
 def compare(args: argparse.Namespace) -> int:
     prompts, tuning = asked(args)
     args.out.mkdir(parents=True, exist_ok=True)
+    require_same(args)
     file, trees = args.out / "texts.jsonl", dict[str, dict[str, Options]]()
     lines = read(file)
     known = {tuple(line[name] for name in KEY): line for line in lines}

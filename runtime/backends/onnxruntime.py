@@ -91,7 +91,7 @@ class Cpu:
             options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
             # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
             # Quantized weights are packed, since their products would be a hundred times slower otherwise.
-            if name == "extend" and "draft" not in bundle.manifest.weights:
+            if name.partition(".")[0] == "extend" and "draft" not in bundle.manifest.weights:
                 options.add_session_config_entry("session.disable_prepacking", "1")
             session = open_session(folder / f"{name}.onnx", options, _CPU, {})
             if name == SHARED:

@@ -186,4 +186,5 @@ class Form:
         """The weights that a graph may take as inputs, by name."""
         if graph.startswith(("target", SHARED)):
             return self.weights.get("target", {})
-        return self.weights.get(graph.replace("extend", "draft", 1), {})
+        _, dot, owner = graph.partition(".")
+        return self.weights.get(f"draft{dot}{owner}", {})

@@ -118,7 +118,7 @@ def compile(check: Check) -> Findings:
 
 def replay(check: Check) -> Findings:
     """Replays the golden run through the engines on disk."""
-    tolerance = golden.limits(check.bundle.manifest.form(check.name), check.bundle.manifest.depth)
+    tolerance = golden.limits(check.bundle.manifest.form(check.name), check.bundle.manifest.deepest)
     errors = golden.check(check.bundle, check.backend, find_engines(check.bundle, check.backend))
     return Findings({name: {"error": error, "tolerance": tolerance[name]} for name, error in errors.items()})
 

@@ -48,8 +48,6 @@ class Completions:
 
     def __init__(self, model: Model, slots: Slots, metrics: Metrics) -> None:
         self._model, self._slots, self._metrics = model, slots, metrics
-        tree = model.bundle.manifest.tree
-        self._serial_steps = tree.serial_steps if tree else 0
 
     def check(self, request: Request) -> None:
         """Raises InputError if the request cannot be decoded. Compiles its grammar, which may take long."""
@@ -108,7 +106,7 @@ class Completions:
                     break
             logprobs = generation.logprobs[listed:]
             listed += len(logprobs)
-            sources = None if tokens is None else self._sources(tokens, cycles)
+            sources = None if tokens is None else self._sources(tokens, cycles, generation.drafter)
             cycles.clear()
             return Part(text, logprobs, sources, generation.finish_reason if last else None), last
 
@@ -125,9 +123,10 @@ class Completions:
         finally:
             coming.cancel()
 
-    def _sources(self, tokens: DecodeStream, cycles: Sequence[Cycle]) -> list[tuple[str, str]]:
-        """What drafted each token of some cycles."""
-        tokenizer, steps = self._model.bundle.tokenizer, self._serial_steps
+    def _sources(self, tokens: DecodeStream, cycles: Sequence[Cycle], drafter: str) -> list[tuple[str, str]]:
+        """What drafted each token of some cycles. drafter: the generation's."""
+        tree = self._model.bundle.manifest.of(drafter).tree
+        tokenizer, steps = self._model.bundle.tokenizer, tree.serial_steps if tree else 0
         return [
             (tokens.step(tokenizer, token) or "", source(cycle, i, steps))
             for cycle in cycles
