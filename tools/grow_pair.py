@@ -250,10 +250,9 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     if out.exists():
         raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
-    if pair.returns.taps or (kind := pair.target_config.architecture.name) != "Llama":
-        raise InputError(
-            f"'{source}' is {'an EAGLE-3' if pair.returns.taps else f'a {kind}, not a Llama'}: name another folder"
-        )
+    kind = "n EAGLE-3" if pair.returns.taps else f" {pair.target_config.architecture.name}"
+    if kind != " Llama":
+        raise InputError(f"'{source}' is a{kind}, not a Llama: name another folder")
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
     if positions is not None and positions < pair.target_config.positions:
