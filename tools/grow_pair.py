@@ -250,8 +250,7 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     if out.exists():
         raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
-    kind = "n EAGLE-3" if pair.returns.taps else f" {pair.target_config.architecture.name}"
-    if kind != " Llama":
+    if (kind := "n EAGLE-3" if pair.returns.taps else f" {pair.target_config.architecture.name}") != " Llama":
         raise InputError(f"'{source}' is a{kind}, not a Llama: name another folder")
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
