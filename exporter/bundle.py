@@ -107,16 +107,20 @@ def _graphs(
     return graphs
 
 
+def _by_suffix(plan: Plan) -> dict[str, Plan]:
+    """The plans of all drafters, by what ends the names of their graphs and files."""
+    return {"": plan} | {f".{name}": own for name, own in plan.further.items()}
+
+
 def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
     spec = plan.trace_specs[backend]
     weights: dict[str, dict[str, Weight]] = {}
 
     def traced(spare: type[Plain] | None, kind: str) -> dict[str, Graph]:
         graphs = dict[str, Graph]()
-        for name, own in {"": plan, **plan.further}.items():
+        for suffix, own in _by_suffix(plan).items():
             of = own.trace_specs[backend]
             dialects = (spare, spare) if spare else (of.dialect, of.drafting)
-            suffix = f".{name}" if name else ""
             graphs |= _graphs(own, backend, dialects, kind, locations, folder, progress, weights, suffix)
         return graphs
 
@@ -128,10 +132,10 @@ def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]]
 def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Location]]]:
     """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes."""
     sources = plan.sources()
-    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plan.models}
-    packed |= {(name := f"draft.{n}"): packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for n in plan.further}
+    drafters = {f"draft{suffix}": own for suffix, own in _by_suffix(plan).items()} if plan.pair.has_drafter else {}
+    plans = {"target": plan, **drafters}
+    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plans}
     locations = {codes: dict(packed) for codes in plan.codes}
-    plans = dict.fromkeys(plan.models, plan) | {f"draft.{name}": own for name, own in plan.further.items()}
     for name, own_plan in plans.items():
         model = name.partition(".")[0]
         if model not in plan.quantized:
@@ -145,7 +149,7 @@ def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Locatio
             schemes = own_plan.schemes(codes)[model]
             own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
             locations[codes][name] = packed[name] | own
-    of = {"shared": "target"} | {name.replace("draft", "extend", 1): name for name in packed if name != "target"}
+    of = {"shared": "target"} | {name.replace("draft", "extend", 1): name for name in drafters}
     return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
 
 
@@ -193,8 +197,8 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         schemes, dialect = plan.schemes(codes), weights.dialect()
         target = pair.modules(plan.tree, capacity, plan.positions, dialect, schemes=schemes)["target"]
         weights.fill(target, locations[codes]["target"])
-        for name, own in {"": plan, **plan.further}.items():
-            suffix, drafter = f".{name}" if name else "", None
+        for suffix, own in _by_suffix(plan).items():
+            drafter = None
             if pair.has_drafter:
                 drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
                 weights.fill(drafter, locations[codes][f"draft{suffix}"])

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from runtime.errors import GumihoError
 
 from .progress import Progress
@@ -57,9 +55,5 @@ def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path
         from .validate import validate
 
         progress.start(f"validating on {name}")
-        found = validate(plan, folder, name, args.device)
-        for drafter in plan.further:
-            own = validate(plan, folder, name, args.device, drafter)
-            found = {part: float(np.maximum(error, found[part])) for part, error in own.items()}  # NaN stays NaN
-        checks["validation"] = found
+        checks["validation"] = validate(plan, folder, name, args.device)
     return Compiled(name, device, engines.name, checks)

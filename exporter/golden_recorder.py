@@ -204,7 +204,7 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
         }.items()}  # fmt: skip
 
     starts = [part.start for part in target.returns.parts(target.norm.weight.shape[0])]
-    run["hidden.parts"] = torch.tensor([*starts, hidden.shape[1]])
+    run["prompt.parts"] = torch.tensor([*starts, hidden.shape[1]])
     _require_finite(run)  # before drafting: a choice among logits with NaN is not a token
     if drafter is None:
         return {name: value.numpy() for name, value in run.items()}

@@ -25,10 +25,8 @@ _POSITIONS = 256
 
 
 @torch.inference_mode()
-def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", drafter: str = "") -> dict[str, float]:
+def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
-
-    drafter: which one of the plan's, if the bundle has several; "" for the first.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
     where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
@@ -65,7 +63,7 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", draf
 
     logit_parts, hidden_parts, choice_parts = [], [], []
     with load(folder, backend_name, device) as model:
-        decoder = model.decoders.use(drafter or model.decoders.drafter)
+        decoder = model.decoder
         start = 0
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)
@@ -74,20 +72,21 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "", draf
             hidden_parts.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
             choice_parts.append(decoder.passes.choice[:n].copy())
             start += n
-        drafted = _drafted_scores(decoder, ids) if plan.pair.has_drafter else None
+        names = model.bundle.manifest.each if plan.pair.has_drafter else ()
+        drafted = {name: _drafted_scores(model.decoders.use(name), ids) for name in names}
 
+    rows, parted = np.concatenate(hidden_parts), returns.parts(plan.pair.target_shape.hidden)
     errors = {
         "target logits": _relative(np.concatenate(logit_parts), logits),
-        "target hidden": max(
-            _relative(np.concatenate(hidden_parts)[:, part], hidden[:, part])
-            for part in returns.parts(plan.pair.target_shape.hidden)
-        ),
+        "target hidden": float(np.max([_relative(rows[:, part], hidden[:, part]) for part in parted])),  # NaN stays NaN
         "choices that differ": float((np.concatenate(choice_parts) != logits.argmax(-1).numpy()).mean()),
     }
-    if drafted:
-        found_scores, pending = drafted
-        expected_scores = _tree_scores(plan.further.get(drafter, plan), ids, pending, hidden)
-        errors["draft scores"] = float(np.abs(found_scores - expected_scores.numpy()).max())
+    scores = [
+        np.abs(found - _tree_scores(plan.further.get(name, plan), ids, pending, hidden).numpy()).max()
+        for name, (found, pending) in drafted.items()
+    ]
+    if scores:
+        errors["draft scores"] = float(np.max(scores))
     return errors
 
 

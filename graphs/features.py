@@ -28,6 +28,9 @@ class Features:
         """Numbers of a row. hidden: H."""
         return hidden * (self.normed + len(self.taps)) + DIGITS * self.digits
 
+    def _held(self) -> list[int | str]:
+        return ["normed"] * self.normed + [*self.taps] + ["digits"] * self.digits
+
     def parts(self, hidden: int) -> list[slice]:
         """The columns of each layer's numbers, and of the digits: they differ in scale. hidden: H."""
         wide = hidden * (self.normed + len(self.taps))
@@ -37,11 +40,8 @@ class Features:
         """Where the numbers of ``own`` are in these rows, in its order; () if they are all of them. hidden: H."""
         if own == self:
             return ()
-        first = hidden * self.normed
-        taps = [first + hidden * self.taps.index(tap) for tap in own.taps]
-        begin = [0] * own.normed + taps
-        digits = [slice(self.width(hidden) - DIGITS, self.width(hidden))] * own.digits
-        return (*(slice(at, at + hidden) for at in begin), *digits)
+        held = dict(zip(self._held(), self.parts(hidden), strict=True))
+        return tuple(held[part] for part in own._held())
 
 
 NORMED = Features()

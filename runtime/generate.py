@@ -38,8 +38,8 @@ def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace
     about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": chosen.speculate}
     tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None
     price = model.decoder.planner.plain_pass_ns if model.decoder.planner else None
-    tree = model.bundle.manifest.of(generation.drafter).tree
-    written = Trace(prompt, tree.serial_steps if tree else 0, tokenizer, about, price) if trace else None
+    steps = model.bundle.manifest.serial_steps(generation.drafter)
+    written = Trace(prompt, steps, tokenizer, about, price) if trace else None
     for piece in generation.pieces(written.add if written else None):
         text += piece
         if show:

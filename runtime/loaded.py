@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from .backends import Backend, Engine
 from .backends.processor import physical_cores
-from .bundle.graphs import SHARED, Form, of_drafter
+from .bundle.graphs import SHARED, Form
 from .bundle.reader import Bundle
 from .decoding.decoder import Decoder
 from .decoding.drafter_choice import DrafterChoice
@@ -57,10 +57,8 @@ class Loaded:
 
     def decoder(self, drafter: str, stream: int, others: Callable[[], bool], beside: Decoder | None = None) -> Decoder:
         """A stream's decoder with one drafter. stream: its number; others, beside: see ``Decoder``."""
-        manifest = self.bundle.manifest
-        suffix = manifest.suffix(drafter)
-        engines, costs = of_drafter(self.engines_of(stream), suffix), self.costs.get(drafter)
-        return Decoder(manifest.of(drafter), self.form.of(suffix), engines, self.device, costs, others, beside)
+        engines, costs = self.engines_of(stream), self.costs.get(drafter)
+        return Decoder.with_drafter(drafter, self.bundle.manifest, self.form, engines, self.device, costs, others, beside)
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""

@@ -272,9 +272,9 @@ def test_a_golden_run_of_zeros_is_refused(copy: Path) -> None:
     with pytest.raises(GumihoError, match=r"golden.npz (is damaged|has \d+ bytes)"):
         compile_engines(Bundle(copy), backend("cpu"))
     update(copy, "golden.npz")
-    with pytest.raises(GumihoError, match=r"golden.npz is damaged \(hidden.parts does not go from 0 to 48"):
+    with pytest.raises(GumihoError, match=r"golden.npz is damaged \(prompt.parts does not go from 0 to 48"):
         compile_engines(Bundle(copy), backend("cpu"))
-    edit_golden(copy, lambda run: run.pop("hidden.parts"))  # as in older bundles
+    edit_golden(copy, lambda run: run.pop("prompt.parts"))  # as in older bundles
     with pytest.raises(GumihoError, match=r"golden.npz is damaged \(tree is malformed"):
         compile_engines(Bundle(copy), backend("cpu"))
 

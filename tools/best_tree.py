@@ -12,7 +12,7 @@ from exporter.checkpoints.pair import Pair
 from exporter.trees import usual_tree
 from runtime import Model, load
 from runtime.errors import InputError
-from tools.paper_table import Asked, decoded, read
+from tools.paper_table import Asked, decoded, read, room
 
 ROOT = Path(__file__).parent.parent
 Options = tuple[str, ...]
@@ -34,11 +34,6 @@ def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequen
 def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """A conversation in the chat template, or its last text for a target without one."""
     return model.chat(messages) if model.chat_template else model.encode(messages[-1]["content"])
-
-
-def room(args: argparse.Namespace, model: Model) -> int:
-    """Positions that a prompt may have."""
-    return min(args.longest or model.capacity, model.capacity - args.new_tokens)
 
 
 def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:

@@ -27,8 +27,8 @@ from runtime import Model, load
 from runtime.command import run
 from runtime.errors import InputError
 from tools import measure
-from tools.best_tree import Options, Search, export, prompt_of, room
-from tools.paper_table import Asked, Line, conversations, decoded, measured, read, share, table
+from tools.best_tree import Options, Search, export, prompt_of
+from tools.paper_table import Asked, Line, answered, conversations, decoded, measured, read, room, share, table
 
 # What the papers measured: Gumiho and Medusa verify 64 rows, EAGLE-2 and EAGLE-3 60, EAGLE-1 and Hydra their static trees. Speculative
 # sampling with a small model drafts a chain (arXiv 2302.01318), of five tokens in the tables of others.
@@ -95,39 +95,36 @@ def texts(
 ) -> Iterator[Line]:
     """A line for each turn that is not known yet and has room."""
     names = list(models)
+    first = models[names[0]]
+    prompts = prompts if first.chat_template else [(group, number, turns[:1]) for group, number, turns in prompts]
     for temperature in args.temperatures:
         sampled = {"temperature": temperature, **({"seed": args.seed} if temperature else {})}
-        all_ways = ways(names, models, temperature)
-        first = models[names[0]]
-        for group, number, turns in prompts:
-            messages: list[dict[str, str]] = []
-            for turn, question in enumerate(turns if first.chat_template else turns[:1]):
-                messages.append({"role": "user", "content": question})
-                prompt = prompt_of(first, messages)
-                if len(prompt) > room(args, first):
-                    break
-                place = weights, temperature, group, number, turn
-                if (line := known.get(place)) is None:
-                    order = list(all_ways)[:: -1 if number % 2 else 1]
-                    spent = {
-                        way: decoded(all_ways[way][0], prompt, args.new_tokens, {**all_ways[way][1], **sampled})
-                        for way in order
-                    }
-                    spent = {way: spent[way] for way in all_ways}  # as tables list them
-                    line = {**dict(zip(KEY, place, strict=True)), "prompt": len(prompt), "ways": spent}
-                    yield line
-                messages.append({"role": "assistant", "content": first.decode(line["ways"]["plain"]["ids"])})
+        all_ways = {way: (model, settings | sampled) for way, (model, settings) in ways(names, models, temperature).items()}
+
+        def decode(
+            prompt: list[int], number: int, all_ways: Mapping[str, tuple[Model, dict[str, Any]]] = all_ways
+        ) -> dict[str, Any]:
+            order = list(all_ways)[:: -1 if number % 2 else 1]
+            spent = {way: decoded(all_ways[way][0], prompt, args.new_tokens, all_ways[way][1]) for way in order}
+            return {"prompt": len(prompt), "ways": {way: spent[way] for way in all_ways}}  # as tables list them
+
+        yield from answered(first, prompts, room(args, first), known, KEY, (weights, temperature), decode, prompt_of)
+
+
+def grouped(args: argparse.Namespace, lines: Sequence[Line], weights: str) -> Iterator[tuple[float, list[Line], list[str]]]:
+    """Every temperature with lines, those, and the ways in them that draft."""
+    for temperature in args.temperatures:
+        own = [line for line in lines if line["weights"] == weights and line["temperature"] == temperature]
+        if own:
+            yield temperature, own, [way for way in own[0]["ways"] if way != "plain"]
 
 
 def report(args: argparse.Namespace, lines: Sequence[Line], trees: Mapping[str, Mapping[str, Options]]) -> str:
     """The tables of a run in Markdown."""
     parts = list[str]()
     for weights in args.weights:
-        for temperature in args.temperatures:
-            own = [line for line in lines if line["weights"] == weights and line["temperature"] == temperature]
-            if not own:
-                continue
-            rows = [(way, own, way) for way in own[0]["ways"] if way != "plain"]
+        for temperature, own, names in grouped(args, lines, weights):
+            rows = [(way, own, way) for way in names]
             parts.append("\n".join(table(f"{weights}, temperature {temperature:g}", rows)))
         listed = "; ".join(f"{name}: `{' '.join(options)}`" for name, options in trees[weights].items())
         parts.append(f"Options, {weights}: {listed}.")
@@ -139,11 +136,7 @@ def plot(args: argparse.Namespace, lines: Sequence[Line]) -> None:
     from matplotlib.figure import Figure
 
     for weights in args.weights:
-        for temperature in args.temperatures:
-            own = [line for line in lines if line["weights"] == weights and line["temperature"] == temperature]
-            names = [way for way in own[0]["ways"] if way != "plain"] if own else []
-            if not names:
-                continue
+        for temperature, own, names in grouped(args, lines, weights):
             figure = Figure(figsize=(13, 1 + 0.3 * len(names)), layout="constrained")
             numbers = {way: measured(own, way) or (0.0, 0.0) for way in names}
             panels = {

@@ -10,7 +10,7 @@ line of OUT, and the same command goes on after them. Exits with 1 if a text dif
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ WAYS = {
 }
 KEY = ("bundle", "temperature", "set", "number", "turn")
 Line = Mapping[str, Any]
+Message = Mapping[str, str]
 Asked = Sequence[tuple[str, int, list[str]]]
 
 
@@ -64,9 +65,9 @@ def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[s
     for _ in generation.cycles():
         pass
     stats = generation.stats
-    spent = {"seconds": stats.draft_ns + stats.target_ns + stats.host_ns, "draft_seconds": stats.draft_ns}
     return {
-        "ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, **{k: round(ns / 1e9, 5) for k, ns in spent.items()},
+        "ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, "seconds": round(stats.seconds, 5),
+        "draft_seconds": round(stats.draft_ns / 1e9, 5),
     }  # fmt: skip
 
 
@@ -74,29 +75,47 @@ def key(line: Line) -> tuple[Any, ...]:
     return tuple(line[name] for name in KEY)
 
 
+def room(args: argparse.Namespace, model: Model) -> int:
+    """Positions that a prompt may have."""
+    return min(args.longest or model.capacity, model.capacity - args.new_tokens)
+
+
+def answered(
+    model: Model, asked: Asked, longest: int, known: Mapping[tuple[Any, ...], Line], names: Sequence[str], place: tuple[Any, ...],
+    decode: Callable[[list[int], int], Mapping[str, Any]], encode: Callable[[Model, Sequence[Message]], list[int]] = Model.chat,
+) -> Iterator[Line]:  # fmt: skip
+    """A line for each turn that is not known yet and has room. Turns follow plain decoding's answers.
+
+    longest: positions of a prompt. names: what tells lines apart, set, number and turn last; place: the values of the others. decode: the
+    rest of a line, by a prompt and its conversation's number. encode: a conversation's token ids.
+    """
+    for group, number, turns in asked:
+        messages: list[Message] = []
+        for turn, question in enumerate(turns):
+            messages.append({"role": "user", "content": question})
+            prompt = encode(model, messages)
+            if len(prompt) > longest:
+                break
+            at = *place, group, number, turn
+            if (line := known.get(at)) is None:
+                line = {**dict(zip(names, at, strict=True)), **decode(prompt, number)}
+                yield line
+            messages.append({"role": "assistant", "content": model.decode(line["ways"]["plain"]["ids"])})
+
+
 def measure(
     model: Model, name: str, asked: Asked, args: argparse.Namespace, known: Mapping[tuple[Any, ...], Line]
 ) -> Iterator[Line]:
     """A line for each turn that is not known yet and has room."""
-    manifest = model.bundle.manifest
-    longest = min(args.longest or manifest.capacity, manifest.capacity - args.new_tokens)
     for temperature in args.temperatures:
-        settings = {way: options(way, manifest.rows, temperature, args.seed) for way in args.ways}
-        for group, number, turns in asked:
+        settings = {way: options(way, model.bundle.manifest.rows, temperature, args.seed) for way in args.ways}
+
+        def decode(prompt: list[int], number: int, settings: Mapping[str, Mapping[str, Any]] = settings) -> dict[str, Any]:
             # The order alternates, because the first way finds the caches filled by another prompt.
             order = args.ways[:: -1 if number % 2 else 1]
-            messages: list[dict[str, str]] = []
-            for turn, question in enumerate(turns):
-                messages.append({"role": "user", "content": question})
-                prompt = model.chat(messages)
-                if len(prompt) > longest:
-                    break
-                place = name, temperature, group, number, turn
-                if (line := known.get(place)) is None:
-                    found = {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order}
-                    line = {**dict(zip(KEY, place, strict=True)), "prompt": prompt, "ways": found}
-                    yield line
-                messages.append({"role": "assistant", "content": model.decode(line["ways"]["plain"]["ids"])})
+            return {"prompt": prompt, "ways": {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order}}
+
+        yield from answered(model, asked, room(args, model), known, KEY, (name, temperature), decode)
 
 
 def measured(lines: Sequence[Line], way: str) -> tuple[float, float] | None:

@@ -15,6 +15,10 @@ GUMIHO, EAGLE, EAGLE_3, SMALL, MEDUSA, HYDRA = "gumiho", "eagle", "eagle3", "sma
 MEDUSA_BLOCK = re.compile(
     r"(?:medusa_heads?\.)?(?:(?P<i>\d{1,3})\.(?P<j>\d{1,3})\.linear|blocks\.(?P<k>\d{1,3})\.layers\.(?P<l>\d{1,3}))\.(?P<part>weight|bias)"
 )
+_EXAMPLES = {  # of the tensors that tell a family; the first layer of the others has no such norm as a small model's
+    MEDUSA: "0.0.linear.weight", HYDRA: "hydra_mlp.0.0.linear.weight", EAGLE_3: "layers.0.hidden_norm.weight",
+    SMALL: "layers.0.input_layernorm.weight", GUMIHO: "fc.weight", EAGLE: "fc.weight",
+}  # fmt: skip
 _PARTS = "embed_tokens.", "fc.", "layers.", "lm_head.", "mlp.", "norm."  # of those below that have no names of their own
 HYDRA_PREFIX = "prefix_embeding_layer."  # so spelled
 
@@ -24,37 +28,34 @@ def family(layers: int, heads: int) -> str:
     return EAGLE if layers == 1 and not heads else GUMIHO
 
 
+def _has(drafter: "Checkpoint", family: str) -> bool:
+    """Whether a drafter has a tensor that tells the family."""
+    names = drafter.names()
+    if family == MEDUSA:
+        return any(map(MEDUSA_BLOCK.fullmatch, names))
+    if family == HYDRA:
+        return any(name.startswith("hydra_") for name in names)
+    return _EXAMPLES[family] in names
+
+
 def require(drafter: "Checkpoint", family: str) -> None:
     """Raises InputError if a drafter lacks the tensors that a family, named against what they tell, cannot do without."""
-    names = drafter.names()
-    example = {
-        MEDUSA: "0.0.linear.weight", HYDRA: "hydra_mlp.0.0.linear.weight", EAGLE_3: "layers.0.hidden_norm.weight",
-        SMALL: "layers.0.input_layernorm.weight",
-    }.get(family, "fc.weight")  # fmt: skip
-    if family == MEDUSA:
-        has = any(map(MEDUSA_BLOCK.fullmatch, names))
-    else:
-        has = any(name.startswith("hydra_") if family == HYDRA else name == example for name in names)
-    if not has:
+    if not _has(drafter, family):
         raise InputError(
-            f"--family is {family}, but drafter '{drafter.source}' has no tensor such as '{example}': leave it out, or name another family"
+            f"--family is {family}, but drafter '{drafter.source}' has no tensor such as '{_EXAMPLES[family]}': leave it out, or name "
+            "another family"
         )
 
 
 def kind_of(drafter: "Checkpoint") -> str:
     """The family, but GUMIHO for EAGLE too, which is read alike. Raises InputError for a checkpoint of no family that is known."""
     names = drafter.names()
-    if any(map(MEDUSA_BLOCK.fullmatch, names)):
-        return MEDUSA
-    if any(name.startswith("hydra_") for name in names):
-        return HYDRA
-    if "layers.0.hidden_norm.weight" in names:
-        return EAGLE_3
+    if told := next((family for family in (MEDUSA, HYDRA, EAGLE_3) if _has(drafter, family)), None):
+        return told
     if not any(name.startswith(_PARTS) for name in names):
         shown_names = ", ".join(map(shown, sorted(names)[:3]))
         raise InputError(
             f"drafter '{drafter.source}' is of no family that is known, by its tensors ({shown_names} and others): "
             "give a Gumiho, EAGLE, Medusa, Hydra, or a small model"
         )
-    # The first layer of the others has no such norm.
-    return SMALL if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names else GUMIHO
+    return SMALL if _has(drafter, SMALL) and not _has(drafter, GUMIHO) else GUMIHO

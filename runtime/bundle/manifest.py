@@ -93,6 +93,11 @@ class Manifest:
         forms = {backend: form.of(suffix) for backend, form in self.forms.items()}
         return replace(self, depth=own.depth, tree=own.tree, drafters={}, forms=forms)
 
+    def serial_steps(self, drafter: str) -> int:
+        """Levels that a drafter's serial layers draft, 0 without one; "" for the first."""
+        tree = self.drafters[drafter].tree if drafter in self.drafters else self.tree
+        return tree.serial_steps if tree else 0
+
     @property
     def deepest(self) -> int:
         """Drafted tokens on the longest path of all drafters."""

@@ -7,7 +7,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from ..backends import Engine
-from ..bundle.graphs import Form
+from ..bundle.graphs import Form, of_drafter
 from ..bundle.manifest import Manifest
 from ..devices import Device
 from ..errors import DamageError, MisuseError
@@ -51,6 +51,16 @@ class Decoder:
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
         self.valid_target_length = manifest.capacity
+
+    @classmethod
+    def with_drafter(
+        cls, drafter: str, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
+        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None,
+    ) -> "Decoder":  # fmt: skip
+        """A decoder with one of a bundle's drafters; "" for the first. manifest, form, engines: with all of them."""
+        suffix = manifest.suffix(drafter)
+        own = of_drafter(engines, suffix)
+        return cls(manifest.of(drafter), form.of(suffix), own, device, costs, others, beside)
 
     # --- the loop --------------------------------------------------------------------------------------------------------
 

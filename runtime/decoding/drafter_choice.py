@@ -38,5 +38,4 @@ class DrafterChoice:
         """What a drafter's text took after its first token."""
         if stats.cycles:
             tokens, seconds = self._spent[drafter]
-            spent = (stats.draft_ns + stats.target_ns + stats.host_ns) / 1e9
-            self._spent[drafter] = _DECAY * tokens + stats.cycle_tokens, _DECAY * seconds + spent
+            self._spent[drafter] = _DECAY * tokens + stats.cycle_tokens, _DECAY * seconds + stats.seconds

@@ -67,10 +67,14 @@ class Stats:
         return self.cycle_tokens / self.cycles if self.cycles else 0.0
 
     @property
+    def seconds(self) -> float:
+        """Time of the cycles, prefill left out."""
+        return (self.draft_ns + self.target_ns + self.host_ns) / 1e9
+
+    @property
     def tokens_per_second(self) -> float:
         """Decoding speed, prefill left out."""
-        spent = (self.draft_ns + self.target_ns + self.host_ns) / 1e9
-        return self.cycle_tokens / spent if spent else 0.0
+        return self.cycle_tokens / self.seconds if self.seconds else 0.0
 
     def summary(self) -> dict[str, Any]:
         per_cycle = max(1, self.cycles) * 1e3

@@ -35,7 +35,7 @@ def read(bundle: Bundle) -> dict[str, np.ndarray]:
     """The recorded run: arrays by name. Raises DamageError if one is missing or has another dtype, shape or range."""
     file = bundle.path / bundle.golden
     try:
-        run = {"hidden.parts": np.array([0, bundle.manifest.hidden])} | read_arrays(file, _MAX_BYTES)  # of older bundles
+        run = {"prompt.parts": np.array([0, bundle.manifest.hidden])} | read_arrays(file, _MAX_BYTES)  # of older bundles
         _check(run, bundle.manifest)
         return run
     except (OSError, Damage) as error:
@@ -45,9 +45,9 @@ def read(bundle: Bundle) -> dict[str, np.ndarray]:
 def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
     """Raises Damage if the run does not fit the manifest."""
     rows, tokens, integer, float32 = manifest.rows, manifest.vocabulary, np.dtype(np.int64), np.dtype(np.float32)
-    bounds = _part(run, "hidden.parts", integer, (None,), manifest.hidden + 1)
+    bounds = _part(run, "prompt.parts", integer, (None,), manifest.hidden + 1)
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != manifest.hidden or not (bounds[1:] > bounds[:-1]).all():
-        raise Damage(f"hidden.parts does not go from 0 to {manifest.hidden}")
+        raise Damage(f"prompt.parts does not go from 0 to {manifest.hidden}")
     for name in ("prompt", "verify"):
         n, k = (
             len(_part(run, f"{name}.tokens", integer, (None,), tokens)),

@@ -72,7 +72,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             top = np.take_along_axis(outputs["logits"], run[f"{name}.top_ids"][:rows], axis=1)
             expected = run[f"{name}.hidden"][:rows]
             # Parts of a row differ in scale: rows of several layers, and tokens.
-            columns = [slice(begin, end) for begin, end in pairwise(run["hidden.parts"].tolist())]
+            columns = [slice(begin, end) for begin, end in pairwise(run["prompt.parts"].tolist())]
             pairs = [(top, top_logits), *((outputs["hidden"][:, part], expected[:, part]) for part in columns)]
             for values, recorded_values in pairs:
                 errors["target"] = float(np.maximum(errors["target"], _relative(values, recorded_values)))

@@ -14,7 +14,7 @@ from ..backends import Backend, Engine, close
 from ..backends.memory import size
 from ..backends.processor import physical_cores
 from ..bundle.files import read_regular
-from ..bundle.graphs import SHARED, Form, of_drafter
+from ..bundle.graphs import SHARED, Form
 from ..bundle.hashes import File, first_damaged
 from ..bundle.locks import locked
 from ..bundle.reader import Bundle
@@ -164,9 +164,8 @@ def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device:
     manifest, decoders = bundle.manifest, list[Decoder]()
     try:
         for drafter in manifest.each:
-            suffix, beside = manifest.suffix(drafter), decoders[0] if decoders else None
-            own = of_drafter(engines, suffix)
-            decoders.append(Decoder(manifest.of(drafter), form.of(suffix), own, device, beside=beside))
+            beside = decoders[0] if decoders else None
+            decoders.append(Decoder.with_drafter(drafter, manifest, form, engines, device, beside=beside))
         yield decoders
     finally:
         for decoder in decoders:

@@ -125,8 +125,8 @@ class Completions:
 
     def _sources(self, tokens: DecodeStream, cycles: Sequence[Cycle], drafter: str) -> list[tuple[str, str]]:
         """What drafted each token of some cycles. drafter: the generation's."""
-        tree = self._model.bundle.manifest.of(drafter).tree
-        tokenizer, steps = self._model.bundle.tokenizer, tree.serial_steps if tree else 0
+        bundle = self._model.bundle
+        tokenizer, steps = bundle.tokenizer, bundle.manifest.serial_steps(drafter)
         return [
             (tokens.step(tokenizer, token) or "", source(cycle, i, steps))
             for cycle in cycles
