@@ -210,7 +210,7 @@ def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypat
         decoder = Decoder(
             model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.passes.engines, model.decoder.device
         )
-        monkeypatch.setattr(model, "decoder", decoder)
+        monkeypatch.setitem(model.decoders._made, model.decoders.drafter, decoder)
         cycles = model.generate(prompt, 40).cycles()
         next(cycles)
         assert passes == [("target", 128)] * 3 + [("target", 12)]
