@@ -130,7 +130,6 @@ def _kept(plan: "Plan") -> list[str]:
 
 def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace", cost: str = "") -> str:
     """What was made, how exact and how fast it is, and the next command. cost: of quantizing, "" if it was not measured."""
-    from runtime.decoding.prices import Costs
     from runtime.engines import summary
 
     manifest = bundle.manifest
@@ -141,7 +140,7 @@ def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: 
         *([f"  {cost}"] if cost else []),
     ]
     for one in engines:
-        costs = Costs.read(bundle.path / "engines" / one.folder, manifest.rows) if one.folder else None
+        costs = summary.measured(bundle, bundle.path / "engines" / one.folder) if one.folder else {}
         notes = summary.performance(bundle, one.name, costs)
         if one.backend is not None:
             notes += [*summary.memory(bundle, one.backend), f"engines/{one.folder} is current"]

@@ -79,6 +79,8 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         heads = pair.heads if reference or chain else usual.heads
     if not serial and (args.top_k or args.beam):
         raise GumihoError(f"drafter '{pair.drafter.source}' has no serial levels: leave --top-k and --beam out")
+    if args.head_top_k and not pair.heads:
+        raise GumihoError(f"drafter '{pair.drafter.source}' has no heads: leave --head-top-k out")
     if not serial and not heads:
         raise GumihoError(f"--heads is 0, and drafter '{pair.drafter.source}' has nothing else: give 1 to {pair.heads}")
     if heads > pair.heads:

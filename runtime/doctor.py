@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from .backends import DEVICES, NAMES, Backend, backend
 from .bundle.reader import Bundle
 from .command import argument_parser, run
-from .decoding.prices import Costs
 from .engines import summary
 from .engines.store import find_engines
 from .errors import GumihoError
@@ -54,7 +53,7 @@ def examine(
         f"  the files are as exported ({'small ones read completely, large ones in samples' if quick else 'every byte read'})",
     ]
     for name in manifest.forms:
-        device, costs, notes = available[name], None, []
+        device, costs, notes = available[name], {}, []
         if device is None:
             notes.append("the backend does not run here, so its engines cannot be checked")
         else:
@@ -63,8 +62,12 @@ def examine(
                 folder = find_engines(bundle, device, quick)
                 ready = True
                 notes.append(f"{folder.relative_to(bundle.path)} is current")
-                if costs := Costs.read(folder, manifest.rows):
-                    notes += costs.lines(manifest.has_drafter)
+                costs = summary.measured(bundle, folder)
+                for drafter, own in costs.items():
+                    if own and drafter == manifest.each[0]:
+                        notes += own.lines(manifest.has_drafter)
+                    elif own:
+                        notes.append(f"drafter {drafter}: draft {own.draft / 1e6:.3g}, host {own.host / 1e6:.3g}")
             except GumihoError as error:
                 notes.append(f"{error}{f' --device {devices[name]}' if devices[name] else ''}")
         lines += [f"  {name}: {line}" for line in (*summary.performance(bundle, name, costs), *notes)]

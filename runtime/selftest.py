@@ -196,8 +196,9 @@ def results(
     count: prompts per setting; tokens: to compare per prompt; draws: texts for the chi-squared test. progress: gets a line now
     and then. deadline: in seconds of ``time.monotonic``; after it each check uses one prompt, or 200 texts.
     """
-    for settings in _SETTINGS:
-        yield _identity(model, settings, prompts(model, count), tokens, deadline)
+    for drafter in model.bundle.manifest.each:
+        for settings in _SETTINGS:
+            yield _identity(model, drafter, settings, prompts(model, count), tokens, deadline)
     if model.decoder.passes.graphs["target"].precision == "int8":
         compared = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         many = "trees" if model.bundle.manifest.has_drafter else "passes of several rows"
@@ -226,15 +227,18 @@ def results(
 
 
 def _identity(
-    model: Model, settings: Mapping[str, Any], all_prompts: Sequence[list[int]], tokens: int, deadline: float
+    model: Model, drafter: str, settings: Mapping[str, Any], all_prompts: Sequence[list[int]], tokens: int, deadline: float
 ) -> Result:
-    """Whether the settings give the same tokens with and without speculation."""
-    comparisons = [compare(model, prompt, tokens, settings) for prompt in _until(deadline, all_prompts)]
+    """Whether the settings give the same tokens with and without speculation. drafter: "" if there is one at most."""
+    comparisons = [
+        compare(model, prompt, tokens, {**settings, "drafter": drafter or None}) for prompt in _until(deadline, all_prompts)
+    ]
     compared, ties, defects = (
         sum(numbers) for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in comparisons), strict=True)
     )
     description = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
-    return Result(f"identity, {description}", not defects, f"{compared} tokens, {ties} near-ties, {defects} defects")
+    name = f"identity, drafter {drafter}" if drafter else "identity"
+    return Result(f"{name}, {description}", not defects, f"{compared} tokens, {ties} near-ties, {defects} defects")
 
 
 def _until(deadline: float, all_prompts: Sequence[list[int]]) -> Iterator[list[int]]:

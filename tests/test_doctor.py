@@ -63,7 +63,7 @@ def test_measured_passes_give_an_estimate_of_their_own(demo_bundle: Path) -> Non
     bundle = Bundle(demo_bundle)
     costs = Costs({1: 10.0, bundle.manifest.rows: 12.0}, 7.0, 1.0)
     assert "estimate from the passes measured here: speed-up = tau / 1.82" in "\n".join(
-        summary.performance(bundle, "cpu", costs)
+        summary.performance(bundle, "cpu", {"": costs})
     )
 
 

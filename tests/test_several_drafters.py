@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from exporter.cli import main
 from runtime import Model, load
 from runtime.backends import backend
 from runtime.bundle.reader import Bundle
+from runtime.decoding import acceptance
 from runtime.decoding.drafter_choice import DrafterChoice
+from runtime.decoding.prices import Costs
 from runtime.decoding.stats import Stats
 from runtime.doctor import main as doctor
+from runtime.engines import summary
 from runtime.engines.store import compile_engines
 from runtime.errors import DamageError, GumihoError, InputError, MisuseError
+from runtime.selftest import results
 from tests.conftest import DEMO, examples
 from tests.eagle3 import RandomEagle3
 from tests.end_to_end import llama
@@ -261,6 +265,37 @@ def test_a_drafter_that_is_not_there(bundle: Path, demo_bundle: Path) -> None:
         model.generate([5], drafter=5)  # type: ignore[arg-type]
 
 
+def test_the_selftest_tries_every_drafter(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the loop accepts what was drafted, whatever the target chooses, with one of them only, that one is named."""
+    walk = acceptance.accept_path
+    with load(bundle) as model:
+
+        def wrong(tokens: Sequence[int], parents: Sequence[int], take: Callable[[int], int | None]) -> list[int]:
+            if model.decoders.drafter != "medusa" or len(tokens) < 2:
+                return walk(tokens, parents, take)
+            owner = take.__self__  # type: ignore[attr-defined]
+            if owner.selector.add(tokens[1]) is None:
+                return [0]
+            take(1)
+            return [0, 1]
+
+        monkeypatch.setattr(acceptance, "accept_path", wrong)
+        found = {result.name: result.holds for result in results(model, 1, 16, 200) if result.name.startswith("identity")}
+    assert len(found) == 6 * len(NAMES)
+    assert "identity, drafter a-draft, greedy" in found
+    assert {name.split(", ")[1] for name, holds in found.items() if not holds} == {"drafter medusa"}
+
+
+def test_the_doctor_says_what_each_costs(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = {"gumiho": Costs({1: 10.0, 8: 12.0}, 7.0, 1.0), "medusa": Costs({1: 10.0, 8: 12.0}, 0.0, 1.0)}
+    said = summary.performance(Bundle(bundle), "cpu", costs)
+    assert "drafter gumiho: estimate from the passes measured here: speed-up = tau / 1.82: " in "\n".join(said)
+    assert "drafter medusa: estimate from the passes measured here: speed-up = tau / 1.18: " in "\n".join(said)
+    assert doctor([str(bundle), "--backend", "cpu"]) == 0
+    lines = capsys.readouterr().out
+    assert all(f"cpu: drafter {name}: a plain pass reads " in lines for name in NAMES)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "said"),
     [
@@ -268,6 +303,7 @@ def test_a_drafter_that_is_not_there(bundle: Path, demo_bundle: Path) -> None:
         (("gumiho", "eagle3"), ("--family", "gumiho"), "--family is of one drafter, and --ckpt names 2"),
         (("gumiho", "medusa"), ("--backend", "vllm"), "vllm writes one drafter"),
         (("gumiho", "medusa"), ("--serial-steps", "2"), "drafter .*medusa' has 0|leave it out"),
+        (("gumiho", "eagle3"), ("--head-top-k", "2"), "eagle3' has no heads: leave --head-top-k out"),
         (("medusa", "gumiho"), ("--policy", "static"), "--policy static is for"),
         (("gumiho",), ("--family", "eagle"), "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho"),
         (("gumiho",), ("--family", "medusa"), "is medusa, but drafter .* has no tensor such as '0.0.linear.weight'"),

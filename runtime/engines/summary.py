@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..backends import Backend
 from ..backends.memory import size
@@ -41,8 +42,22 @@ def content(bundle: Bundle) -> list[str]:
     ]
 
 
-def performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]:
-    """What a cycle costs, and the speed-up that follows. costs: of passes as measured on this machine, None if they are not."""
+def measured(bundle: Bundle, folder: Path) -> dict[str, Costs | None]:
+    """What passes cost on this machine, by drafter, None if that is not known. folder: of engines."""
+    manifest = bundle.manifest
+    return {drafter: Costs.read(folder, manifest.rows, manifest.suffix(drafter)) for drafter in manifest.each}
+
+
+def performance(bundle: Bundle, backend: str, costs: Mapping[str, Costs | None]) -> list[str]:
+    """What a cycle costs with each drafter, and the speed-up that follows. costs: see ``measured``; empty if nothing is."""
+    lines = list[str]()
+    for drafter in bundle.manifest.each:
+        own = _performance(bundle.of(drafter), backend, costs.get(drafter))
+        lines += [f"drafter {drafter}: {line}" for line in own] if drafter else own
+    return lines
+
+
+def _performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]:
     manifest, graphs = bundle.manifest, bundle.manifest.form(backend).graphs
     if not manifest.has_drafter:
         return [f"a plain pass reads {size(graphs['target'].reads)} of weights", _NO_DRAFTER]
