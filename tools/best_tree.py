@@ -74,7 +74,9 @@ class Search:
         return self.known[key]
 
     def best(self, pair: Pair) -> Options:
-        """Options: the best number of rows, then levels more, or fewer, as long as that helps."""
+        """Options: the best number of rows, then levels more, or fewer, as long as that helps. With one number of rows nothing is tried."""
+        if len(self.args.rows) == 1:
+            return "--rows", str(self.args.rows[0])
         rows = max(self.args.rows, key=lambda n: self.of(("--rows", str(n))))
         chosen: Options = "--rows", str(rows)
         levels = pair.reader.levels or 64

@@ -4,8 +4,8 @@
 
 Every drafter is exported with the tree of its paper (``PAPER``) and with the tree that is fastest here: of each of ``--rows``, and of levels more
 or fewer at the best of them, on prompts that are not measured afterwards (the last ``--tuning`` of each set, greedily). Then all of them
-decode each prompt in turn, so that what else the machine does slows them alike: plainly, with the paper's tree whole, with the best tree
-as the planner verifies it, and at temperature 0 so with prompt lookup too.
+decode each prompt in turn, so that what else the machine does slows them alike: plainly, with the paper's tree whole, with the fastest tree
+as the planner verifies it ("planned"), and at temperature 0 so with prompt lookup too.
 
 Prompts are sets as for ``tools.paper_table``, whose file names are the sets' names, or without ``--prompts`` beginnings of Python's own library, for the
 demo pair. Results are lines of ``OUT/texts.jsonl``, and the same command goes on after them. Tables are printed and written to
@@ -40,7 +40,7 @@ PAPER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "hydra": {"paper": ["--policy", "static"]},
     "small": {"paper": ["--policy", "chain", "--rows", "6", "--serial-steps", "5"]},
 }
-BEST = "best"
+PLANNED = "planned"
 KEY = "weights", "temperature", "set", "number", "turn"
 
 
@@ -70,7 +70,7 @@ def bundles(args: argparse.Namespace, weights: str, prompts: Asked) -> dict[str,
     for drafter in args.drafters:
         pair, name, folder = Pair(target, open_drafter(drafter)), Path(drafter).name, args.out / "bundles" / weights
         trees = {paper: tuple(options) for paper, options in PAPER[pair.family].items()} if args.papers else {}
-        for kind, options in ({BEST: Search(args, drafter, weights, prompts).best(pair)} | trees).items():
+        for kind, options in ({PLANNED: Search(args, drafter, weights, prompts).best(pair)} | trees).items():
             path = folder / f"{name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
             found[f"{name}, {kind}"] = export(args, drafter, weights, options, path), options
     return found
@@ -81,7 +81,7 @@ def ways(names: Sequence[str], models: Mapping[str, Model], temperature: float) 
     found: dict[str, tuple[Model, dict[str, Any]]] = {"plain": (models[names[0]], {"speculate": False})}
     for name in names:
         model = models[name]
-        if not name.endswith(BEST):
+        if not name.endswith(PLANNED):
             found[name] = model, {"lookup": False, "rows": model.bundle.manifest.rows}
             continue
         found[name] = model, {"lookup": False}
@@ -206,7 +206,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--weights", nargs="+", default=["none"], help="formats of the target, as for gumiho-export --weights (default: none)"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16], help="rows to try (default: 4 8 16)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16],
+        help="rows to try; one number: the usual tree of so many (default: 4 8 16)",
+    )
     parser.add_argument(
         "--papers",
         action=argparse.BooleanOptionalAction,
