@@ -159,6 +159,25 @@ def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:
     return [example for name, example, _ in signature(module, dtype)[0] if name.startswith(("past_key", "past_value"))]
 
 
+@contextmanager
+def _log_probs(drafter: Drafter) -> Iterator[list[Tensor]]:
+    """Collects the log-probabilities, fp32 [n, V], among which the drafter's tree chooses tokens, level by level for a chain."""
+    found, own = list[Tensor](), drafter.ops
+
+    class Observed(own):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+            if x.dim() > 1:  # else among nodes
+                found.append(x.reshape(-1, x.shape[-1]))
+            return own.top_k(x, k)
+
+    drafter.ops = Observed
+    try:
+        yield found
+    finally:
+        drafter.ops = own
+
+
 def positions(rows: int) -> int:
     """Upper bound of the positions that the golden run takes, for a tree of ``rows``."""
     return 2 * _PROMPT + rows
@@ -210,8 +229,13 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
         return {name: value.numpy() for name, value in run.items()}
 
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
-        outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
+        with _log_probs(drafter) as levels:
+            outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
         run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
+        if tree.is_chain:
+            best = torch.cat(levels).topk(min(_TOP, levels[0].shape[1]), dim=-1)
+            ids = best.indices if drafter.token_ids is None else drafter.token_ids[best.indices]
+            run.update({f"{name}.top_ids": ids, f"{name}.top_scores": run[f"{name}.score"][:-1, None] + best.values})
         return list(outputs[len(TREE) :])  # the caches follow the tree
 
     # The pending token is the tree's root.

@@ -272,6 +272,10 @@ def plan(args: argparse.Namespace) -> "Plan":
         )
     backends = tuple(dict.fromkeys(args.backend))
     tree = tree_config(args, pair) if pair.has_drafter else chain_config(args, capacity)
+    if tree.rows > capacity:
+        raise InputError(
+            f"--capacity is {capacity}, fewer positions than the {tree.rows} rows of a pass: give {tree.rows} or more, or fewer --rows"
+        )
     in_dtype = precision.dtype(args)
     precision.require_codes(args, pair, in_dtype)
     plan = Plan(

@@ -68,6 +68,11 @@ class TreeConfig:
         """Drafted tokens on the longest path that R rows can hold."""
         return min(self.serial_steps + self.heads, self.rows - 1)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every level has one token, the best."""
+        return self.rows == 1 + self.depth and all(self.tokens_per_node(depth) == 1 for depth in range(1, self.rows))
+
     def _largest_level(self, depth: int) -> int:
         """The most nodes that a level keeps. In the reference code the rows of a serial step attend to each other, so it keeps
         all of them, even those that the tree cannot hold."""

@@ -878,6 +878,7 @@ BAD: list[tuple[list[str], tuple[str, ...]]] = [
     (["--capacity", "0"], ("--capacity is 0",)),
     (["--capacity", "-1"], ("--capacity is -1",)),
     (["--capacity", "257"], ("--capacity is 257", "4 to 256")),
+    (["--capacity", "8"], ("--capacity is 8", "9 rows", "give 9 or more, or fewer --rows")),
     (["--rows", "1"], ("--rows is 1", "2 or more")),
     (["--rows", "-5"], ("--rows is -5",)),
     (["--serial-steps", "0"], ("--serial-steps is 0", "1 or more")),
@@ -940,8 +941,8 @@ def test_ends_of_text(tiny: Path, tmp_path: Path, generation: dict[str, Any] | N
 
 
 def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:
-    """What --capacity admits must come out, however many rows the tree has."""
-    argv = ["--capacity", "4", "--serial-steps", "1", "--heads", "0", "--top-k", "5", "--rows", "6"]
+    """What --capacity admits must come out, with as many rows as it has positions."""
+    argv = ["--capacity", "4", "--serial-steps", "2", "--heads", "1", "--top-k", "2", "--rows", "4"]
     assert main(options(tiny, tmp_path / "out", *argv)) == 0
     assert json.loads((tmp_path / "out" / "gumiho.json").read_text())["capacity"] == 4
 

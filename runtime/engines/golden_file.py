@@ -2,7 +2,7 @@
 
 golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
 tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
-(``next``). Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens.
+(``next``); of a chain also the best tokens of each level and their scores. Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens.
 """
 
 from collections.abc import Mapping
@@ -71,6 +71,9 @@ def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
         _part(run, f"{name}.parent", integer, (rows,), rows)
         _part(run, f"{name}.mask", np.dtype(np.bool_), (rows, rows))
         _part(run, f"{name}.score", float32, (rows,))
+        if f"{name}.top_ids" in run:
+            k = _part(run, f"{name}.top_ids", integer, (rows - 1, None), tokens).shape[1]
+            _part(run, f"{name}.top_scores", float32, (rows - 1, k))
         if fault := malformed(Drafted(*(run[f"{name}.{part}"] for part in TREE))):
             raise Damage(f"{name} is malformed {fault}")
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
-# The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree. Each
-# level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is kept, and with it a whole
-# subtree. In fp32 that is too rare to allow for.
+# The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree, and of its
+# rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is
+# kept, and with it a whole subtree. In fp32 that is too rare to allow for.
 _SHARE = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.5}
 
 
@@ -96,11 +96,16 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
                 precision, tolerance = form.graphs[graph].precision, limits(form, manifest.depth)["draft"]
                 drafted, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in TREE))
                 _require_finite("draft", "tree_score", drafted.score)
-                # Scores are sorted, so they can be compared row by row even if nearly tied candidates changed places.
-                error = float(np.abs(drafted.score - recorded.score).max())
-                errors["draft"] = float(np.maximum(errors["draft"], error))
+                if fault := malformed(drafted):
+                    raise _differs("draft", fault)
+                errors["draft"] = max(errors["draft"], _score_error(drafted, recorded))
                 _require("draft", errors["draft"], tolerance)
-                if difference := tree_difference(drafted, recorded, tolerance, _SHARE[precision]):
+                if f"{name}.top_ids" in run:
+                    top = run[f"{name}.top_ids"], run[f"{name}.top_scores"]
+                    difference = chain_difference(drafted, recorded, *top, tolerance)
+                else:
+                    difference = tree_difference(drafted, recorded, tolerance, _SHARE[precision])
+                if difference:
                     raise _differs("draft", difference)
             draft.commit(form.graphs[graph], range(count))
 
@@ -231,20 +236,45 @@ def _drafted(tree: Mapping[str, Array], device: Device) -> Drafted:
     return Drafted(*(device.read(tree[f"tree_{part}"]).copy() for part in TREE))
 
 
+def _score_error(tree: Drafted, recorded: Drafted) -> float:
+    """The largest difference of the scores of rows that are in both trees, in nats."""
+    scores, recorded_scores = _scores_by_path(tree), _scores_by_path(recorded)
+    return max((abs(scores[path] - recorded_scores[path]) for path in scores.keys() & recorded_scores.keys()), default=0.0)
+
+
 def tree_difference(tree: Drafted, recorded: Drafted, tolerance: float, share: float) -> str:
-    """Describes how a tree differs from the recorded one by more than rounding explains, "" if it does not.
+    """Describes how a well-formed tree differs from the recorded one by more than rounding explains, "" if it does not.
 
     Rows are identified by the tokens on their path. Of the recorded rows whose score exceeds the worst row's by more than the
-    tolerance (in nats), at least ``share`` must be in the tree, with the same score within the tolerance.
+    tolerance (in nats), at least ``share`` must be in the tree, with the same score within the tolerance. Of its rows, at least
+    ``share`` must be recorded, or score like the worst recorded row.
     """
-    if fault := malformed(tree):
-        return fault
     scores, recorded_scores = _scores_by_path(tree), _scores_by_path(recorded)
     worst = float(recorded.score.min())
     clear = [path for path, score in recorded_scores.items() if score - worst > tolerance]
     missing = [path for path in clear if path not in scores or not abs(scores[path] - recorded_scores[path]) <= tolerance]
     if len(missing) > (1 - share) * len(clear):
         return f"in its tree: {len(missing)} of {len(clear)} rows are missing, the best of them the path {list(missing[0])}"
+    other = [path for path, score in scores.items() if path not in recorded_scores and not abs(score - worst) <= tolerance]
+    if len(other) > (1 - share) * len(scores):
+        return f"in its tree: {len(other)} of {len(scores)} rows are others, the first of them the path {list(other[0])}"
+    return ""
+
+
+def chain_difference(tree: Drafted, recorded: Drafted, top_ids: np.ndarray, top_scores: np.ndarray, tolerance: float) -> str:
+    """``tree_difference`` of a chain, which has no room for the other of two nearly tied tokens. top_ids: int64 [R - 1, k], top_scores: fp32
+    [R - 1, k], the best tokens behind each recorded row, best first, with their scores.
+
+    The first token that is not the recorded one must be another of the best, with its score, and nearly tied. Rows behind it continue
+    another text, so nothing is known of them.
+    """
+    for row, (ids, scores) in enumerate(zip(top_ids.tolist(), top_scores.tolist(), strict=True), 1):
+        token, known = int(tree.tokens[row]), dict(zip(ids, scores, strict=True))
+        near = token in known and max(scores[0] - known[token], abs(known[token] - float(tree.score[row]))) <= tolerance
+        if tree.tokens[0] != recorded.tokens[0] or not near:
+            return f"in its chain: token {token} instead of {recorded.tokens[row]} in row {row}"
+        if token != recorded.tokens[row]:
+            break
     return ""
 
 
