@@ -16,6 +16,7 @@ from tools.paper_table import Asked, decoded, read, room
 
 ROOT = Path(__file__).parent.parent
 Options = tuple[str, ...]
+_ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
 
 
 def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequence[str], out: Path) -> Path:
@@ -37,17 +38,17 @@ def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
 
 
 def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
-    """Speed-up over plain decoding of the first turns that fit, greedy, as planned without lookups."""
+    """Speed-up over plain decoding of the first turns that fit, greedy, as planned without lookups, in as many rounds as take ``_ENOUGH``."""
     ways = {"plain": {"speculate": False}, "drafter": {"lookup": False}}
     spent = dict.fromkeys(ways, 0.0)
     with load(bundle, threads=args.threads) as model:
-        for _, number, turns in prompts:
-            prompt = prompt_of(model, [{"role": "user", "content": turns[0]}])
-            if len(prompt) <= room(args, model):
+        own = [(number, prompt_of(model, [{"role": "user", "content": turns[0]}])) for _, number, turns in prompts]
+        if not (own := [(number, prompt) for number, prompt in own if len(prompt) <= room(args, model)]):
+            raise InputError("no prompt to choose trees with fits: give a larger --tuning or --longest")
+        while spent["plain"] < _ENOUGH:
+            for number, prompt in own:
                 for way in list(ways)[:: -1 if number % 2 else 1]:
                     spent[way] += decoded(model, prompt, args.new_tokens, ways[way])["seconds"]
-    if not spent["drafter"]:
-        raise InputError("no prompt to choose trees with fits: give a larger --tuning or --longest")
     return spent["plain"] / spent["drafter"]
 
 
