@@ -216,10 +216,10 @@ def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("capacity", [5, 8, 11])
-def test_small_capacities(capacity: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capacity", "rows"), [(5, 5), (8, 8), (11, 8)])
+def test_small_capacities(capacity: int, rows: int, tmp_path: Path) -> None:
     argv, _ = written(tmp_path, "llama")
-    assert main([*argv, "--capacity", str(capacity), "--out", str(tmp_path / "out")]) == 0
+    assert main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--out", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize("name", ["fewer tokens", "more tokens"])
