@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -161,17 +161,17 @@ def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:
 
 @contextmanager
 def _log_probs(drafter: Drafter) -> Iterator[list[Tensor]]:
-    """Collects the log-probabilities, fp32 [n, V], among which the drafter's tree chooses tokens, level by level for a chain."""
+    """Collects the log-probabilities, fp32 [n, V], among which the drafter chooses the tokens of a chain, level by level."""
     found, own = list[Tensor](), drafter.ops
 
-    class Observed(own):  # type: ignore[valid-type, misc]
+    class Collecting(own):  # type: ignore[valid-type, misc]
         @staticmethod
         def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
             if x.dim() > 1:  # else among nodes
                 found.append(x.reshape(-1, x.shape[-1]))
             return own.top_k(x, k)
 
-    drafter.ops = Observed
+    drafter.ops = Collecting
     try:
         yield found
     finally:
@@ -229,10 +229,10 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
         return {name: value.numpy() for name, value in run.items()}
 
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
-        with _log_probs(drafter) as levels:
+        with _log_probs(drafter) if tree.is_chain else nullcontext() as levels:
             outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
         run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
-        if tree.is_chain:
+        if levels:
             best = torch.cat(levels).topk(min(_TOP, levels[0].shape[1]), dim=-1)
             ids = best.indices if drafter.token_ids is None else drafter.token_ids[best.indices]
             run.update({f"{name}.top_ids": ids, f"{name}.top_scores": run[f"{name}.score"][:-1, None] + best.values})

@@ -42,11 +42,12 @@ def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
     ways = {"plain": {"speculate": False}, "drafter": {"lookup": False}}
     spent = dict.fromkeys(ways, 0.0)
     with load(bundle, threads=args.threads) as model:
-        own = [(number, prompt_of(model, [{"role": "user", "content": turns[0]}])) for _, number, turns in prompts]
-        if not (own := [(number, prompt) for number, prompt in own if len(prompt) <= room(args, model)]):
+        tokens = [(number, prompt_of(model, [{"role": "user", "content": turns[0]}])) for _, number, turns in prompts]
+        fitting = [(number, prompt) for number, prompt in tokens if len(prompt) <= room(args, model)]
+        if not fitting:
             raise InputError("no prompt to choose trees with fits: give a larger --tuning or --longest")
         while spent["plain"] < _ENOUGH:
-            for number, prompt in own:
+            for number, prompt in fitting:
                 for way in list(ways)[:: -1 if number % 2 else 1]:
                     spent[way] += decoded(model, prompt, args.new_tokens, ways[way])["seconds"]
     return spent["plain"] / spent["drafter"]

@@ -2,7 +2,8 @@
 
 golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
 tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
-(``next``); of a chain also the best tokens of each level and their scores. Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens.
+(``next``); of a chain also the best tokens of each level and their scores. Without a drafter it contains ``prompt`` and
+``verify``, a pass over a chain of tokens.
 """
 
 from collections.abc import Mapping

@@ -96,10 +96,6 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
                 precision, tolerance = form.graphs[graph].precision, limits(form, manifest.depth)["draft"]
                 drafted, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in TREE))
                 _require_finite("draft", "tree_score", drafted.score)
-                if fault := malformed(drafted):
-                    raise _differs("draft", fault)
-                errors["draft"] = max(errors["draft"], _score_error(drafted, recorded))
-                _require("draft", errors["draft"], tolerance)
                 if f"{name}.top_ids" in run:
                     top = run[f"{name}.top_ids"], run[f"{name}.top_scores"]
                     difference = chain_difference(drafted, recorded, *top, tolerance)
@@ -107,6 +103,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
                     difference = tree_difference(drafted, recorded, tolerance, _SHARE[precision])
                 if difference:
                     raise _differs("draft", difference)
+                errors["draft"] = max(errors["draft"], _score_error(drafted, recorded))
+                _require("draft", errors["draft"], tolerance)
             draft.commit(form.graphs[graph], range(count))
 
         return engines[graph].bind({**inputs, **tree, **draft.bindings(form.graphs[graph])}), check
@@ -237,18 +235,20 @@ def _drafted(tree: Mapping[str, Array], device: Device) -> Drafted:
 
 
 def _score_error(tree: Drafted, recorded: Drafted) -> float:
-    """The largest difference of the scores of rows that are in both trees, in nats."""
+    """The largest difference of the scores of rows that are in both well-formed trees, in nats."""
     scores, recorded_scores = _scores_by_path(tree), _scores_by_path(recorded)
     return max((abs(scores[path] - recorded_scores[path]) for path in scores.keys() & recorded_scores.keys()), default=0.0)
 
 
 def tree_difference(tree: Drafted, recorded: Drafted, tolerance: float, share: float) -> str:
-    """Describes how a well-formed tree differs from the recorded one by more than rounding explains, "" if it does not.
+    """Describes how a tree differs from the recorded one by more than rounding explains, "" if it does not.
 
     Rows are identified by the tokens on their path. Of the recorded rows whose score exceeds the worst row's by more than the
     tolerance (in nats), at least ``share`` must be in the tree, with the same score within the tolerance. Of its rows, at least
     ``share`` must be recorded, or score like the worst recorded row.
     """
+    if fault := malformed(tree):
+        return fault
     scores, recorded_scores = _scores_by_path(tree), _scores_by_path(recorded)
     worst = float(recorded.score.min())
     clear = [path for path, score in recorded_scores.items() if score - worst > tolerance]
@@ -268,10 +268,13 @@ def chain_difference(tree: Drafted, recorded: Drafted, top_ids: np.ndarray, top_
     The first token that is not the recorded one must be another of the best, with its score, and nearly tied. Rows behind it continue
     another text, so nothing is known of them.
     """
+    if fault := malformed(tree):
+        return fault
+    if tree.tokens[0] != recorded.tokens[0] or (tree.depth != recorded.depth).any():
+        return f"in its chain: from token {tree.tokens[0]}, with the parents {tree.parent.tolist()}"
     for row, (ids, scores) in enumerate(zip(top_ids.tolist(), top_scores.tolist(), strict=True), 1):
         token, known = int(tree.tokens[row]), dict(zip(ids, scores, strict=True))
-        near = token in known and max(scores[0] - known[token], abs(known[token] - float(tree.score[row]))) <= tolerance
-        if tree.tokens[0] != recorded.tokens[0] or not near:
+        if token not in known or max(scores[0] - known[token], abs(known[token] - float(tree.score[row]))) > tolerance:
             return f"in its chain: token {token} instead of {recorded.tokens[row]} in row {row}"
         if token != recorded.tokens[row]:
             break
