@@ -22,8 +22,9 @@ from runtime.backends.onnxruntime import Cpu, Engine
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Host
+from runtime.engines.golden_difference import chain_difference, choice_difference, tree_difference
 from runtime.engines.golden_file import Drafted, malformed, read
-from runtime.engines.golden_replay import chain_difference, choice_difference, replay, tree_difference
+from runtime.engines.golden_replay import replay
 from runtime.engines.store import compile_engines, find_engines
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
