@@ -43,7 +43,8 @@ def examine(
 ) -> tuple[list[str], bool]:
     """Lines about a bundle, and whether some backend can run it now. Raises GumihoError if the bundle is damaged.
 
-    available: by name, None if the backend cannot run here. devices: by backend, "" for the first. quick: see ``Bundle.verify``.
+    available: the backends to look at by name, None if one cannot run here. devices: by backend, "" for the first. quick: see
+    ``Bundle.verify``.
     """
     bundle.verify(quick)
     manifest, ready = bundle.manifest, False
@@ -52,7 +53,7 @@ def examine(
         *(f"  {line}" for line in summary.content(bundle)),
         f"  the files are as exported ({'small ones read completely, large ones in samples' if quick else 'every byte read'})",
     ]
-    for name in manifest.forms:
+    for name in (form for form in manifest.forms if form in available):
         device, costs, notes = available[name], {}, []
         if device is None:
             notes.append("the backend does not run here, so its engines cannot be checked")
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         if bundle and args.backend:
             bundle.manifest.form(args.backend)
         print(installed())
-        available: dict[str, Backend | None] = dict.fromkeys(NAMES)
+        available = dict[str, Backend | None]()
         devices = {name: args.device if name == args.backend else "" for name in NAMES}
         for name in (args.backend,) if args.backend else NAMES:
             available[name], line = look(name, devices[name])

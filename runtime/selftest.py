@@ -23,7 +23,7 @@ from .command import run as run_command
 from .engines.store import find_engines
 from .errors import InputError
 from .generation import Generation
-from .lossless import Difference, differences
+from .lossless import NEAR, Difference, differences
 from .model import Model, load
 from .rows_alone import rows_alone
 
@@ -36,6 +36,7 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
 )
 _TOP_K, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the sampled texts; _TOKENS is their length
+_EDGE = -1  # in place of a token
 _SIGNIFICANCE = 1e-4  # the test fails if a deviation as large has a lower probability
 _FEWEST = 200  # texts that the chi-squared test needs
 
@@ -94,23 +95,43 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
     return Comparison(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
 
 
-def distribution(model: Model, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding."""
+def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], list[int]]]:
+    """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding, and the tokens at the edge of top k behind every
+    beginning of a text where rounding decides which of them are in: those nearly tied with the last one that is. A text that has one of
+    them there is counted as the beginning and ``_EDGE``, however it goes on."""
+    near = NEAR[model.decoder.passes.graphs["target"].precision]
     texts: dict[tuple[int, ...], float] = {(): 1.0}
+    edges: dict[tuple[int, ...], list[int]] = {}
     for _ in range(_TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for text, probability in texts.items():
+            if text[-1:] == (_EDGE,):
+                longer[text] = probability
+                continue
             with model.exclusive() as decoder:
                 decoder.clear()
                 row = decoder.prefill([*prompt, *text], speculate=False)
                 assert row is not None
                 logits = decoder.passes.row(row).astype(np.float64)
-            likeliest = np.argsort(-logits, kind="stable")[:_TOP_K]
+            order = np.argsort(-logits, kind="stable")
+            likeliest, last = order[:_TOP_K], logits[order[:_TOP_K][-1]]
+            tied = order[np.abs(logits[order] - last) < near * np.abs(logits).max()]
+            if not set(tied.tolist()) <= set(likeliest.tolist()):
+                edges[text] = tied.tolist()
             weights = np.exp((logits[likeliest] - logits.max()) / _TEMPERATURE)
             for token, weight in zip(likeliest.tolist(), weights / weights.sum(), strict=True):
-                longer[(*text, token)] = probability * float(weight)
+                known = counted((*text, token), edges)
+                longer[known] = longer.get(known, 0.0) + probability * float(weight)
         texts = longer
-    return texts
+    return texts, edges
+
+
+def counted(text: tuple[int, ...], edges: Mapping[tuple[int, ...], list[int]]) -> tuple[int, ...]:
+    """How a text is counted, see ``distribution``."""
+    for i, token in enumerate(text):
+        if token in edges.get(text[:i], ()):
+            return (*text[:i], _EDGE)
+    return text
 
 
 def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int, ...]]:
@@ -209,9 +230,9 @@ def results(
             f"{rows - unequal} of {rows} in {many} are bitwise equal to the same rows computed one by one",
         )
     prompt = prompts(model, 1)[0][: model.bundle.manifest.capacity - _TOKENS]
-    expected, counts, reported = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
+    (expected, edges), counts, reported = distribution(model, prompt), Counter[tuple[int, ...]](), monotonic()
     for text in drawn(model, prompt, draws):
-        counts[text] += 1
+        counts[counted(text, edges)] += 1
         if monotonic() - reported > 10:
             reported = monotonic()
             progress(f"sampled {counts.total()} of {draws} texts")

@@ -39,7 +39,9 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     copy = tmp_path / "bundle"
     shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))
     assert doctor.main([str(copy), "--backend", "cpu"]) == 1
-    assert f"gumiho compile {copy} --backend cpu" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"gumiho compile {copy} --backend cpu" in out
+    assert "  cuda: " not in out  # of which nobody asked
 
 
 def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.decoding import acceptance, decoder
-from runtime.selftest import chi_squared, main
+from runtime.selftest import chi_squared, counted, distribution, main
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
@@ -115,3 +117,49 @@ def test_impossible_texts_are_never_fair() -> None:
 def test_nothing_is_not_proof(bundle: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle), *option]) == 1
     assert f"{option[0]} is {option[1]}: give" in capsys.readouterr().err
+
+
+class Tabled:
+    """A model whose logits [10] depend on the length of the text and its last token. rounding: the largest change of each of them."""
+
+    def __init__(self, seed: int, precision: str, rounding: float = 0.0) -> None:
+        self.table = np.random.default_rng(seed).normal(0, 3, (4, 10, 10))
+        self.table[..., 4] = self.table[..., 3] - 1e-5  # nearly tied wherever one of them is the fourth
+        self.table += np.random.default_rng(seed + 1).uniform(-rounding, rounding, self.table.shape)
+        self.decoder = SimpleNamespace(
+            clear=lambda: None, prefill=self.prefill,
+            passes=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
+        )  # fmt: skip
+
+    def prefill(self, text: list[int], speculate: bool) -> tuple[int, int]:
+        return len(text) - 1, text[-1]
+
+    @contextmanager
+    def exclusive(self) -> Iterator[SimpleNamespace]:
+        yield self.decoder
+
+    def draw(self, prompt: int, rng: np.random.Generator) -> tuple[int, ...]:
+        text = [prompt]
+        for _ in range(3):
+            logits = self.table[self.prefill(text, False)]
+            best = np.argsort(-logits)[:4]
+            weights = np.exp(logits[best] / 1.5)
+            text.append(int(rng.choice(best, p=weights / weights.sum())))
+        return tuple(text[1:])
+
+
+def chance(judge: Tabled, drawn: Tabled) -> float:
+    rng, (expected, edges) = np.random.default_rng(0), distribution(judge, [0])  # type: ignore[arg-type]
+    assert sum(expected.values()) == pytest.approx(1)
+    return chi_squared(Counter(counted(drawn.draw(0, rng), edges) for _ in range(2000)), expected, 2000)[2]
+
+
+def test_rounding_may_decide_who_is_last_of_top_k() -> None:
+    """Passes of different shapes round differently: a token as likely as the last of top k is drawn in one and has no chance in the other."""
+    tied = [seed for seed in range(40) if distribution(Tabled(seed, "float16"), [0])[1]]  # type: ignore[arg-type]
+    assert len(tied) > 5
+    coarse = [chance(Tabled(seed, "float16"), Tabled(seed, "float16", 2e-3)) for seed in tied]
+    assert min(coarse) > 1e-4
+    exact = [chance(Tabled(seed, "int8"), Tabled(seed, "int8", 2e-3)) for seed in tied]  # whose rows are the same in every pass
+    assert 0.0 in exact
+    assert max(chance(Tabled(seed, "float16"), Tabled(seed + 100, "float16")) for seed in tied) < 1e-4

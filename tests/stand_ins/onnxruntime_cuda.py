@@ -3,9 +3,10 @@
 It holds its caller to the provider's rules: a session gets a device and a live stream of it; inputs and outputs are all bound, to memory
 of that device, since a recorded run may not allocate any; a run has the number of a recording, and runs of one number have the same
 binding; the first of them computes three times; nothing is computed before the stream is waited for. ``RUNS`` counts the target's
-runs by their rows, ``ELSEWHERE`` are nodes that the provider leaves to another one.
+runs by their rows, ``RECORDED`` recordings by their number, ``ELSEWHERE`` are nodes that the provider leaves to another one.
 """
 
+import os
 from collections import Counter
 from math import prod
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import onnxruntime as real
 from cuda.bindings import runtime as cuda
 
 RUNS: Counter[int] = Counter()
+RECORDED: Counter[str] = Counter()
 ELSEWHERE: list[str] = []
 ENTRIES: list[dict[str, str]] = []  # of every session
 _NAME = "CUDAExecutionProvider"
@@ -31,6 +33,10 @@ def get_available_providers() -> list[str]:
 
 
 def preload_dlls() -> None:
+    pass
+
+
+def set_default_logger_severity(severity: int) -> None:
     pass
 
 
@@ -75,6 +81,7 @@ class InferenceSession:
         ((name, settings),) = providers
         assert (name, enable_fallback) == (_NAME, 0)
         assert settings["use_tf32"] == "0"
+        assert os.environ["ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION"] == "1"
         assert options.entries["session.disable_cpu_ep_fallback"] == "1"
         ENTRIES.append(options.entries)
         self._stream = int(settings.get("user_compute_stream", 0))
@@ -109,6 +116,7 @@ class InferenceSession:
         assert binding.bound == self._names, "a recorded run would allocate memory"
         number = options.get_run_config_entry("gpu_graph_id")
         times = 1 if number in self._recorded else 3
+        RECORDED[number] += times == 3
         assert self._recorded.setdefault(number, binding) is binding, "two bindings under one number"
         if binding.rows:
             RUNS[binding.rows] += 1
