@@ -20,8 +20,8 @@ _WARNINGS, _ERRORS = 2, 3  # severities of its log; the first is what it begins 
 # Approximate bytes that CUDA and its libraries use: on an H100 0.8 GB on the host, and 0.3 to 0.5 GB on the device beyond weights and caches.
 _LIBRARIES, _LIBRARIES_THERE = 1 << 30, 1 << 29
 _FUSED_INT4 = "ORT_FPA_INTB_GEMM"  # environment variable for the session option ep.cuda.fpa_intb_gemm
-# Environment variable without an option beside it. The kernels that it turns off first copy K and V of the whole capacity for every head that
-# shares them: a pass of an 8B shape then takes 1.3 to 1.4 times as long (H100).
+# An environment variable, since it is what was measured, and not the provider's option `sdpa_kernel`. The kernels that it turns off first copy K
+# and V of the whole capacity for every head that shares them: a pass of an 8B shape then takes 1.3 to 1.4 times as long (H100).
 _COPYING_ATTENTION = "ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION"
 
 
