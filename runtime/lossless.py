@@ -15,6 +15,11 @@ from .model import Model
 NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 
+def near_margin(model: Model) -> float:
+    """The margin of a near-tie between passes of different shapes, relative to the largest logit."""
+    return NEAR[model.decoder.passes.graphs["target"].precision]
+
+
 @dataclass(frozen=True)
 class Difference:
     """A token that plain decoding would not have emitted.
@@ -42,7 +47,7 @@ def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Se
     ids: emitted after the prompt. settings: with the seed that was used, if they sample.
     """
     plain = replace(settings, speculate=False, callback=None, tree="exact", accept="exact")
-    near = NEAR[model.decoder.passes.graphs["target"].precision]
+    near = near_margin(model)
     sampler = model.selector(prompt, plain).sampler
     result: list[Difference] = []
     with model.exclusive() as decoder:

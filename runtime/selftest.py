@@ -23,7 +23,7 @@ from .command import run as run_command
 from .engines.store import find_engines
 from .errors import InputError
 from .generation import Generation
-from .lossless import NEAR, Difference, differences
+from .lossless import Difference, differences, near_margin
 from .model import Model, load
 from .rows_alone import rows_alone
 
@@ -99,7 +99,7 @@ def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, .
     """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding, and the tokens at the edge of top k behind every
     beginning of a text where rounding decides which of them are in: those nearly tied with the last one that is. A text that has one of
     them there is counted as the beginning and ``_EDGE``, however it goes on."""
-    near = NEAR[model.decoder.passes.graphs["target"].precision]
+    near = near_margin(model)
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     edges: dict[tuple[int, ...], list[int]] = {}
     for _ in range(_TOKENS):
@@ -114,8 +114,8 @@ def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, .
                 assert row is not None
                 logits = decoder.passes.row(row).astype(np.float64)
             order = np.argsort(-logits, kind="stable")
-            likeliest, last = order[:_TOP_K], logits[order[:_TOP_K][-1]]
-            tied = order[np.abs(logits[order] - last) < near * np.abs(logits).max()]
+            likeliest = order[:_TOP_K]
+            tied = order[np.abs(logits[order] - logits[likeliest[-1]]) < near * np.abs(logits).max()]
             if not set(tied.tolist()) <= set(likeliest.tolist()):
                 edges[text] = tied.tolist()
             weights = np.exp((logits[likeliest] - logits.max()) / _TEMPERATURE)

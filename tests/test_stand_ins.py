@@ -628,12 +628,19 @@ def test_migraphx_gives_the_cpus_tokens(amd: ModuleType, bundle: Path, expected:
 
 def test_a_failed_run_of_migraphx_is_told(amd: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(bundle, "migraphx")
+    run, failing = amd.program.run_async, list[str]()
 
-    def failing(*_: object) -> object:
-        raise RuntimeError("hip_error: out of memory\nat line 9")
+    def run_or_fail(*arguments: object) -> object:
+        if failing:
+            raise RuntimeError(*failing)
+        return run(*arguments)
 
-    monkeypatch.setattr(amd.program, "run_async", failing)
+    monkeypatch.setattr(amd.program, "run_async", run_or_fail)
     told = r"MIGraphX failed to run an engine \(hip_error: out of memory\): free memory or"
+    with load(bundle, "migraphx") as model:
+        failing.append("hip_error: out of memory\nat line 9")
+        with pytest.raises(GumihoError, match=told):
+            ids(model, [5, 6], 4)
     with pytest.raises(GumihoError, match=told):
         load(bundle, "migraphx")  # which makes every call once
 

@@ -54,12 +54,12 @@ class Cuda:
         return self._device.details()
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
-        form, work = bundle.manifest.form(self.NAME), buffers(bundle, self.NAME)
+        form, work = bundle.manifest.form(self.NAME), buffers(bundle, self.NAME) + _LIBRARIES_THERE
         if form.weights:
-            return MemoryNeeds(Space(_LIBRARIES), Space(_LIBRARIES, _LIBRARIES_THERE + nbytes(form) + work))
+            return MemoryNeeds(Space(_LIBRARIES), Space(_LIBRARIES, nbytes(form) + work))
         # Weights are copied from their mapped files to the device one tensor at a time; each session has its own copy there.
         weights = [graph.weights for graph in form.graphs.values()]
-        return MemoryNeeds(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, _LIBRARIES_THERE + sum(weights) + work))
+        return MemoryNeeds(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + work))
 
     def free(self) -> Free | None:
         return Free(self._device.memory()[0], self._device.unified)

@@ -163,10 +163,8 @@ class EnginePasses:
     def warm_up(self) -> None:
         """Makes every bound call once: with the first call an accelerator sets an engine up and records its work, which takes much longer
         than the call. Nothing is committed, but rows behind the caches' length are written."""
-        for count, call in enumerate(self._drafts, 1):  # first, since verification reads a tree
-            self.accepted_count[0] = count
-            call()
-        for call in (*self._bound.values(), *self._shared.causal.values()):
+        self.accepted_count[0] = 1
+        for call in (*self._drafts, *self._bound.values(), *self._shared.causal.values()):  # verification reads a drafted tree
             call()
         self.accepted_count[0] = 0
         self.device.synchronize()
