@@ -17,7 +17,7 @@ from graphs.dialects.quantization import EMBEDDING
 from graphs.tree import TreeConfig
 from runtime.decoding.logprobs import log_softmax
 from runtime.errors import InputError, UnavailableError
-from runtime.model import load
+from runtime.loader import load
 from runtime.perplexity import Quality, log_probabilities
 
 from .checkpoints.pair import Pair

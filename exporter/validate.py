@@ -14,7 +14,7 @@ from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
 from graphs.token_digits import digits_of
 from runtime.decoding.decoder import Decoder
-from runtime.model import load
+from runtime.loader import load
 
 from .checkpoints.llama import transformers_model
 from .plan import Plan

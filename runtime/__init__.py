@@ -20,7 +20,8 @@ if _TYPE_CHECKING:
     from .decoding.settings import Settings
     from .decoding.stats import Stats
     from .generation import Generation
-    from .model import Model, load
+    from .loader import load
+    from .model import Model
     from .session import Session
 
     __version__: str
@@ -35,7 +36,7 @@ else:
         "Settings": "decoding.settings",
         "Stats": "decoding.stats",
         "TokenLogprobs": "decoding.logprobs",
-        "load": "model",
+        "load": "loader",
     }
 
     def __getattr__(name: str) -> object:

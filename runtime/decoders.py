@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from .backends import close
 from .decoding.decoder import Decoder
 from .decoding.settings import Settings
-from .devices import Host
 from .loaded import Loaded
 
 
@@ -24,10 +23,7 @@ class Decoders:
     def _make(self, drafter: str, beside: Decoder | None) -> Decoder:
         teams = self._loaded.teams
         with nullcontext() if teams.mine else teams.of(self._stream):
-            made = self._loaded.decoder(drafter, self._stream, self._others, beside)
-            if beside is None and not isinstance(self._loaded.device, Host):
-                made.passes.warm_up()
-            return made
+            return self._loaded.decoder(drafter, self._stream, self._others, beside)
 
     @property
     def current(self) -> Decoder:

@@ -15,7 +15,8 @@ from .decoding.settings import Settings
 from .errors import GumihoError, InputError
 from .generate_options import parser, prompted, read_prompts, settings
 from .generation import Generation
-from .model import Model, load
+from .loader import load
+from .model import Model
 from .stats_table import table
 from .terminal_chat import TerminalChat, opening
 from .trace_page import Trace

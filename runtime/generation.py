@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ class _Model(Protocol):
     """The part of a model that a generation uses."""
 
     bundle: Bundle
+    thread: Executor
 
     def _start(self, generation: "Generation", selector: TokenSelector, resume: bool) -> Iterator[Cycle]: ...
     def _advance(self, generation: "Generation", cycles: Iterator[Cycle]) -> Cycle | None: ...
@@ -95,15 +96,14 @@ class Generation:
         return self.pieces()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        """``__iter__`` for asyncio. The text is computed in a thread of its own; leaving the loop cancels the generation, which ends
+        """``__iter__`` for asyncio. The text is computed in the model's thread; leaving the loop cancels the generation, which ends
         after the running cycle."""
-        pieces, thread = iter(self), ThreadPoolExecutor(1)
+        pieces, loop = iter(self), asyncio.get_running_loop()
         try:
-            while (piece := await asyncio.get_running_loop().run_in_executor(thread, next, pieces, None)) is not None:
+            while (piece := await loop.run_in_executor(self._model.thread, next, pieces, None)) is not None:
                 yield piece
         finally:
             self.cancel()
-            thread.shutdown(wait=False)
 
     def pieces(self, watch: Callable[[Cycle], object] | None = None) -> Iterator[str]:
         """Pieces of text as ``__iter__`` gives them; ``watch`` is called with every cycle."""

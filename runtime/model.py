@@ -2,24 +2,21 @@
 
 import asyncio
 import logging
-import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from operator import index
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .backends import backend, close, require
-from .bundle.reader import Bundle
 from .decoders import Decoders
 from .decoding.checks import check, check_settings
 from .decoding.cycle import Cycle
 from .decoding.decoder import Decoder
 from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
+from .devices import Host
 from .engines.memory_check import require_stream
 from .errors import InputError, MisuseError
 from .generation import BUSY, Generation
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
     from .text.chat_template import ChatTemplate
 
 _log = logging.getLogger("gumiho.model")
-_MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
-_MOST_STREAMS = 1024
 _PATIENCE = 0.25  # seconds to wait for a cycle of a stream whose rows are to be copied
 
 
@@ -43,6 +38,8 @@ class Model:
 
     Safe to use from any thread. A stream runs one generation at a time: starting another one ends the previous one. Those of different
     streams take turns, cycle by cycle, and none changes the output of another.
+
+    thread: where texts for asyncio are computed, always the same one (see ``warm_up``).
     """
 
     def __init__(self, loaded: Loaded) -> None:
@@ -55,6 +52,7 @@ class Model:
             return teams.shared(number)
 
         self.decoders = Decoders(loaded, self._number, others)
+        self.thread: Executor = ThreadPoolExecutor(1, "gumiho-async")
         self._lock = threading.Lock()
         self._holder: int | None = None  # the thread that has the lock
         # Weak, since a generation holds the model; a strong reference would delay freeing both.
@@ -65,6 +63,16 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{', closed' * self._closed}>"
+
+    def warm_up(self) -> None:
+        """Makes every call to the engines once, so that the next text need not wait for an accelerator to set them up; on the CPU there is
+        nothing to do. Ends a running generation. ``load`` does it for the first stream. ONNX Runtime records calls for CUDA anew in every
+        thread: there, do it in the thread that decodes, if that is another one.
+        """
+        if not isinstance(self._loaded.device, Host):
+            with self.exclusive() as decoder:
+                decoder.clear()
+                decoder.passes.warm_up()
 
     def stream(self) -> "Model":
         """Another stream over the same engines and weights, with caches of its own; a model like this one. Closing it frees its caches,
@@ -255,6 +263,7 @@ class Model:
                 self._closed, self._kept = True, ()
                 self._loaded.closed = owner
                 self.decoders.close(engines=owner)
+                self.thread.shutdown(wait=False)
                 self._loaded.teams.forget(self._number)
                 _log.debug("closed %s", self.bundle.path)
 
@@ -263,37 +272,3 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0, streams: int = 1) -> Model:
-    """Loads a bundle with the engines compiled for a backend.
-
-    backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU threads of the
-    engines, 0 for as many as compiling found fastest. streams: how many texts can be decoded at once, ``Model.streams``; memory for their
-    caches is checked before anything is loaded. Raises DamageError if the bundle is damaged, InputError if it has no graphs for
-    the backend, and UnavailableError if the backend cannot run here or has no current engines; the message names the command that
-    compiles them.
-    """
-    started, opened = perf_counter(), Bundle(bundle)
-    most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
-    if not hasattr(threads, "__index__") or not 0 <= (threads := index(threads)) <= most:
-        raise InputError(f"threads is {threads!r}: give 0 for as many as compiling found fastest, or 1 to {most}")
-    if not hasattr(streams, "__index__") or not 1 <= (streams := index(streams)) <= _MOST_STREAMS:
-        raise InputError(f"streams is {streams!r}: give 1 to {_MOST_STREAMS}")
-    name = backend_name or opened.manifest.default
-    require(name)
-    opened.manifest.form(name)
-    chosen = backend(name, device)
-    if threads and not chosen.THREADS:
-        raise InputError(f"threads is {threads}, and engines of {name} do not compute with CPU threads: leave it out")
-    opened.verify(quick=True)
-    loaded = Loaded.open(opened, chosen, threads, streams)
-    try:
-        model = Model(loaded)
-        model._kept = tuple(Model(loaded) for _ in range(streams - 1))
-    except BaseException:
-        close(loaded.engines, loaded.device)
-        raise
-    prices = "measured" if all(loaded.costs.values()) else "no"
-    _log.info("loaded %s for %s in %.2f s, with %s prices", opened.path, name, perf_counter() - started, prices)
-    return model

@@ -17,7 +17,7 @@ from .command import run as run_command
 from .engines.store import find_engines
 from .errors import InputError
 from .generate_options import read_text
-from .model import load
+from .loader import load
 from .perplexity import Quality, measure, windows
 
 _WINDOW, _TOKENS = 1024, 8192

@@ -23,8 +23,9 @@ from .command import run as run_command
 from .engines.store import find_engines
 from .errors import InputError
 from .generation import Generation
+from .loader import load
 from .lossless import Difference, differences, near_margin
-from .model import Model, load
+from .model import Model
 from .rows_alone import rows_alone
 
 _SETTINGS: tuple[dict[str, Any], ...] = (

@@ -30,7 +30,7 @@ from runtime.device_check.prompts import TEXTS, prompts
 from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import GumihoError
 from runtime.generation import Generation
-from runtime.model import load
+from runtime.loader import load
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import stand_in
 from tests.pairs import SMALL

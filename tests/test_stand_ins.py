@@ -3,6 +3,7 @@
 The stand-ins compute with ONNX Runtime on the processor and assert that the libraries' rules are kept; each file says which.
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ from runtime import GumihoError, InputError, Model, load
 from runtime.backends import backend
 from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines, find_engines
+from runtime.serve.slots import Slots
 from tests import test_backends as promises
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_quantized import fp8_bundle
@@ -360,6 +362,32 @@ def test_cuda_gives_the_cpus_tokens(
             assert runs[trees[-1]]
         assert len(nvidia.cuda.LIVE) == allocated
         assert onnxruntime_gpu.RECORDED.total() == recorded  # all while loading
+
+
+def test_cuda_records_in_no_text_of_asyncio_and_of_the_server(onnxruntime_gpu: ModuleType, bundle: Path) -> None:
+    """Recordings belong to threads: the first text of asyncio finds a new one, and no other text does."""
+    compiled(bundle, "cuda")
+    recorded = onnxruntime_gpu.RECORDED
+
+    async def read(model: Model) -> str:
+        return "".join([piece async for piece in model.agenerate("def main(argv):", 12)])
+
+    async def serve(slots: Slots) -> list[list[int]]:
+        for slot in slots._all:
+            await slot.run(lambda: None)  # what it begins with is done
+        before = recorded.total()
+        found = [await slot.run(lambda slot=slot: ids(slot.stream, SHORT, 12)) for slot in slots._all]
+        assert recorded.total() == before
+        return found
+
+    with load(bundle, "cuda", streams=2) as model:
+        first = asyncio.run(read(model))
+        before = recorded.total()
+        assert asyncio.run(read(model)) == first
+        assert recorded.total() == before
+        slots = Slots(model.streams, 0)
+        assert asyncio.run(serve(slots)) == [ids(model, SHORT, 12)] * 2
+        slots.close()
 
 
 def test_cuda_keeps_int4_inside(onnxruntime_gpu: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from ..bundle.reader import Bundle
 from ..engines import golden_replay as golden
 from ..engines.store import compile_engines, find_engines
 from ..errors import GumihoError
-from ..model import Model, load
+from ..loader import load
+from ..model import Model
 from .memory import memory_in_use
 from .prompts import prompts
 

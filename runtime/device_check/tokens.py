@@ -11,8 +11,9 @@ from ..decoding.stats import Stats
 from ..engines import golden_replay as golden
 from ..engines.store import compile_engines, find_engines
 from ..errors import GumihoError
+from ..loader import load
 from ..lossless import NEAR, Difference, differences
-from ..model import Model, load
+from ..model import Model
 from .pieces import Check, Findings, Skip
 from .prompts import prompts
 

@@ -14,7 +14,7 @@ from ..command import argument_parser
 from ..command import run as run_command
 from ..errors import InputError, UnavailableError
 from ..generate_options import read_text
-from ..model import load
+from ..loader import load
 from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")

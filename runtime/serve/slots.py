@@ -22,6 +22,7 @@ class Slot:
 
     def __init__(self, stream: Model) -> None:
         self.stream, self._thread = stream, ThreadPoolExecutor(1, "gumiho-stream")
+        self._thread.submit(stream.warm_up)
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Work in the slot's thread, after what it has begun before."""

@@ -2,11 +2,12 @@
 
 It holds its caller to the provider's rules: a session gets a device and a live stream of it; inputs and outputs are all bound, to memory
 of that device, since a recorded run may not allocate any; a run has the number of a recording, and runs of one number have the same
-binding; the first of them computes three times; nothing is computed before the stream is waited for. ``RUNS`` counts the target's
+binding; the first of them in a thread computes three times; nothing is computed before the stream is waited for. ``RUNS`` counts the target's
 runs by their rows, ``RECORDED`` recordings by their number, ``ELSEWHERE`` are nodes that the provider leaves to another one.
 """
 
 import os
+import threading
 from collections import Counter
 from math import prod
 from types import SimpleNamespace
@@ -89,7 +90,8 @@ class InferenceSession:
         assert not self._stream or cuda.STREAMS[self._stream].device == int(settings["device_id"])
         self._real = real.InferenceSession(graph, options.real, providers=["CPUExecutionProvider"])
         self._names = {value.name for value in (*self._real.get_inputs(), *self._real.get_outputs())}
-        self._recorded: dict[str, Binding] = {}
+        self._bindings: dict[str, Binding] = {}
+        self._recorded = threading.local()  # its attributes are the numbers
 
     def get_inputs(self) -> Any:
         return self._real.get_inputs()
@@ -115,9 +117,10 @@ class InferenceSession:
         assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
         assert binding.bound == self._names, "a recorded run would allocate memory"
         number = options.get_run_config_entry("gpu_graph_id")
-        times = 1 if number in self._recorded else 3
+        times = 1 if hasattr(self._recorded, number) else 3
+        setattr(self._recorded, number, True)
         RECORDED[number] += times == 3
-        assert self._recorded.setdefault(number, binding) is binding, "two bindings under one number"
+        assert self._bindings.setdefault(number, binding) is binding, "two bindings under one number"
         if binding.rows:
             RUNS[binding.rows] += 1
 
