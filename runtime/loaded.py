@@ -87,12 +87,14 @@ class Loaded:
         """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the caches of so many
         streams."""
         while True:
+            require(
+                bundle, backend, streams=streams
+            )  # first, since a machine that lacks what it takes cannot compile engines either
             folder = find_engines(bundle, backend)
             try:
                 form, manifest = backend.form(bundle, folder), bundle.manifest
                 costs = {name: Costs.load(folder, manifest.rows, manifest.suffix(name)) for name in manifest.each}
                 first = costs[manifest.each[0]]
-                require(bundle, backend, streams=streams)
                 measured = first.threads_on(physical_cores()) if first else 0
                 engines, device = backend.open(bundle, folder, threads or measured, streams)
                 shares = streams > 1 and SHARED in form.graphs

@@ -4,7 +4,7 @@ import gc
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from hypothesis import settings
 
 from exporter import cli
 from runtime.backends import onnxruntime
+from runtime.backends.processor import overflows
 from runtime.bundle.locks import locked
+from runtime.errors import UnavailableError
 from tests import traces
 from tests.pairs import RandomPair
 
@@ -55,6 +57,22 @@ def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector would go over its millions of objects again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Products of bytes (w8a8) are skipped where the processor cannot sum them."""
+    try:
+        return (yield)
+    except UnavailableError as error:
+        if overflows() and "VNNI" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from pytest_runtest_call())
 
 
 @pytest.fixture(autouse=True, scope="session")
