@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runtime.decoding import acceptance, decoder
 from runtime.selftest import chi_squared, counted, distribution, main
 from tests.conftest import DEMO, MakeBundle
-from tests.end_to_end.test_quantized import WHOLE
+from tests.end_to_end.test_quantized import INT8
 from tests.pairs import SMALL
 
 
@@ -38,7 +38,7 @@ def test_rows_of_a_quantized_target(
 ) -> None:
     """They are compared to the last bit: one next to it is found, though no token differs."""
     argv = [
-        str(make_bundle(DEMO, *WHOLE)),
+        str(make_bundle(DEMO, *INT8)),
         "--prompts",
         "2",
         "--max-new-tokens",

@@ -25,6 +25,7 @@ from runtime.backends.onnxruntime import Cpu
 from runtime.backends.onnxruntime_lanes import Lanes, Pass
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import check_shared
+from runtime.engines.memory_check import require
 from runtime.engines.store import find_engines
 from runtime.errors import DamageError, GumihoError, MisuseError
 from runtime.shared_passes import InTurn
@@ -52,10 +53,16 @@ def bundle(request: pytest.FixtureRequest, make_bundle: MakeBundle) -> Path:
     return make_bundle(DEMO, *PRECISIONS[request.param], "--rows", "8", "--capacity", str(CAPACITY))
 
 
+def engines_here(bundle: Bundle, cpu: Cpu) -> Path:
+    """Raises UnavailableError where the processor cannot multiply bytes, as loading does: there are no engines of w8a8 either."""
+    require(bundle, cpu)
+    return find_engines(bundle, cpu)
+
+
 @pytest.fixture(scope="module")
 def opened(bundle: Path) -> Iterator[tuple[Bundle, Any, Lanes]]:
     read, made = Bundle(bundle), Cpu("")
-    folder = find_engines(read, made)
+    folder = engines_here(read, made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnxruntime, "_SMALL", 0)  # passes of one stream go through the shared graph too
         engines = [made.open(read, folder, 1, streams)[0] for streams in (1, 2)]
@@ -96,6 +103,8 @@ def test_rows_get_what_a_pass_of_their_own_gives(
 ) -> None:
     """To the last bit, whatever the precision, in the same kernels: rows do not meet but in products, whose rows are summed alone."""
     bundle, target, lanes = opened
+    least = Cpu("").form(bundle, Path()).least
+    parts = [(past, max(least, rows)) for past, rows in parts]
     wanted = [[rows - 1] if last else list(range(rows)) for _, rows in parts]
     made = [
         [buffers(bundle, past, rows, w, seed + i) for i, ((past, rows), w) in enumerate(zip(parts, wanted, strict=True))]
@@ -215,7 +224,7 @@ def test_of_a_small_target_a_stream_alone_has_an_engine_of_its_own(
 
 def test_closed(bundle: Path) -> None:
     read, made = Bundle(bundle), Cpu("")
-    lanes = made.open(read, find_engines(read, made), 1, 2)[0]["target"]
+    lanes = made.open(read, engines_here(read, made), 1, 2)[0]["target"]
     own = buffers(read, 0, 1, [0], 1)
     call = lanes.bind(own)
     lanes.close()
@@ -227,7 +236,7 @@ def test_closed(bundle: Path) -> None:
 
 def test_lanes_that_differ_fail_the_golden_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, made, real = Bundle(bundle), Cpu(""), Lanes.run
-    folder = find_engines(read, made)
+    folder = engines_here(read, made)
     check_shared(read, made, folder)
 
     def wrong(lanes: Lanes, passes: Any) -> None:
@@ -374,6 +383,7 @@ def test_prompts_are_read_one_after_the_other_with_the_rows_of_others() -> None:
 
 
 def test_bundles_without_the_graph_decode_by_turns(bundle: Path, tmp_path: Path) -> None:
+    engines_here(Bundle(bundle), Cpu(""))
     shutil.copytree(bundle, tmp_path / "old", ignore=shutil.ignore_patterns("engines"))
     edit(tmp_path / "old", without_shared)
     assert gumiho.main(["compile", str(tmp_path / "old")]) == 0

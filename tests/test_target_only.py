@@ -270,7 +270,7 @@ def test_commands(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_tokens, "_TOKENS", 10)
     monkeypatch.setattr(device_pieces, "_SELFTEST", (1, 8, 250))
-    assert device_check([str(quantized("w8a8")), "--out", str(tmp_path / "out"), "--minutes", "0.5"]) == 0
+    assert device_check([str(quantized("int8")), "--out", str(tmp_path / "out"), "--minutes", "0.5"]) == 0
     report = (tmp_path / "out" / "device_check.md").read_text()
     assert "Nothing failed." in report
     assert "golden run, largest error | texts" in report

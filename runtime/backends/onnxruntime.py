@@ -7,6 +7,7 @@ graphs refer to. Row counts stay symbolic, so one session serves plain decoding,
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from ..errors import GumihoError, InputError, MisuseError, UnavailableError
 from . import Engine as AnyEngine
 from .memory import Free, MemoryNeeds, Space
 from .onnxruntime_install import require_one
-from .processor import overflows, physical_cores
+from .processor import one_row_differs, overflows, physical_cores
 
 try:
     import onnxruntime as ort
@@ -68,7 +69,9 @@ class Cpu:
             open_session(bundle.path / graph.file, options, _CPU, {})
 
     def form(self, bundle: Bundle, folder: Path) -> Form:
-        return bundle.manifest.form(self.NAME)
+        form = bundle.manifest.form(self.NAME)
+        exact = form.graphs["target"].precision == "int8" and "int4" in bundle.manifest.weights.get("target", "")
+        return replace(form, least=2) if exact and one_row_differs() else form
 
     def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "AnyEngine"], Device]:
         _require_bytes(bundle)

@@ -8,6 +8,7 @@ from pathlib import Path
 from .control_groups import quotas
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def physical_cores() -> int:
@@ -25,5 +26,11 @@ def physical_cores() -> int:
 
 def overflows() -> bool:
     """Whether sums of 8-bit products can overflow 16 bits, as on x86 before VNNI; False if unknown."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return platform.machine() == "x86_64" and cpuinfo.is_file() and "vnni" not in cpuinfo.read_text()
+    return platform.machine() == "x86_64" and _CPUINFO.is_file() and "vnni" not in _CPUINFO.read_text()
+
+
+def one_row_differs() -> bool:
+    """Whether ONNX Runtime multiplies one row by 4-bit codes in another order than several: on x86 without AVX-512, or if unknown there."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    return not (_CPUINFO.is_file() and "avx512vl" in _CPUINFO.read_text())

@@ -152,7 +152,8 @@ class Form:
     of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
     for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
     ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs. Of several
-    drafters the first one's names are these, and those of the others end with ``.NAME``.
+    drafters the first one's names are these, and those of the others end with ``.NAME``. least: rows that a pass of the target has on this
+    machine at least, and matrices multiply; those without a token are padding.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -161,6 +162,7 @@ class Form:
     graphs: Mapping[GraphName, Graph]
     spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
     weights: Mapping[Model, Mapping[WeightName, Weight]] = field(default_factory=dict)
+    least: Annotated[int, Bounds(1, 2)] = 1
 
     def of(self, suffix: str) -> "Form":
         """As if there were one drafter only. suffix: of its names, "" for the first."""
@@ -180,7 +182,7 @@ class Form:
 
     def target(self, rows: int) -> tuple[str, int]:
         """The graph for a pass of the target over so many rows, and how many it computes: the smallest one that takes them."""
-        return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", rows))
+        return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", max(rows, self.least)))
 
     def inputs(self, graph: str) -> Mapping[str, Weight]:
         """The weights that a graph may take as inputs, by name."""

@@ -22,7 +22,7 @@ class _Shared:
 
     def __init__(self, manifest: Manifest, form: Form, device: Device) -> None:
         targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
-        self.cache = KVCache(device, *targets, capacity=manifest.capacity)
+        self.cache = KVCache(device, *targets, capacity=manifest.capacity + form.least - 1)
         widest = max(manifest.rows, form.chunk)
         self.choice = np.zeros(widest, np.int64)
         self.logits = device.zeros((widest, manifest.vocabulary), manifest.dtype)
@@ -97,7 +97,7 @@ class EnginePasses:
         logits of the last row will do."""
         _, size = self.form.target(rows)
         last = last and self.graphs["target"].selects
-        first = size - 1 if last else 0
+        first = size - self.form.least if last else 0
 
         def bind() -> Call:
             return self._bind_target(self.tokens, self.depth, np.tri(size, dtype=np.bool_), first, self._begin(size, last))
@@ -186,7 +186,7 @@ class EnginePasses:
         ``causal``. Returns which row of the outputs is the first token's."""
         self.tokens[: len(tokens)] = tokens
         self.run_target(self.causal(len(tokens), last))
-        return self._begin(len(tokens), last)
+        return self._begin(self.form.target(len(tokens))[1], last)
 
     def commit(self, rows: int, path: Sequence[int]) -> None:
         """Keeps some rows of the target's last pass in its cache. rows: of that pass; path: see ``KVCache.commit``."""

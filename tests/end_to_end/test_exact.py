@@ -15,6 +15,8 @@ from graphs.dialects import exact
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
 from runtime import Generation, Model, load
+from runtime.backends.onnxruntime import Cpu
+from runtime.backends.processor import one_row_differs
 from runtime.bundle import graphs
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.manifest_reader import parse_manifest
@@ -142,6 +144,24 @@ def test_texts_are_the_same(make_bundle: MakeBundle, pair: Path | RandomPair, op
                 speculative = ended(model.generate(prompt, 20, **settings))
                 assert ended(session.generate(prompt, 20, **settings)).ids == speculative.ids == plain.ids
                 assert differences(model, speculative) == []
+
+
+def test_a_row_is_never_alone_where_it_would_differ(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last position of caches that are whole blocks, which leave no room for a second row."""
+    bundle, texts = make_bundle(DEMO, *CPU4, "--capacity", "256"), []
+    prompts = [np.random.default_rng(3).integers(2, 500, length).tolist() for length in (1, 128, 129, 256)]
+    for alone in (True, False):
+        monkeypatch.setattr("runtime.backends.onnxruntime.one_row_differs", lambda alone=alone: not alone)
+        assert Cpu("").form(Bundle(make_bundle(DEMO, *WHOLE, *LONG)), bundle).least == 1
+        for streams in (1, 2):
+            with load(bundle, "cpu", threads=1, streams=streams) as model:
+                own = [ended(model.generate(p, 256, speculate)).ids for p in prompts for speculate in (True, False)]
+                passes = model.decoder.passes
+                assert min(rows for _, rows in (*passes._bound, *passes._shared.causal)) == (1 if alone else 2)
+            assert own[::2] == own[1::2] or (alone and one_row_differs())
+            texts.append(own)
+    assert texts[2] == texts[3]
+    assert texts[0] == texts[2] or one_row_differs()
 
 
 def test_attention_that_adds_up_in_single_precision_would_not_do(

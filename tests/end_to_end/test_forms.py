@@ -73,7 +73,9 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
     assert max(errors.values()) < 5e-4
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
-    return Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
+    model = Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
+    model.warm_up()  # as loading does
+    return model
 
 
 def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) -> tuple[list[int], list[tuple[int, ...]]]:
