@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from runtime.engines.golden_difference import chain_difference, choice_differenc
 from runtime.engines.golden_file import Drafted, malformed, read
 from runtime.engines.golden_replay import replay
 from runtime.engines.store import compile_engines, find_engines
-from tests.conftest import MakeBundle
+from tests.conftest import DEMO, MakeBundle
+from tests.end_to_end.test_quantized import INT8
 from tests.pairs import SMALL
 from tests.seal import edit_golden, update
 from tests.test_drafter import load
@@ -233,6 +235,22 @@ def test_what_an_engine_may_get_wrong_is_noticed(
     assert max(replay(bundle, bundle.manifest.form("cpu"), engines, device).values()) < 1e-3
     with pytest.raises(GumihoError, match=said):
         replay(bundle, bundle.manifest.form("cpu"), {**engines, engine: Changed(engines[engine], change)}, device)
+
+
+def test_a_row_that_has_other_numbers_alone_is_noticed(bundle: Path, make_bundle: MakeBundle) -> None:
+    """The next number is enough. A target that does not round its rows may have it."""
+
+    def next_to_it(buffers: Mapping[str, np.ndarray]) -> None:
+        if len(buffers["tokens"]) == 1:
+            buffers["logits"][0, 0] = np.nextafter(buffers["logits"][0, 0], np.float32(np.inf))
+
+    for folder, rounds in ((make_bundle(DEMO, *INT8), True), (bundle, False)):
+        opened, made = Bundle(folder), Cpu("")
+        engines, device = made.open(opened, find_engines(opened, made))
+        replay(opened, opened.manifest.form("cpu"), engines, device)
+        changed = {**engines, "target": Changed(engines["target"], next_to_it)}
+        with pytest.raises(GumihoError, match="other numbers alone .*--weights none") if rounds else nullcontext():
+            replay(opened, opened.manifest.form("cpu"), changed, device)
 
 
 def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], Host], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
+_AMONG = 16  # rows; those of more than 193 need not have the same bits (graphs.dialects.exact)
 # The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree, and of its
 # rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is
 # kept, and with it a whole subtree. In fp32 that is too rare to allow for.
@@ -33,8 +34,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
 
     Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and, with a
     drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the
-    tolerance of its graph's precision, the target chooses another token by more than that, or a tree differs from the recorded
-    one; and DamageError if the golden run is damaged.
+    tolerance of its graph's precision, the target chooses another token by more than that, a tree differs from the recorded
+    one, or a row of a target that rounds its rows to int8 has other logits alone than among others; and DamageError if the golden run is
+    damaged.
     """
     run, manifest = read(bundle), bundle.manifest
     device.enter()
@@ -46,6 +48,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
     errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
+    roots = list[np.ndarray]()  # logits of the tree's first row, of the passes that are not kept
 
     def target_pass(name: str, size: int = 0, keep: bool = True) -> tuple[Call, Call]:
         """A recorded pass of the target, and a function that checks its outputs.
@@ -82,6 +85,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
                 raise _differs("target", difference)
             if keep:
                 target.commit(graph, range(rows))
+            else:
+                roots.append(outputs["logits"][0])
 
         return engines[engine].bind({**inputs, **out, **target.bindings(graph)}), check
 
@@ -124,6 +129,14 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     for size in form.targets:
         if size != manifest.rows:
             run_checked(target_pass("verify", size, keep=False))
+    if form.graphs["target"].precision == "int8":
+        for size in (1, min(len(run["verify.tokens"]), _AMONG)):
+            run_checked(target_pass("verify", size, keep=False))
+        if not all(np.array_equal(root, roots[0]) for root in roots):
+            raise GumihoError(
+                "a row of the target has other numbers alone than among others on this processor, so that texts could differ from plain "
+                "decoding's: export with --weights none"
+            )
     if not drafting:
         run_checked(target_pass("verify"))
         return errors
