@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from exporter import cli
 from exporter.backends import specs
 from graphs.dialects import exact
 from graphs.dialects.exact import Exact
@@ -168,15 +167,12 @@ def test_a_row_is_never_alone_where_it_would_differ(make_bundle: MakeBundle, mon
 
 
 def test_attention_that_adds_up_in_single_precision_would_not_do(
-    make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else there would be no need for ``Exact``, or no power in what is tested here. The golden run notices it too."""
+    """Else there would be no need for ``Exact``, or no power in what is tested here."""
     for name in ("attention_mask", "_attention"):
         monkeypatch.setattr(Exact, name, getattr(Standard, name))
-    FULL.write(tmp_path / "pair")
-    argv = ["--target", str(tmp_path / "pair/target"), "--weights", "int4", "--out", str(tmp_path / "out")]
-    assert cli.main(argv) == 1
-    assert "other numbers alone than among others" in capsys.readouterr().err
+    # With AVX-512 the golden run notices it.
     monkeypatch.setattr(golden_replay, "_AMONG", 1)
     with load(make_bundle(FULL, "--weights", "int4", "--capacity", "255", drafter=False), "cpu", threads=1) as model:
         assert unlike(model) > 0
