@@ -383,7 +383,7 @@ def test_prompts_are_read_one_after_the_other_with_the_rows_of_others() -> None:
 
 
 def test_bundles_without_the_graph_decode_by_turns(bundle: Path, tmp_path: Path) -> None:
-    engines_here(Bundle(bundle), Cpu(""))
+    require(Bundle(bundle), Cpu(""))
     shutil.copytree(bundle, tmp_path / "old", ignore=shutil.ignore_patterns("engines"))
     edit(tmp_path / "old", without_shared)
     assert gumiho.main(["compile", str(tmp_path / "old")]) == 0
