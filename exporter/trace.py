@@ -15,10 +15,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 from onnxscript.optimizer import fold_constants
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
 from graphs.features import NORMED
+from graphs.layer import Rotary
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from runtime.bundle.graphs import Weight
@@ -163,6 +165,14 @@ def _simplify(model: ir.Model) -> None:
     passes.ClearMetadataAndDocStringPass()(model)  # the tracer's: lines of our code, and shapes of two layers
 
 
+def _forget_tables(module: Target | Drafter) -> None:
+    """Makes rotary tables as long as the caches: their real length, which ``trace`` gives them with their weights, tells how deep the
+    tree is, and trees of any depth shall share the target's graphs."""
+    if isinstance(rotary := getattr(module, "rotary", None), Rotary):
+        for name, table in list(rotary.named_parameters()):
+            setattr(rotary, name, nn.Parameter(table.new_empty(module.capacity, table.shape[1])))
+
+
 _MAX_CAPTURED = 24  # graphs, more than an export has
 _captured: dict[bytes, ir.Model] = {}
 
@@ -172,12 +182,13 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 
     The pickle of a module on the meta device contains its whole structure, so equal pickles give equal graphs.
     """
+    _forget_tables(module)
     key = pickle.dumps((module, dtype, sorted((sizes or {}).items())))
-    if key not in _captured:
-        while len(_captured) >= _MAX_CAPTURED:
-            del _captured[next(iter(_captured))]
-        _captured[key] = _traced(module, dtype, sizes)
-    return _captured[key].clone()
+    model = _captured.pop(key) if key in _captured else _traced(module, dtype, sizes)
+    while len(_captured) >= _MAX_CAPTURED:
+        del _captured[next(iter(_captured))]
+    _captured[key] = model  # behind the others: the one that goes first was used longest ago
+    return model.clone()
 
 
 def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from runtime.command import INTERRUPTED
+from runtime.errors import InputError
 from tests.conftest import DEMO
 from tools import best_tree, compare
 
@@ -103,6 +105,7 @@ def test_the_search_finds_the_best_of_a_hill(
     assert all(0 < one.get("--serial-steps", 1) <= (levels or 10) for one in tried)
     assert all((family == "medusa") <= one["--heads"] <= heads for one in tried if "--heads" in one)
     assert len(tried) == len({tuple(sorted(one.items())) for one in tried}), "no tree is measured twice"
+    assert list((tmp_path / "bundles" / "none").iterdir()) == [search.place(chosen)], "the others' bundles are removed"
     count = len(tried)
     again = best_tree.Search(args, "somewhere/drafter", "none", [])  # type: ignore[arg-type]
     assert again.best(pair) == chosen
@@ -113,6 +116,28 @@ def _made(out: Path, options: Sequence[str]) -> Path:
     out.mkdir(parents=True)
     (out / "options").write_text(json.dumps(list(options)))
     return out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--heads", "9"], r"failed: --heads is 9 and drafter .* has \d: give at most that many$"),
+        (["--rows", "x"], "failed: .*'x'"),
+    ],
+)
+def test_a_candidate_that_cannot_be_exported_tells_why(
+    options: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args: Any = SimpleNamespace(target=str(DEMO / "target"))
+    with pytest.raises(InputError, match=reason):
+        best_tree.export(args, str(DEMO / "drafter"), "none", options, tmp_path / "out")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupted_candidate_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.cli.main", lambda argv: INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        best_tree.export(SimpleNamespace(target="somewhere"), "drafter", "none", [], tmp_path / "out")  # type: ignore[arg-type]
 
 
 def test_results_of_other_drafters_are_not_mixed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,35 +1,57 @@
 """Finds the draft tree with which a drafter is fastest on this machine, by exporting and decoding (for ``tools.compare``)."""
 
 import argparse
+import io
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from exporter import cli
 from exporter.checkpoints.pair import Pair
 from exporter.trees import usual_tree
 from runtime import Model, load
+from runtime.command import INTERRUPTED
 from runtime.errors import InputError
 from tools.paper_table import Asked, decoded, read, room
 
-ROOT = Path(__file__).parent.parent
 Options = tuple[str, ...]
+PLANNED = "planned"  # the kind of the trees that are searched here, in names of bundles and rows of tables
 _ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
 
 
 def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequence[str], out: Path) -> Path:
-    """A bundle, which is made if it is not there yet. Raises InputError with the export's reason."""
+    """A bundle, which is made if it is not there yet. Raises InputError with the export's reason.
+
+    It is made in this process, which has traced the target for earlier ones: that takes longer than all else.
+    """
     if (out / "gumiho.json").is_file():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "exporter.cli", "--ckpt", drafter, "--target", args.target, "--weights", weights]
-    finished = subprocess.run([*command, "--out", str(out), *options], cwd=ROOT, capture_output=True, text=True)
-    if finished.returncode:
-        reason = (finished.stderr.strip().splitlines() or ["no reason given"])[-1]
+    told = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(told):
+        status = _exported(["--ckpt", drafter, "--target", args.target, "--weights", weights, "--out", str(out), *options])
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status:
+        reason = (told.getvalue().strip().splitlines() or ["no reason given"])[-1]
         raise InputError(f"exporting '{drafter}' with {' '.join(options)} failed: {reason.removeprefix('error: ')}")
     return out
+
+
+def _exported(argv: list[str]) -> int:
+    """The exit status of an export."""
+    try:
+        return cli.main(argv)
+    except SystemExit as ended:  # argparse, which has told why
+        return int(ended.code or 0)
+
+
+def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:
+    """Where the bundle of a drafter with such a tree is kept."""
+    return args.out / "bundles" / weights / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
 
 
 def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -54,11 +76,11 @@ def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
 
 
 class Search:
-    """The tree that is fastest here, for one drafter and one format of weights. Candidates are kept in a file by their options."""
+    """The tree that is fastest here, for one drafter and one format of weights. Speeds are kept in a file by the options, of bundles only the
+    fastest one's."""
 
     def __init__(self, args: argparse.Namespace, drafter: str, weights: str, prompts: Asked) -> None:
         self.args, self.drafter, self.weights, self.prompts = args, drafter, weights, prompts
-        self.folder = args.out / "bundles" / weights
         self.file = args.out / "trees.jsonl"
         self.known = {tuple(line["key"]): float(line["speed"]) for line in read(self.file)}
 
@@ -66,16 +88,25 @@ class Search:
         """The speed-up with these options of the export."""
         key = (self.weights, self.drafter, *options)
         if key not in self.known:
-            shutil.rmtree(self.folder / "candidate", ignore_errors=True)  # of an interrupted run
-            bundle = export(self.args, self.drafter, self.weights, options, self.folder / "candidate")
+            bundle = export(self.args, self.drafter, self.weights, options, self.place(options))
             self.known[key] = speed(self.args, bundle, self.prompts)
-            shutil.rmtree(bundle)
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "speed": self.known[key]}) + "\n")
             print(f"{Path(self.drafter).name}  {self.weights}  {' '.join(options)}  {self.known[key]:.3f}", file=sys.stderr)
         return self.known[key]
 
+    def place(self, options: Options) -> Path:
+        return place(self.args, self.drafter, self.weights, PLANNED, options)
+
     def best(self, pair: Pair) -> Options:
+        """The options of the fastest tree. The bundles of the others are removed."""
+        chosen = self._best(pair)
+        for weights, drafter, *options in self.known:
+            if (weights, drafter) == (self.weights, self.drafter) and tuple(options) != chosen:
+                shutil.rmtree(self.place(tuple(options)), ignore_errors=True)
+        return chosen
+
+    def _best(self, pair: Pair) -> Options:
         """Options: the best number of rows, then levels more, or fewer, as long as that helps. With one number of rows nothing is tried."""
         if len(self.args.rows) == 1:
             return "--rows", str(self.args.rows[0])

@@ -27,7 +27,7 @@ from runtime import Model, load
 from runtime.command import run
 from runtime.errors import InputError
 from tools import measure
-from tools.best_tree import Options, Search, export, prompt_of
+from tools.best_tree import PLANNED, Options, Search, export, place, prompt_of
 from tools.paper_table import Asked, Line, answered, conversations, decoded, measured, read, room, share, table
 
 # What the papers measured: Gumiho and Medusa verify 64 rows, EAGLE-2 and EAGLE-3 60, EAGLE-1 and Hydra their static trees. Speculative
@@ -40,7 +40,6 @@ PAPER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "hydra": {"paper": ["--policy", "static"]},
     "small": {"paper": ["--policy", "chain", "--rows", "6", "--serial-steps", "5"]},
 }
-PLANNED = "planned"
 KEY = "weights", "temperature", "set", "number", "turn"
 
 
@@ -68,10 +67,10 @@ def bundles(args: argparse.Namespace, weights: str, prompts: Asked) -> dict[str,
     found = dict[str, tuple[Path, Options]]()
     target = target_checkpoint(args.target)
     for drafter in args.drafters:
-        pair, name, folder = Pair(target, open_drafter(drafter)), Path(drafter).name, args.out / "bundles" / weights
+        pair, name = Pair(target, open_drafter(drafter)), Path(drafter).name
         trees = {paper: tuple(options) for paper, options in PAPER[pair.family].items()} if args.papers else {}
         for kind, options in ({PLANNED: Search(args, drafter, weights, prompts).best(pair)} | trees).items():
-            path = folder / f"{name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
+            path = place(args, drafter, weights, kind, options)
             found[f"{name}, {kind}"] = export(args, drafter, weights, options, path), options
     return found
 
