@@ -44,6 +44,10 @@ def shortened(module: Target | Drafter) -> Iterator[int]:
             hook.remove()
 
 
+def _of_layer(name: str, i: int) -> str:
+    return f"layers.{i}{name.removeprefix('layers.1')}" if name.startswith("layers.1.") else f"layers.{i}.{name}"
+
+
 def repeat(graph: ir.Graph, layers: int, cached: int, returns: Features = NORMED) -> None:
     """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
     second layer is the nodes between the marks. cached: caches of a layer. returns: of the target."""
@@ -64,14 +68,13 @@ def repeat(graph: ir.Graph, layers: int, cached: int, returns: Features = NORMED
             part.clear()
         layer.remove(copies)
         for node in copies:
-            node.name = f"{node.name}.{i}"
-            for value in node.outputs:
-                value.name = f"{value.name}.{i}"
+            for named in (node, *node.outputs):
+                named.name = _of_layer(str(named.name), i)
         for old, new in zip((*caches, *written), (*(twins[cache] for cache in caches), *ends[1:]), strict=True):
             new.name = old.name.removesuffix("1") + str(i)
         for value, twin in twins.items():
             if value.name.startswith("layers.1."):
-                twin.name = value.name.replace("1", str(i), 1)
+                twin.name = _of_layer(value.name, i)
                 graph.initializers.add(twin)
             elif value not in caches:
                 ir.convenience.replace_all_uses_with(twin, last if value is first else value)

@@ -1,11 +1,7 @@
 """Converts a module on the meta device to ONNX. The graph's parameters point into the weight files."""
 
-import contextlib
-import io
-import logging
 import pickle
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,21 +10,19 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
-from onnxscript.optimizer import fold_constants
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.drafter import Drafter
 from graphs.features import NORMED
-from graphs.layer import Rotary
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from runtime.bundle.graphs import Weight
 from runtime.errors import InputError
 
 from . import branches
+from .aten import DTYPES
+from .capture import capture
 from .repeated_layers import repeat, shortened
-from .signature import Input, arguments, signature
+from .signature import signature
 from .weights.source import Location
 
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
@@ -36,11 +30,6 @@ _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul"
 # Operators that stand behind those, and elsewhere too: their traced shapes are wrong if an input has none.
 _SIZED_BY_INPUTS = ("Add", "Sub", "Exp", "Gather", "Where")
 _CACHE_INPUTS = ("past_key.", "past_value.")
-_DTYPES = {
-    torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int64: ir.DataType.INT64, torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8,
-    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
-}  # fmt: skip
 
 
 def io_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,27 +37,8 @@ def io_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the progress and the warnings of the libraries that export, which do not concern our users."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
-    """Gives symbolic axes the names of the contract instead of the tracer's."""
-    names: dict[str, str] = {}
-    for value, (_, _, axes) in zip(model.graph.inputs, inputs, strict=True):
-        names |= {str(value.shape[axis].value): name for axis, name in axes.items()}
+def _forget_wrong_shapes(model: ir.Model) -> None:
+    """Drops the declared shapes of values whose sizes depend on data."""
     outputs = {id(value) for value in model.graph.outputs}
     for node in model.graph:
         unknown = node.op_type in _SIZED_BY_DATA
@@ -77,10 +47,6 @@ def _name_axes(model: ir.Model, inputs: list[Input]) -> None:
             # Only ``Exact``'s attention computes in double precision.
             if (unknown or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
                 value.shape = None
-    for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
-        for axis, dim in enumerate(value.shape or ()):
-            if not isinstance(dim, int) and str(dim.value) in names:
-                value.shape[axis] = ir.SymbolicDim(names[str(dim.value)])
 
 
 def _forget_shapes(model: ir.Model) -> None:
@@ -92,7 +58,7 @@ def _forget_shapes(model: ir.Model) -> None:
 
 
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
-    dtype, shape = _DTYPES[place.dtype], ir.Shape(place.shape)
+    dtype, shape = DTYPES[place.dtype], ir.Shape(place.shape)
     return ir.ExternalTensor(place.file, place.offset, place.length, dtype, shape=shape, name=name, base_dir=bundle)
 
 
@@ -147,30 +113,10 @@ def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) 
 
 
 def _simplify(model: ir.Model) -> None:
-    """Folds everything that depends only on shapes, so that backends need no operators for it, and removes unused nodes."""
-    values = model.graph.initializers.values()
-    # Folding would read weights of up to 20 numbers, such as the norms of small heads.
-    hidden = {v: v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)}
-    for value in hidden:
-        value.const_value = None
-    with _quiet():
-        fold_constants(model, onnx_shape_inference=True)
-        # Before common subexpressions: ONNX Runtime shares constants too, but no QuantizeLinear whose inputs are the same.
-        passes.DeduplicateInitializersPass()(model)
-    for value, tensor in hidden.items():
-        value.const_value = tensor
+    """Removes nodes that are unused, are there twice, or change nothing."""
     passes.IdentityEliminationPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
     passes.RemoveUnusedNodesPass()(model)
-    passes.ClearMetadataAndDocStringPass()(model)  # the tracer's: lines of our code, and shapes of two layers
-
-
-def _forget_tables(module: Target | Drafter) -> None:
-    """Makes rotary tables as long as the caches: their real length, which ``trace`` gives them with their weights, tells how deep the
-    tree is, and trees of any depth shall share the target's graphs."""
-    if isinstance(rotary := getattr(module, "rotary", None), Rotary):
-        for name, table in list(rotary.named_parameters()):
-            setattr(rotary, name, nn.Parameter(table.new_empty(module.capacity, table.shape[1])))
 
 
 _MAX_CAPTURED = 24  # graphs, more than an export has
@@ -182,7 +128,6 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 
     The pickle of a module on the meta device contains its whole structure, so equal pickles give equal graphs.
     """
-    _forget_tables(module)
     key = pickle.dumps((module, dtype, sorted((sizes or {}).items())))
     model = _captured.pop(key) if key in _captured else _traced(module, dtype, sizes)
     while len(_captured) >= _MAX_CAPTURED:
@@ -194,28 +139,11 @@ def _capture(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, i
 def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None) -> ir.Model:
     with shortened(module) as layers:
         inputs, outputs = signature(module, io_dtype(dtype), sizes)
-        dims = {d: torch.export.Dim(d) for _, _, axes in inputs for d in axes.values()}
-        dynamic = arguments(module, {n: {a: dims[d] for a, d in axes.items()} or None for n, _, axes in inputs})
         for name, parameter in module.named_parameters():
             if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
-        # Symbolic operators need tensors on a real device; fake tensors pretend to be, and hold no values either.
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            module.to_empty(device="cpu")
-            examples = {name: torch.empty_like(example) for name, example, _ in inputs}
-            program = torch.onnx.export(
-                module,
-                tuple(arguments(module, examples)),
-                dynamo=True,
-                opset_version=module.ops.opset,
-                optimize=False,
-                input_names=[name for name, _, _ in inputs],
-                output_names=outputs,
-                dynamic_shapes=tuple(dynamic),
-            )
-    assert program is not None
-    model = program.model
-    _name_axes(model, inputs)
+        model = capture(module, inputs, outputs, module.ops.opset)
+    _forget_wrong_shapes(model)
     if isinstance(module, SharedTarget):
         _forget_shapes(model)
     cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]

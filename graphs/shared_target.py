@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
 from .dialects.plain import Rows, join_heads
 from .target import Target
+from .tracing import is_traced
 
 LANES = 4  # streams that a pass may have
 
@@ -61,7 +62,7 @@ def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows
 
 def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tensor]:
     """The rows of each lane, in turn. counts: as many as its mask has; x: [R], or [..., R, width]."""
-    if not is_in_onnx_export():
+    if not is_traced():
         return x.split(counts.tolist(), _axis(x))
     shapes: list[Any] = [_shape(x, mask.shape[0]) for mask in masks]
     return ops.symbolic_multi_out(
@@ -71,14 +72,14 @@ def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tenso
 
 def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The rows of all lanes, which have the shape of ``like``."""
-    if not is_in_onnx_export():
+    if not is_traced():
         return torch.cat(list(parts), _axis(like))
     return ops.symbolic("Concat", parts, {"axis": _axis(like)}, dtype=parts[0].dtype, shape=like.shape, version=13)
 
 
 def _first(x: Tensor, mask: Tensor) -> Tensor:
     """The rows of the first lane, if the others have none."""
-    if not is_in_onnx_export():
+    if not is_traced():
         return x.narrow(_axis(x), 0, mask.shape[0])
     return ops.symbolic("Identity", (x,), {}, dtype=x.dtype, shape=_shape(x, mask.shape[0]), version=13)
 
@@ -94,7 +95,7 @@ def _shape(x: Tensor, rows: Any) -> list[Any]:
 
 def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tensor]) -> Sequence[Tensor]:
     """Some values or others, of which only those are computed (``exporter.branches``). condition: bool [1]."""
-    if not is_in_onnx_export():
+    if not is_traced():
         return then if condition else otherwise
     dtypes, shapes = [x.dtype for x in then], [list(x.shape) for x in then]
     return ops.symbolic_multi_out("gumiho::Either", [condition, *then, *otherwise], {}, dtypes=dtypes, shapes=shapes, version=1)

@@ -17,7 +17,6 @@ from runtime.backends import onnxruntime
 from runtime.backends.processor import overflows
 from runtime.bundle.locks import locked
 from runtime.errors import UnavailableError
-from tests import traces
 from tests.pairs import RandomPair
 
 if TYPE_CHECKING:
@@ -104,12 +103,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the processes of a session have in common."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-
-@pytest.fixture(autouse=True, scope="session")
-def shared_traces(shared: Path) -> Iterator[None]:
-    with traces.shared(shared):
-        yield
 
 
 @pytest.fixture(scope="session")

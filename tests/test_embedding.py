@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporter.backends.specs import UNSIGNED
+from exporter.capture import capture
 from exporter.options import parsed, plan
-from exporter.trace import _name_codes, _quiet
+from exporter.trace import _name_codes
 from exporter.weights.quantize import quantize, scale_of
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, Scheme
@@ -52,17 +53,7 @@ def test_rows_against_a_loop(bits: int, blocks: int, rows: int, seed: int) -> No
 
 
 def in_onnxruntime(table: Embedding, tokens: Tensor) -> np.ndarray:
-    with _quiet():
-        program = torch.onnx.export(
-            table,
-            (tokens,),
-            dynamo=True,
-            opset_version=Plain.opset,
-            optimize=False,
-            dynamic_shapes=({0: torch.export.Dim("rows")},),
-        )
-    assert program is not None
-    model = program.model
+    model = capture(table, [("tokens", tokens, {0: "rows"})], ["rows"], Plain.opset)
     for name, value in model.graph.initializers.items():
         stored = table.get_parameter(name).detach().numpy()
         value.const_value = ir.ExternalTensor("x", 0, stored.nbytes, value.dtype, shape=ir.Shape(stored.shape), name=name)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from exporter.trace import trace
+from exporter.trace import _traced, trace
 from exporter.weights.source import Location
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
@@ -20,7 +20,6 @@ from graphs.dialects.quantization import FP8, Scheme, Schemes
 from graphs.dialects.standard import Standard
 from graphs.layer import LlamaShape
 from graphs.target import Target
-from tests import traces
 
 LAYERS = 4
 SHAPE = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
@@ -98,12 +97,9 @@ def spelled(model: ir.Model) -> list[Any]:
     ]
 
 
-USUAL = ("tensorrt, int4",)
-
-
-@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])
+@pytest.mark.parametrize("form", FORMS)
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.trace._capture", traces.trace_anew)  # else the second were the first
+    monkeypatch.setattr("exporter.trace._capture", _traced)  # else the second were the first
     repeated = traced(*FORMS[form])
     monkeypatch.setattr("exporter.trace.shortened", lambda module: nullcontext(0))
     whole = traced(*FORMS[form])

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from exporter import branches
-from exporter.trace import _quiet
+from exporter.capture import capture
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
@@ -170,13 +170,10 @@ def export(
     module: Ops | Peek, example: dict[str, Tensor], axes: dict[str, dict[int, str]], outputs: int
 ) -> Callable[..., list[Tensor]]:
     """A traced module in ONNX Runtime, with no graph optimization in between."""
-    with _quiet():
-        program = torch.onnx.export(
-            module, tuple(example.values()), dynamo=True, opset_version=module.ops.opset, optimize=False, input_names=list(example),
-            output_names=[f"out{i}" for i in range(outputs)],
-            dynamic_shapes=[{a: torch.export.Dim(d) for a, d in axes.get(n, {}).items()} or None for n in example],
-        )  # fmt: skip
-    model = program.model
+    given = [(name, tensor, axes.get(name, {})) for name, tensor in example.items()]
+    model = capture(module, given, [f"out{i}" for i in range(outputs)], module.ops.opset)
+    for name, parameter in module.named_parameters():
+        model.graph.initializers[name].const_value = ir.tensor(parameter.detach().numpy(), name=name)
     for node in model.graph:
         for value in node.outputs:  # some of the dialects' shapes are data
             value.shape = None

@@ -18,8 +18,9 @@ import exporter.bundle
 from exporter import cli, options
 from exporter.backends.operators import refusals
 from exporter.backends.specs import BACKENDS, SIGNED, UNSIGNED
+from exporter.capture import capture
 from exporter.plan import Plan
-from exporter.trace import _external, _name_codes, _quiet, _split_parts
+from exporter.trace import _external, _name_codes, _split_parts
 from exporter.weights.notes import NOTES
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized, recoded, scale_of
@@ -204,13 +205,11 @@ def test_whole_products_round_each_row_alike(tmp_path: Path) -> None:
     module = Product()
     codes, scale = quantize(weight, WHOLE, torch.float32)
     module.load_state_dict({"linear.weight": codes.contiguous(), "linear.scale": scale, "linear.bias": bias})
-    with _quiet():
-        axes = ({0: torch.export.Dim("rows")},)
-        program = torch.onnx.export(
-            module, (torch.zeros(3, 128),), dynamo=True, opset_version=Exact.opset, optimize=False, dynamic_shapes=axes
-        )
-    assert program is not None
-    run, meant = runs(tmp_path, program.model), dequantize(codes, scale).double()
+    model = capture(module, [("x", torch.zeros(3, 128), {0: "rows"})], ["product"], Exact.opset)
+    for name, value in model.graph.initializers.items():
+        if name in (own := dict(module.named_parameters())):
+            value.const_value = ir.tensor(own[name].detach().numpy(), name=name)
+    run, meant = runs(tmp_path, model), dequantize(codes, scale).double()
     for rows in (1, 4, 17, 64):
         x = numbers(rows, 128, seed=rows)
         x[rows // 2] *= 0 if rows > 1 else 1
@@ -311,22 +310,18 @@ def packed(folder: Path, scheme: Scheme) -> dict[str, Location]:
 def traced(folder: Path, ops: type[Plain], scheme: Scheme, rows: int | None = None) -> ir.Model:
     """The products as a bundle spells them, for so many rows or any number."""
     module, places = Products(ops, scheme), packed(folder, scheme)
-    axes = ({0: torch.export.Dim("rows")} if rows is None else None,)
-    with _quiet():
-        program = torch.onnx.export(
-            module, (torch.zeros(rows or 3, 256),), dynamo=True, opset_version=ops.opset, optimize=False, dynamic_shapes=axes
-        )
-    assert program is not None
-    graph = program.model.graph
+    axes = {0: "rows"} if rows is None else {}
+    model = capture(module, [("x", torch.zeros(rows or 3, 256), axes)], [f"out{i}" for i in range(2)], ops.opset)
+    graph = model.graph
     for name, value in graph.initializers.items():
         if name in places:
             tensor = _external(name, places[name], folder)
             value.const_value, value.shape, value.type = tensor, tensor.shape, ir.TensorType(tensor.dtype)
-    _split_parts(program.model, places, folder)
-    _name_codes(program.model)
+    _split_parts(model, places, folder)
+    _name_codes(model)
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
-    return program.model
+    return model
 
 
 def runs(folder: Path, model: ir.Model) -> Callable[[Tensor], list[Tensor]]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from exporter.capture import capture
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from exporter.signature import caches
-from exporter.trace import _quiet, trace
+from exporter.trace import trace
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized
 from exporter.weights.source import Source, is_matrix
@@ -330,10 +331,8 @@ def test_only_the_rows_that_are_not_finite_have_no_choice(dtype: torch.dtype) ->
     bad = range(1, 8)
     expected = [-1 if i in bad else line.index(max(line)) for i, line in enumerate(logits.tolist())]
     assert choose(logits, hidden).tolist() == expected
-    with _quiet():
-        program = torch.onnx.export(Choose(), (logits, hidden), dynamo=True, opset_version=18, input_names=["a", "b"])
-    assert program is not None
-    session = ort.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    model = capture(Choose(), [("a", logits, {}), ("b", hidden, {})], ["choice"], 18)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     assert session.run(None, {"a": logits.numpy(), "b": hidden.numpy()})[0].tolist() == expected
 
 

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exporter import cli, plan, trace
+from exporter.signature import Input
 from graphs.drafter import Drafter
 from graphs.target import Target
 from runtime import load
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.errors import DamageError
-from tests import traces
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
@@ -77,7 +77,7 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
 
     def without(
         module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, int] | None = None
-    ) -> tuple[list[trace.Input], list[str]]:
+    ) -> tuple[list[Input], list[str]]:
         inputs, outputs = signature(module, dtype, sizes)
         return [entry for entry in inputs if entry[0] != "wanted"], outputs
 
@@ -89,7 +89,7 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
         "trace_spec",
         lambda *given: replace(made := specs(*given), pinned={n: made.pinned[n] for n in made.pinned if n != "shared"}),
     )
-    monkeypatch.setattr(trace, "_capture", traces.trace_anew)
+    monkeypatch.setattr(trace, "_capture", trace._traced)
     pair = new.parent / "pair"
     assert cli.main(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(tmp_path / "old")]) == 0
     assert Bundle(tmp_path / "old").manifest.requires == ()

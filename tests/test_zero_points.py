@@ -13,7 +13,8 @@ from torch import Tensor
 
 from exporter import golden_recorder as golden
 from exporter.backends.operators import refusals
-from exporter.trace import _external, _name_codes, _quiet
+from exporter.capture import capture
+from exporter.trace import _external, _name_codes
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import recoded, scale_of, zero_of
 from exporter.weights.source import Location, Source
@@ -95,18 +96,13 @@ def located(folder: Path, blocks: int, scheme: Scheme) -> dict[str, Location]:
 def traced(folder: Path, ops: type[Plain], scheme: Scheme, blocks: int = 8, rows: int | None = None) -> ir.Model:
     """One product over a weight file, for so many rows or any number."""
     module, places = Linear(blocks * BLOCK, 37, False, ops, scheme), located(folder, blocks, scheme)
-    axes = ({0: torch.export.Dim("rows")} if rows is None else None,)
-    example = torch.zeros(rows or 3, blocks * BLOCK)
-    with _quiet():
-        program = torch.onnx.export(
-            module, (example,), dynamo=True, opset_version=ops.opset, optimize=False, dynamic_shapes=axes
-        )
-    assert program is not None
-    for name, value in program.model.graph.initializers.items():
+    axes = {0: "rows"} if rows is None else {}
+    model = capture(module, [("x", torch.zeros(rows or 3, blocks * BLOCK), axes)], ["product"], ops.opset)
+    for name, value in model.graph.initializers.items():
         tensor = _external(name, places[name], folder)
         value.const_value, value.shape, value.type = tensor, tensor.shape, ir.TensorType(tensor.dtype)
-    _name_codes(program.model)
-    return program.model
+    _name_codes(model)
+    return model
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
+from ..tracing import is_traced
 from .plain import Cache, Plain, Rows, join_heads
 from .standard import Standard
 
@@ -23,7 +24,7 @@ class Contrib(Standard):
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
         """When traced: the mask as a bias, with zeros for the past before the rows' part; None for causal rows."""
-        if not is_in_onnx_export():
+        if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
         return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
 
@@ -56,20 +57,20 @@ class Contrib(Standard):
     @classmethod
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """When traced: a Gemm per head and block, because ONNX Runtime does not prepack three-dimensional weights."""
-        if not is_in_onnx_export():
+        if not is_traced():
             return super().residual(x, weights, scales, biases)
         return cls._by_head(x, weights, scales, biases)
 
     @classmethod
     def rotated(cls, rows: Rows) -> Rows:
         """When traced: the rows as they are, because the operator rotates."""
-        return rows if is_in_onnx_export() else super().rotated(rows)
+        return rows if is_traced() else super().rotated(rows)
 
     @classmethod
     def attend_rotated(
         cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not is_in_onnx_export():
+        if not is_traced():
             return super().attend_rotated(rows, cache, past_length, attention_mask)
         return cls._grouped(rows, rows.q, rows.k, rows.v, cache, past_length, attention_mask, rotary=True)
 
@@ -82,7 +83,7 @@ class Contrib(Standard):
         cls, rows: Rows, cache: Cache, length: Tensor, uncached: list[Cache], mask: Tensor
     ) -> tuple[Tensor, Cache]:
         """When traced: attention over a copy of the cache's used part, to which the operator appends the rows."""
-        if not is_in_onnx_export():
+        if not is_traced():
             return super()._attend_uncached(rows, cache, length, uncached, mask)
         apart = super().rotated(rows)
         q, k, new = join_heads(apart.q), join_heads(apart.k), (apart.k, apart.v)

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
+from ..tracing import is_traced
 from .contrib import Contrib
 from .plain import Plain
 from .rounded import Rounded
@@ -72,7 +73,7 @@ class Exact(Rounded):
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
         """When traced: ``Seen``."""
-        if not is_in_onnx_export():
+        if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
         rows = position.shape[0]
         lowest = torch.finfo(torch.float32).min

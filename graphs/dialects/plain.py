@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
+from ..tracing import is_traced
 from .quantization import FP8, bits_of, dequantize, input_major
 
 Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim]
@@ -86,7 +87,7 @@ class Plain:
             return product if bias is None else product + bias
         block = 0 if weight.dtype == FP8 else inputs // weight.shape[1]
         bits = bits_of(weight, inputs)
-        if not is_in_onnx_export():
+        if not is_traced():
             rows = max(1, _SLICE_ELEMENTS // inputs)
             zeros = itertools.repeat(None) if zero is None else zero.split(rows)
             slices = zip(weight.split(rows), scale.split(rows), zeros, strict=False)
@@ -121,7 +122,7 @@ class Plain:
         if scale is None:
             return F.embedding(tokens, weight)
         bits = bits_of(weight, hidden)
-        if not is_in_onnx_export():
+        if not is_traced():
             return dequantize(weight[tokens], scale[tokens], bits)
         return ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
@@ -242,7 +243,7 @@ class Plain:
 
         def part(stacked: Tensor, i: int) -> Tensor:
             """``stacked[i]``, which ``exporter.trace`` turns into a separate parameter over the same bytes."""
-            if not is_in_onnx_export():
+            if not is_traced():
                 return stacked[i]
             shape = stacked.shape[1:]
             return ops.symbolic("gumiho::Part", (stacked,), {"index": i}, dtype=stacked.dtype, shape=shape, version=1)
@@ -263,7 +264,7 @@ class Plain:
     @staticmethod
     def gather(x: Tensor, index: Tensor) -> Tensor:
         """Entries of the first axis. index: int64 [n] -> [n, *x.shape[1:]]."""
-        if is_in_onnx_export():  # emitted explicitly, because the tracer would reshape the index first
+        if is_traced():  # emitted explicitly, because the tracer would reshape the index first
             shape = [index.shape[0], *x.shape[1:]]
             return ops.symbolic("Gather", (x, index), {"axis": 0}, dtype=x.dtype, shape=shape, version=13)
         return x.index_select(0, index)
@@ -271,7 +272,7 @@ class Plain:
     @staticmethod
     def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Values and indices of the k largest along the last axis, in descending order; ties go to the lower index."""
-        if is_in_onnx_export():
+        if is_traced():
             return torch.topk(x, k, dim=-1)  # ONNX specifies the order of ties, torch does not
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
@@ -282,7 +283,7 @@ class Plain:
 
         ONNX specifies the order of ties, but not every backend follows it. When traced, all pairs of values are compared.
         """
-        if not is_in_onnx_export():
+        if not is_traced():
             return x.sort(descending=True, stable=True)[1][:k]
         index = torch.arange(x.shape[0])
         # One row per value that may rank higher, so that the sum keeps its axis: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a

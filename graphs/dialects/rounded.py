@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
+from ..tracing import is_traced
 from .plain import Plain
 from .standard import Standard
 
@@ -17,7 +18,7 @@ class Rounded(Standard):
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """When traced: each row is quantized to 127 steps of its largest magnitude, as unsigned bytes: ONNX Runtime's fast
         kernels multiply unsigned by signed bytes."""
-        if not is_in_onnx_export():
+        if not is_traced():
             return Plain._whole(x, weight, scale)
         largest = x.abs().amax(-1, keepdim=True)
         step, middle = torch.tensor(1 / 127), torch.tensor(128, dtype=torch.uint8)

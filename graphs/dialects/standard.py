@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx import is_in_onnx_export, ops
+from torch.onnx import ops
 
+from ..tracing import is_traced
 from .plain import Cache, Plain, Rows
 
 
@@ -16,7 +17,7 @@ class Standard(Plain):
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not is_in_onnx_export():
+        if not is_traced():
             return Plain.rms_norm(x, weight, eps)
         return ops.symbolic(
             "RMSNormalization",
@@ -29,7 +30,7 @@ class Standard(Plain):
 
     @staticmethod
     def rotary(x: Tensor, rows: Rows) -> Tensor:
-        if not is_in_onnx_export():
+        if not is_traced():
             return Plain.rotary(x, rows)
         inputs = (x.float(), rows.cos, rows.sin, rows.position[None])
         out = ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=torch.float32, shape=x.shape, version=23)
@@ -39,7 +40,7 @@ class Standard(Plain):
     def attend_rotated(
         cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not is_in_onnx_export():
+        if not is_traced():
             return super().attend_rotated(rows, cache, past_length, attention_mask)
         keys, values = (
             ops.symbolic(

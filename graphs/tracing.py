@@ -1,0 +1,24 @@
+"""Whether modules are being traced: dialects then emit the operators of their backends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Within this context modules are traced by ``exporter.capture``."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether modules are traced, by ``exporter.capture`` or by ``torch.onnx.export``, with which tests compare it."""
+    return _capturing.get() or torch.onnx.is_in_onnx_export()
