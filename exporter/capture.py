@@ -27,6 +27,7 @@ _PRODUCTS: dict[Any, str] = {
     torch.matmul: "matmul", Tensor.matmul: "matmul", Tensor.__matmul__: "matmul", torch.nn.functional.linear: "linear",
 }  # fmt: skip
 Like: TypeAlias = Tensor | tuple[torch.dtype, Any]
+_FILLED = {"zeros_like": 0, "ones_like": 1}  # constants, if the tensors that they are like have no open sizes
 _MOST_FOLDED = 1 << 16  # numbers of a constant that is computed here
 
 
@@ -77,14 +78,13 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Tensor], names: Sequence[str]) -> ir.Graph:
         """Names the outputs and returns the graph."""
-        taken: set[ir.Value] = {*self.graph.inputs, *self.graph.initializers.values()}
+        taken = set[ir.Value]()
         for result, name in zip(results, names, strict=True):
             value = self.value(result)
-            if value in taken:
+            if value in taken or value.producer() is None:
                 value = self.emit("Identity", [value], result)
             taken.add(value)
             value.name = name
-            assert value.producer() is not None
             self.graph.outputs.append(value)
         return self.graph
 
@@ -109,11 +109,14 @@ class Recorder(TorchDispatchMode):
         name, _, overload = func.__name__.partition(".")
         with self._fakes:
             found = declared(*args[2:], **kwargs) if func.namespace == "onnx_symbolic" else func(*args, **kwargs)
+        if name in _FILLED and all(isinstance(n, int) for n in found.shape):
+            return self._constant_fake(torch.full(found.shape, _FILLED[name], dtype=found.dtype))
         self.record(SPELLINGS.get(f"{name}.{overload}") or SPELLINGS.get(name), func, found, args, kwargs)
         return found
 
     def product(self, name: str, x: Tensor, y: Tensor, *bias: Tensor | None) -> Tensor:
         """``matmul`` or ``linear``. Neither broadcasts x to more axes."""
+        assert 2 <= y.dim() <= x.dim()
         columns = y.shape[0] if name == "linear" else y.shape[-1]
         found = torch.empty([*x.shape[:-1], columns], dtype=x.dtype)
         self.record(SPELLINGS[name], name, found, (x, y, *bias), {})
