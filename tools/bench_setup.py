@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,9 +74,7 @@ def described(checkpoint: Path) -> str:
 
 def machine() -> str:
     """Processor, cores and memory of this machine."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    return f"{measure.processor()}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
 
 
 def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:

@@ -7,6 +7,7 @@ compare runs that alternated in one process.
 """
 
 import argparse
+import platform
 import resource
 import subprocess
 import sys
@@ -36,6 +37,13 @@ def distinct(parser: argparse.ArgumentParser, bundles: Sequence[Path]) -> None:
     """Ends the command if results that are listed by the bundles' names could not be told apart."""
     if len({bundle.name for bundle in bundles}) < len(bundles):
         parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
+
+
+def processor() -> str:
+    """The name of this machine's processor, its architecture if there is none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
