@@ -44,8 +44,11 @@ def export_bundle(args: argparse.Namespace, out: Path) -> None:
 
     Raises DamageError, with the bundle in place, if --validate finds errors above their limits.
     """
+    from .precision import unrunnable
     from .progress import Progress
 
+    for line in unrunnable(args):
+        print(f"note: {line}", file=sys.stderr)
     with Progress() as progress:
         progress.start("reading the checkpoints")
         from runtime.bundle.reader import Bundle

@@ -65,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     numbers.add_argument("--device", default="", help=DEVICES)
     numbers.add_argument(
         "--preset", choices=precision.PRESETS,
-        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, --weights int4 on GPUs, where "
-        "it was not measured yet); small: int4 for target and drafter; full: the target is not quantized, so that the output is "
+        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, which on x86 needs VNNI; --weights "
+        "int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; full: the target is not quantized, so that the output is "
         f"exactly the checkpoint's. --weights and --draft-weights override it. Both fast and small change the output: {precision.PERPLEXITIES} "
         "(default: full)",
     )  # fmt: skip
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--weights", choices=(*precision.TARGET, precision.AS_IS, "none"),
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
-        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU; int8 "
+        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, on x86 with VNNI; int8 "
         "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
         f"little. On the CPU, {precision.PERPLEXITIES}. as-is: keep the codes and scales of a target "
         "in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what "

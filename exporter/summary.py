@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .precision import AS_IS, recommendation
+from .precision import AS_IS, recommendation, unrunnable
 
 if TYPE_CHECKING:
     import argparse
@@ -40,7 +40,7 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
         f"  At least {shared / 1e6:.1f} MB of these are equal and stored only once.",
         f"Disk: needs at most {plan.disk() / 1e9:.3f} GB; {free_space(out) / 1e9:.3f} GB are free.",
         f"Memory: the export takes about {plan.memory() / 1e9:.2f} GB at its peak.",
-        *(f"Note: {line}." for line in recommendation(args)),
+        *(f"Note: {line}." for line in (*unrunnable(args), *recommendation(args))),
         "Nothing was written, because of --dry-run.",
     ]
     return "\n".join(lines)

@@ -39,6 +39,7 @@ import runtime.engines.store
 from exporter.backends import specs as forms
 from exporter.cli import main
 from exporter.options import open_pair, parser, plan
+from exporter.precision import recommendation
 from exporter.progress import Progress
 from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
@@ -1041,14 +1042,34 @@ def test_a_preset_that_means_two_things_is_refused(pair: Path, tmp_path: Path, c
     refused(argv, capsys, "w8a8 for cpu and int4 for cuda", "--weights")
 
 
-@pytest.mark.parametrize(("more", "advised"), [
-    ([], True), (["--preset", "full"], False), (["--weights", "int8"], False), (["--backend", "cuda"], False),
+@pytest.mark.parametrize(("more", "vnni", "advised"), [
+    ([], True, True), ([], False, False), ([], None, False), (["--preset", "full"], True, False),
+    (["--weights", "int8"], True, False), (["--backend", "cuda"], True, False),
 ])  # fmt: skip
 def test_an_export_for_the_cpu_without_a_preset_is_advised(
-    pair: Path, tmp_path: Path, more: list[str], advised: bool, capsys: pytest.CaptureFixture[str]
+    pair: Path, more: list[str], vnni: bool | None, advised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("exporter.precision.vnni", lambda: vnni)
+    args = parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
+    lines = recommendation(args)
+    assert any("--preset fast" in line for line in lines) == advised
+    assert all(line.count("SmolLM2") == 1 for line in lines)  # speeds and perplexities are one model's
+
+
+@pytest.mark.parametrize(("more", "overflows", "told"), [
+    (["--preset", "fast"], True, True), (["--weights", "w8a8"], True, True), (["--preset", "fast"], False, False), ([], True, False),
+    (["--preset", "fast", "--weights", "int8"], True, False), (["--preset", "fast", "--backend", "cuda"], True, False),
+])  # fmt: skip
+def test_a_dry_run_says_what_this_cpu_lacks(
+    pair: Path, tmp_path: Path, more: list[str], overflows: bool, told: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("exporter.precision.overflows", lambda: overflows)
+    monkeypatch.setattr("exporter.precision.vnni", lambda: not overflows)
     assert main(options(pair, tmp_path / "out", "--dry-run", *more)) == 0
-    assert ("--preset fast" in capsys.readouterr().out) == advised
+    out = capsys.readouterr().out
+    assert ("VNNI, which this one lacks" in out) == told
+    assert not (told and "--preset fast" in out)
 
 
 # --- progress ------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,14 @@ def physical_cores() -> int:
     return min([len(cores), *(max(1, ceil(quota)) for quota in quotas())])
 
 
+def vnni() -> bool | None:
+    """Whether an x86 processor sums 8-bit products in 32 bits; None for others, and if unknown."""
+    return "vnni" in _CPUINFO.read_text() if platform.machine() == "x86_64" and _CPUINFO.is_file() else None
+
+
 def overflows() -> bool:
     """Whether sums of 8-bit products can overflow 16 bits, as on x86 before VNNI; False if unknown."""
-    return platform.machine() == "x86_64" and _CPUINFO.is_file() and "vnni" not in _CPUINFO.read_text()
+    return vnni() is False
 
 
 def one_row_differs() -> bool:
