@@ -66,7 +66,7 @@ def result(plain: float, drafting: float, tokens: int = 2, draft: float = 0.5) -
 
 def test_verdict_of_a_gain() -> None:
     assert demo.verdict("M", [result(2, 1)]) == (
-        "M: 10 tokens/s with drafting instead of 5 plain (2.0 times as fast), and every token is the same."
+        "M: 10 tokens/s with drafting instead of 5.0 plain (2.0 times as fast), and every token is the same."
     )
 
 

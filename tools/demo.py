@@ -18,6 +18,7 @@ from typing import Any
 from runtime import Cycle, Model, Settings, Stats, load
 from runtime.backends.processor import physical_cores
 from runtime.command import run as run_command
+from runtime.engines.thread_count import OtherPrograms
 from runtime.errors import InputError
 from runtime.generate import run as generate
 from runtime.trace_page import Trace
@@ -107,6 +108,11 @@ def faster(stats: Stats, plain: Stats) -> float:
     return stats.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 1.0
 
 
+def _rate(stats: Stats) -> str:
+    rate = stats.tokens_per_second
+    return f"{rate:.{0 if rate >= 10 else 1}f}"
+
+
 def table(results: Sequence[Result]) -> str:
     lines = [("", "tokens", PLAIN, DRAFTING, "", LOOKUPS, "")]
     rows = [(result.kind, {way: found.stats for way, found in result.answers.items()}) for result in results]
@@ -145,7 +151,7 @@ def verdict(model: str, results: Sequence[Result]) -> str:
         )
     cycles = [cycle for result in results for cycle in result.answers[DRAFTING].cycles]
     return (
-        f"{speeds} and {plain.tokens_per_second:.0f} plain ({ratio:.2f} times the speed); every token is the same.\n"
+        f"{speeds} and {_rate(plain)} plain ({ratio:.2f} times the speed); every token is the same.\n"
         f"Drafting {'does not pay' if ratio < 1 else 'hardly pays'} on this machine: {why(plain, cycles)}."
     )
 
@@ -166,7 +172,9 @@ def demonstrate(args: argparse.Namespace) -> int:
     with load(args.bundle) as model:
         if not model.bundle.manifest.has_drafter:
             raise InputError(f"bundle {args.bundle} has no drafter: export one with --ckpt")
+        others = OtherPrograms()
         results = measured(model, asked, args.new_tokens, args.seconds)
+        disturbed = others.in_the_way
         differing = [f"{result.kind}, {way}" for result in results for way in WAYS if way in result.differ]
         print(f"\n{table(results)}\n")
         if differing:
@@ -176,6 +184,8 @@ def demonstrate(args: argparse.Namespace) -> int:
             )
             return 1
         print(verdict(described(model, args.name or args.bundle.name), results))
+        if disturbed:
+            print("Other programs were using the processor meanwhile: these numbers are less certain than on an idle machine.")
         if args.trace:
             traced = Settings(args.new_tokens, trace=True)
             generate(model, tokens(model, asked[min(1, len(asked) - 1)][1]), traced, show=False, trace=args.trace)
