@@ -6,14 +6,15 @@ BIN = $(VENV)/bin
 .DEFAULT_GOAL := demo
 
 OFFLINE = { echo "the packages cannot be installed: connect to the network, or tell pip of a mirror (PIP_INDEX_URL) or a folder of \
-	wheels (PIP_FIND_LINKS), and run make again" >&2; exit 1; }
+	wheels (PIP_FIND_LINKS), and run the command again" >&2; exit 1; }
 
 # torch is named by itself: what an index serves by default may be a build for hardware that is not there.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet torch==2.13.0 || $(OFFLINE)
-	$(BIN)/pip install --quiet -e .[export,serve,dev] || $(OFFLINE)
+	@echo "installing torch, this project and what develops it into $(VENV)"
+	@$(BIN)/pip install --quiet --upgrade pip
+	@$(BIN)/pip install --quiet torch==2.13.0 || $(OFFLINE)
+	@$(BIN)/pip install --quiet -e .[export,serve,dev] || $(OFFLINE)
 	touch $@
 
 demo: build/chat/gumiho.json

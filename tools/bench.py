@@ -1,6 +1,6 @@
 """Compares this project with other programs that run the same weights: speed, tau, time to first token, memory, equal texts.
 
-    python -m tools.bench build/demo [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
+    python -m tools.bench BUNDLE ... [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
 
 decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and plain),
 transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and
