@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="at most, of each answer (default: 64)")
     parser.add_argument(
-        "--seconds", type=float, default=25, metavar="S", help="time for all rounds; one is finished in any case (default: 25)"
+        "--seconds", type=float, default=20, metavar="S", help="time for all rounds; one is finished in any case (default: 20)"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the second answer's trace to a .html or .jsonl file")
     args = parser.parse_args(argv)
