@@ -144,11 +144,9 @@ def verdict(model: str, results: Sequence[Result]) -> str:
     """The total in a sentence, and if drafting does not pay, another one that says why."""
     plain, drafting = total(results, PLAIN), total(results, LOOKUPS)
     ratio = faster(drafting, plain)
-    speeds = f"{model}: {drafting.tokens_per_second:.0f} tokens/s with drafting"
+    speeds = f"{model}: {_rate(drafting)} tokens/s with drafting"
     if ratio >= _PAYS:
-        return (
-            f"{speeds} instead of {plain.tokens_per_second:.0f} plain ({ratio:.1f} times as fast), and every token is the same."
-        )
+        return f"{speeds} instead of {_rate(plain)} plain ({ratio:.1f} times as fast), and every token is the same."
     cycles = [cycle for result in results for cycle in result.answers[DRAFTING].cycles]
     return (
         f"{speeds} and {_rate(plain)} plain ({ratio:.2f} times the speed); every token is the same.\n"
