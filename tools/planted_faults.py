@@ -23,6 +23,8 @@ from runtime.command import run
 from runtime.errors import GumihoError, InputError
 
 ROOT = Path(__file__).parent.parent
+# With the same draws of hypothesis every time, what is caught once stays caught; to explain how long lists differ may take minutes.
+_HOW = ("-rA", "--show-capture=no", "--tb=line", "--assert=plain", "--hypothesis-seed=0")
 _ALL = ("--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder")  # as the Makefile has it
 _WHERE = (
     "from importlib.util import find_spec; print(*(find_spec(p).origin for p in ('exporter', 'graphs', 'runtime')), sep='\\n')"
@@ -54,9 +56,9 @@ FAULTS = (
     Fault("planner-never-pauses", "runtime/decoding/planner.py", "return self._balance < -_MAX_LOSS", "return False",
           "tests/test_planner.py::test_drafting_that_never_pays_costs_two_percent"),
     Fault("session-lacks-its-last-token", "runtime/decoding/decoder.py", "shared, positions = self.shared(text), self.history.positions",
-          "shared, positions = self.shared(text) - 1, self.history.positions", "tests/test_session.py::test_saved_and_restored"),
-    Fault("prefix-reused-a-token-too-far", "runtime/decoding/decoder.py", "history.keep(shared - 1)", "history.keep(shared)",
-          "tests/test_session.py::test_rewind_anywhere"),
+          "shared, positions = self.shared(text) - 1, self.history.positions", "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
+    Fault("prefix-reused-a-token-too-far", "runtime/decoding/decoder.py", "return sum(1 for _ in takewhile(", "return 1 + sum(1 for _ in takewhile(",
+          "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
     Fault("lossy-without-a-warning", "runtime/generate.py", "    if chosen.lossy:", "    if chosen.lossy and not chosen.speculate:",
           "tests/test_generate.py::test_lossy_ways_say_so_and_by_how_much"),
     # --- sampling
@@ -136,18 +138,18 @@ FAULTS = (
           "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
     Fault("golden-tolerance-ignored", "runtime/engines/golden_replay.py", '            _require("target", errors["target"], tolerance)\n', "",
           "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
-    Fault("memory-of-one-stream-for-all", "runtime/engines/memory_check.py", "need.host > host_bytes:", "need.host > 2 * host_bytes:",
+    Fault("memory-taken-that-is-not-free", "runtime/engines/memory_check.py", "need.host > host_bytes:", "need.host > 2 * host_bytes:",
           "tests/test_memory.py::test_what_cannot_fit_is_refused"),
     Fault("lock-of-a-removed-file-counts", "runtime/bundle/locks.py", "if os.path.samestat(os.fstat(descriptor), os.stat(file)):", "if os.fstat(descriptor):",
           "tests/test_locks.py::test_a_lock_whose_file_was_removed_in_between_does_not_count"),
     Fault("interrupted-export-gets-its-name", "exporter/staging.py", "                    check()\n                    _finish", "                    _finish",
           "tests/test_export.py::test_an_interrupt_that_a_library_swallows_still_counts"),
     Fault("linked-weights-copied", "exporter/weights/packer.py", "                os.link(file, link)", "                link.write_bytes(file.read_bytes())",
-          "tests/test_link.py::test_nothing_of_the_target_is_copied"),
+          "tests/test_link.py::test_every_layout_is_linked_tensor_by_tensor"),
     Fault("operator-outside-the-table-passes", "exporter/backends/operators.py", "phrases = [rule]\n", "phrases = []\n",
           "tests/test_operators.py::test_refused"),
-    Fault("wrong-setting-without-the-closest", "runtime/decoding/settings.py", "if closest else f", "if not closest else f",
-          "tests/test_gumiho.py::test_an_unknown_setting_is_told_with_the_closest"),
+    Fault("setting-at-its-open-end-taken", "runtime/decoding/settings.py", "if not least < getattr(self, name) <= 1:", "if not least <= getattr(self, name) <= 1:",
+          "tests/test_sampling.py::test_settings_that_mean_nothing"),
     Fault("training-loss-of-masked-anchors", "exporter/training/losses.py", "sums[depth] += (divergence * real).sum()", "sums[depth] += divergence.sum()",
           "tests/test_training.py::test_losses_are_those_of_a_naive_loop"),
     # --- streams and the server
@@ -199,11 +201,9 @@ def tested(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
     )
     if elsewhere := [file for file in where.stdout.splitlines() if not Path(file).is_relative_to(folder)]:
         raise GumihoError(f"tests of the copy would import {elsewhere[0]}: leave out what puts it before PYTHONPATH")
-    command = [sys.executable, "-m", "pytest", "-rA", "--show-capture=no", "--tb=line", f"--basetemp={folder.parent / 'tests'}"]
+    command = [sys.executable, "-m", "pytest", *_HOW, f"--basetemp={folder.parent / 'tests'}", *arguments]
     try:
-        done = subprocess.run(
-            [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         return -1, f"ran longer than {_SECONDS} s"
     return done.returncode, done.stdout + done.stderr
@@ -224,9 +224,10 @@ def require_sound(faults: Sequence[Fault], everything: bool) -> None:
     passed = ids(printed, "PASSED")
     without = [] if everything else [test for test in named if not any(p == test or p.startswith(f"{test}[") for p in passed)]
     if status or without:
-        told = [*ids(printed, "FAILED", "ERROR"), *without, *printed.splitlines()[-1:]]
+        told = [*ids(printed, "FAILED", "ERROR"), *re.findall("^ERROR: .*", printed, re.MULTILINE), *without, printed[-200:]]
+        said = " ".join(told[0].split())
         raise GumihoError(
-            f"{told[0]} does not pass without a fault: repair it, or name another test in tools/planted_faults.py"
+            f"not all tests pass without a fault ({said}): repair them, or name others in tools/planted_faults.py"
         )
 
 
@@ -246,6 +247,8 @@ def attempt(fault: Fault, everything: bool) -> bool:
 
 
 def plant(args: argparse.Namespace) -> int:
+    if args.jobs < 1:
+        raise InputError(f"--jobs is {args.jobs}: give 1 or more")
     faults = [fault_of(name) for name in args.names] or FAULTS
     if args.list:
         print("\n".join(f"{fault.name}: {fault.file}, {fault.test}" for fault in faults))
