@@ -48,7 +48,7 @@ FAULTS = (
     Fault("acceptance-stops-a-row-early", "runtime/decoding/acceptance.py", "range(1, len(tokens))",
           "range(1, len(tokens) - 1)", "tests/test_small.py::test_a_drafter_that_is_the_target_is_always_right"),
     Fault("acceptance-under-another-parent", "runtime/decoding/acceptance.py", "parents[row] == path[-1] and",
-          "parents[row] in path and", "tests/test_lossy.py::test_full_tree_is_the_longest_of_the_padded_paths"),
+          "parents[row] in path and", "tests/end_to_end/test_lossless.py::test_demo_pair_equals_transformers"),
     Fault("kv-rows-kept-from-the-wrong-place", "runtime/decoding/kv_cache.py", "new_rows, first + row, count)",
           "new_rows, first + at, count)", "tests/test_cache.py::test_keeping_paths_equals_a_list"),
     Fault("prompt-lookup-a-token-late", "runtime/decoding/prompt_lookup.py", "text[end + i % period]",
