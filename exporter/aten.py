@@ -199,7 +199,14 @@ def _split_evenly(r: "Recorder", out: Sequence[Tensor], x: Tensor, _: int, dim: 
 
 @_spells("unbind")
 def _unbind(r: "Recorder", out: Sequence[Tensor], x: Tensor, dim: int = 0) -> Sequence[ir.Value]:
-    return [_select(r, part, x, dim, i) for i, part in enumerate(out)]
+    axis, shape = r.constant(torch.tensor([dim % x.dim()])), list(x.shape)
+    shape[dim] = 1
+
+    def part(i: int) -> ir.Value:
+        bounds = [r.constant(torch.tensor([n])) for n in (i, i + 1)]
+        return r.emit("Slice", [r.value(x), *bounds, axis], (x.dtype, shape))
+
+    return [r.emit("Squeeze", [part(i), axis], own) for i, own in enumerate(out)]
 
 
 @_spells("slice")

@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
                 return tree_map(self._constant_fake, found)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         name, _, overload = func.__name__.partition(".")
+        found: Any
         with self._fakes:
             found = declared(*args[2:], **kwargs) if func.namespace == "onnx_symbolic" else func(*args, **kwargs)
         if name in _FILLED and all(isinstance(n, int) for n in found.shape):

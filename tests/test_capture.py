@@ -38,7 +38,8 @@ from graphs.tree import TreeConfig
 SHAPE = LlamaShape(101, 64, 96, 2, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
 TREE = TreeConfig(rows=6, serial_steps=2, heads=2, top_k=3, head_top_k=2, beam=2)
 SERIAL = TreeConfig(rows=6, serial_steps=3, heads=0, top_k=3, head_top_k=1, beam=2, wide=True)
-HEADS = TreeConfig.static([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], heads=True)
+PATHS = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+HEADS, STEPS = TreeConfig.static(PATHS, heads=True), TreeConfig.static(PATHS)
 STATIC = {"rows": 6, "accepted": 5}
 INT4, WHOLE = Schemes(Scheme(32, torch.uint8)), Schemes(Scheme(0, torch.int8, 8))
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -55,7 +56,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "gumiho without a tree, cpu": lambda: Gumiho(SHAPE, 64, 128, None, False, 2, Contrib),
     "eagle3, cpu": lambda: Eagle3(SHAPE, 64, 128, SERIAL, 3 * 64, True, True, Contrib),
     "medusa, cpu": lambda: Medusa(SHAPE, 64, 128, HEADS, 1, True, True, Contrib),
-    "hydra, migraphx": lambda: Hydra(SHAPE, 64, 128, HEADS, 1, True, Basic),
+    "hydra, migraphx": lambda: Hydra(SHAPE, 64, 128, STEPS, 1, True, Basic),
     "small, cpu": lambda: Small(SHAPE, 64, 128, SERIAL, Contrib),
 }
 USUAL = ("target, migraphx", "gumiho, cpu, int4")
