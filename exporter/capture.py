@@ -102,12 +102,11 @@ class Recorder(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if all(self._is_known(x) for x in tensors) and not any(isinstance(x, torch.SymInt) for x in leaves):
-            found = func(*tree_map(self._number, args), **tree_map(self._number, kwargs))
+            found: Any = func(*tree_map(self._number, args), **tree_map(self._number, kwargs))
             if all(x.numel() <= _MOST_FOLDED for x in tree_leaves(found)):
                 return tree_map(self._constant_fake, found)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         name, _, overload = func.__name__.partition(".")
-        found: Any
         with self._fakes:
             found = declared(*args[2:], **kwargs) if func.namespace == "onnx_symbolic" else func(*args, **kwargs)
         if name in _FILLED and all(isinstance(n, int) for n in found.shape):

@@ -18,6 +18,7 @@ from runtime.backends.processor import overflows
 from runtime.bundle.locks import locked
 from runtime.errors import UnavailableError
 from tests.pairs import RandomPair
+from tests.processor_time import pytest_addoption, pytest_configure  # noqa: F401
 
 if TYPE_CHECKING:
     from exporter.training.store import Text

@@ -142,7 +142,7 @@ def meaning(model: ir.Model) -> dict[str, Any]:
         own = [of(value) for value in node.inputs]
         if node.op_type in ("Add", "Mul"):
             return tuple(sorted(own, key=str))
-        if node.op_type in ("Reshape", "Expand"):
+        if node.op_type in ("Reshape", "Expand") or (node.op_type == "Squeeze" and node.outputs[0].shape is not None):
             return own[0], str(node.outputs[0].shape)
         if node.op_type.startswith("Reduce"):
             return own[0], tuple(np.ravel(number(node.inputs[1])) % len(node.inputs[0].shape))
