@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from runtime.engines.golden_file import TREE
 from runtime.errors import DamageError
 
 from .signature import signature
+from .weights.ahead import one_thread
 from .weights.source import Location, is_finite
 
 _PROMPT, _TOP = 12, 8
@@ -144,14 +145,8 @@ class Weights:
 @contextmanager
 def weights(bundle: Path, progress: Callable[[int], object] = lambda _: None) -> Iterator[Weights]:
     """``Weights`` with as many workers as torch has threads, instead of torch's own threads within each small product."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    opened = Weights(bundle, min(threads, _MAX_WORKERS), progress)
-    try:
+    with one_thread() as threads, closing(Weights(bundle, min(threads, _MAX_WORKERS), progress)) as opened:
         yield opened
-    finally:
-        opened.close()
-        torch.set_num_threads(threads)
 
 
 def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:

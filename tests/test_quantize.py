@@ -21,6 +21,7 @@ from exporter.backends.specs import BACKENDS, SIGNED, UNSIGNED
 from exporter.capture import capture
 from exporter.plan import Plan
 from exporter.trace import _external, _name_codes, _split_parts
+from exporter.weights.ahead import ahead
 from exporter.weights.notes import NOTES
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized, recoded, scale_of
@@ -133,6 +134,44 @@ def test_several_scales_are_a_fifth_better_than_one() -> None:
     assert found < 0.83 * ((one - values) ** 2).sum()
 
 
+def searched(blocks: Tensor, columns: Tensor) -> float:
+    """The squared error with zero points of a search that computes each difference, in double precision."""
+    blocks, columns = blocks.double(), columns.double()
+    low, high = blocks.amin(-1, keepdim=True).clamp_max(0), blocks.amax(-1, keepdim=True).clamp_min(0)
+    least = torch.full_like(low, torch.inf)
+    for steps in (13, 14, 15, 16, 17):
+        scale = (high - low) / steps
+        zero = (-low / scale).round().clamp(0, 15)
+        codes = (blocks / scale).round().clamp(-zero, 15 - zero)
+        better = (columns * codes * blocks).sum(-1, keepdim=True) / (columns * codes**2).sum(-1, keepdim=True)
+        for tried in (scale, better):
+            off = (blocks / tried).round().clamp(-zero, 15 - zero) * tried - blocks
+            least = least.minimum((columns * off**2).sum(-1, keepdim=True))
+    return float(least.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1.5])
+def test_zero_points_leave_no_more_error_than_a_search_by_differences(spread: float, dtype: torch.dtype) -> None:
+    """spread: of the columns' importance, and of the blocks' sizes."""
+    values = numbers(300, 256) * (spread * numbers(300, 1, seed=1)).exp() + 0.3 * spread
+    columns = (spread * numbers(256, seed=2)).exp()
+    codes, scales, zeros = quantize(values, Scheme(32, torch.uint8, zeros=True), dtype, columns)
+    off = dequantize(codes, scales.float(), 4, zeros).double() - values
+    tolerance = 1.0 if dtype == torch.float32 else 1.02  # rounded scales
+    assert float((off**2 * columns).sum()) <= tolerance * searched(values.unflatten(1, (8, 32)), columns.view(8, 32))
+
+
+def test_columns_that_do_not_count() -> None:
+    """Blocks of them keep sensible scales."""
+    values, columns = numbers(5, 128), torch.ones(128)
+    columns[32:64] = 0
+    made = dequantize(
+        *(parts := quantize(values, Scheme(32, torch.uint8, zeros=True), torch.float32, columns))[:2], 4, parts[2]
+    )
+    assert (made - values).abs().max() < 0.3
+
+
 def e4m3() -> np.ndarray:
     """Every number that the 8 bits can be, by the format's definition (arXiv 2209.05433, table 1)."""
     magnitudes = [
@@ -241,20 +280,26 @@ def test_the_other_way_of_keeping_codes(tmp_path: Path, first: torch.dtype, bits
     assert found[0].shape == values.shape
 
 
-def test_slices_are_quantized_one_at_a_time() -> None:
-    read: list[int] = []
+@pytest.mark.parametrize("workers", [1, 3])
+def test_slices_are_quantized_as_they_are_read(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any number of workers, and few are held at a time."""
+    monkeypatch.setattr("exporter.weights.ahead.physical_cores", lambda: workers)
+    parts, read = [numbers(10, 64, seed=i) for i in range(9)], list[int]()
 
     def slices() -> Iterator[Tensor]:
-        for i in range(4):
+        for i, part in enumerate(parts):
             read.append(i)
-            yield numbers(10, 64, seed=i)
+            yield part
 
-    made = quantized(Source((40, 64), slices), "w.weight", Scheme(32, torch.uint8), torch.float32)
-    for i, codes in enumerate(made["w.weight"].slices()):
-        assert read == list(range(i + 1))
-        assert codes.shape == (10, 2, 16)
-    assert sum(scale.shape[0] for scale in made["w.scale"].slices()) == 40
-    assert [made[n].nbytes(torch.float16) for n in ("w.weight", "w.scale")] == [40 * 32, 40 * 2 * 4]
+    made = quantized(Source((90, 64), slices), "w.weight", Scheme(32, torch.uint8), torch.float32)
+    codes, scales = quantize(torch.cat(parts), Scheme(32, torch.uint8), torch.float32)
+    for i, found in enumerate(made["w.weight"].slices()):
+        assert len(read) <= i + 1 + workers
+        assert torch.equal(found, codes[10 * i : 10 * (i + 1)])
+    assert torch.equal(made["w.scale"].whole(), scales)
+    assert [made[n].nbytes(torch.float16) for n in ("w.weight", "w.scale")] == [90 * 32, 90 * 2 * 4]
+    with pytest.raises(ZeroDivisionError):  # as without workers
+        list(ahead(lambda n: 1 // n, [1, 0, 1]))
 
 
 # --- products --------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from graphs.dialects.quantization import EMBEDDING
 from runtime.bundle.hashes import File
 from runtime.errors import InputError
 
+from .ahead import one_thread
 from .notes import NOTES
 from .source import Location, Source, Stored, _bytes, require_fp16
 
@@ -63,7 +64,12 @@ class Packer:
         self._journal(file).parent.mkdir(exist_ok=True)
         locations, digest = self._resume(file, sources)
         # Hashed in another thread: it takes about as long as writing, and both release the interpreter lock.
-        with path.open("ab") as out, self._journal(file).open("a", encoding="utf-8") as journal, ThreadPoolExecutor(1) as pool:
+        with (
+            path.open("ab") as out,
+            self._journal(file).open("a", encoding="utf-8") as journal,
+            ThreadPoolExecutor(1) as pool,
+            one_thread(),
+        ):
             for name, source in sources.items():
                 if name in locations:
                     continue

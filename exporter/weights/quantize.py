@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.dialects.quantization import FP8, Scheme, Schemes, dequantize, flip_top_bits, pack, pack_zeros
+from graphs.dialects.quantization import FP8, Scheme, Schemes, dequantize, flip_top_bits, pack_zeros
 
+from . import four_bits
+from .ahead import ahead
 from .source import Location, Source, require_fp16
 
-_SLICE_ELEMENTS = 1 << 18  # the temporaries of so many fit into a core's cache; four times as many take twice as long
-_STEPS = 7.0, 7.5, 8.0, 8.5  # candidates for the largest magnitude of a block, in steps; codes are -8 to 7
-_RANGES = 13.0, 14.0, 15.0, 16.0, 17.0  # with zero points, candidates for the range of a block, in steps; codes are 0 to 15
+_SLICE_ELEMENTS = 1 << 18  # of a worker's slice
 
 
 def scale_of(weight: str) -> str:
@@ -49,15 +49,18 @@ def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Ten
         return codes.T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
     if scheme.bits == 4 and scheme.zeros:
-        columns = torch.ones(()) if importance is None else importance.unflatten(-1, (-1, scheme.block))
-        found, scale, zeros = _quantize4_with_zeros(blocks, columns, dtype)
+        columns = None if importance is None else importance.unflatten(-1, (-1, scheme.block))
+        found, scale, zeros = four_bits.with_zeros(blocks, columns, dtype)
         codes, zero = (
             flip_top_bits(part, 4).view(torch.int8) if scheme.codes == torch.int8 else part
             for part in (found, pack_zeros(zeros))
         )
         return codes, scale, zero
-    codes, scale = (_quantize8 if scheme.bits == 8 else _quantize4)(blocks, dtype)
-    return (codes if scheme.codes == torch.int8 else flip_top_bits(codes, scheme.bits)).view(scheme.codes), scale
+    if scheme.bits == 4:
+        codes, scale = four_bits.symmetric(blocks, dtype)
+        return (flip_top_bits(codes, 4).view(torch.int8) if scheme.codes == torch.int8 else codes), scale
+    codes, scale = _quantize8(blocks, dtype)
+    return (codes if scheme.codes == torch.int8 else flip_top_bits(codes, 8)), scale
 
 
 def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,63 +68,6 @@ def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).to(dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (blocks / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale[..., 0]
-
-
-def _quantize4(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two's complement codes, two per byte, and scales.
-
-    Each block uses the candidate of ``_STEPS`` with the smallest squared error. Over a matrix this is a fifth less than with 7
-    steps for all blocks, both for trained and for Gaussian weights.
-    """
-    largest = blocks.abs().amax(-1, keepdim=True)
-    scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
-    for steps in _STEPS:
-        candidate = (largest / steps).to(dtype).float()
-        candidate = torch.where(candidate > 0, candidate, 1.0)
-        error = _codes(blocks, candidate).mul_(candidate).sub_(blocks).square_().sum(-1, keepdim=True)
-        scale, least = torch.where(error < least, candidate, scale), torch.minimum(error, least)
-    codes = _codes(blocks, scale).to(torch.int8).view(torch.uint8)
-    return pack(codes & 15), scale[..., 0].to(dtype)
-
-
-def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
-    return (blocks / scale).round_().clamp_(-8, 7)
-
-
-def _quantize4_with_zeros(blocks: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes from 0 to 15, two per byte, scales, and zero points uint8 [..., N, blocks]. columns: their importance.
-
-    Zero points are integers, so a value of 0 stays 0. Each candidate of ``_RANGES`` gives a scale and a zero point, and its codes the
-    scale with the smallest squared error for them; each block uses the best of all. That leaves four fifths of the squared error
-    of ``_quantize4`` for Gaussian weights, as much as with an offset of any value instead of an integer (docs/quality.md).
-    """
-    least = torch.full_like(blocks[..., :1], torch.inf)
-    scale, zero = torch.ones_like(least), torch.zeros_like(least)
-    low, high = blocks.amin(-1, keepdim=True).clamp_max(0), blocks.amax(-1, keepdim=True).clamp_min(0)
-    for steps in _RANGES:
-        candidate = _positive((high - low) / steps, dtype)
-        middle = (-low / candidate).round_().clamp_(0, 15)
-        codes = _steps_from(middle, blocks, candidate)
-        weighted = codes * columns
-        refined = _positive((weighted * blocks).sum(-1, keepdim=True) / (weighted * codes).sum(-1, keepdim=True), dtype)
-        for tried, found in ((candidate, codes), (refined, _steps_from(middle, blocks, refined))):
-            error = (found * tried).sub_(blocks).square_().mul_(columns).sum(-1, keepdim=True)
-            better = error < least
-            scale, zero = torch.where(better, tried, scale), torch.where(better, middle, zero)
-            least = torch.minimum(error, least)
-    codes = _steps_from(zero, blocks, scale).add_(zero).to(torch.uint8)
-    return pack(codes), scale[..., 0].to(dtype), zero[..., 0].to(torch.uint8)
-
-
-def _steps_from(zero: Tensor, blocks: Tensor, scale: Tensor) -> Tensor:
-    """Codes from 0 to 15, minus the zero points."""
-    return (blocks / scale).round_().clamp_(-zero, 15 - zero)
-
-
-def _positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded to ``dtype``, as fp32; 1 where they are not positive, as for blocks of zeros."""
-    rounded = scale.to(dtype).float()
-    return torch.where(rounded > 0, rounded, 1.0)
 
 
 def quantized(
@@ -139,20 +85,24 @@ def quantized(
         small[zero_of(name)] = scheme.zeros_shape(source.shape), scheme.codes
     rows, kept = max(1, _SLICE_ELEMENTS // source.shape[-1]), dict[str, Tensor]()
 
+    def quantized_part(part: Tensor) -> tuple[tuple[Tensor, ...], float, float]:
+        """With its largest error and magnitude, if they are wanted."""
+        found = quantize(part, scheme, dtype, importance)
+        if errors is None:
+            return found, 0.0, 0.0
+        off = dequantize(found[0], found[1], scheme.bits).float() - part
+        return found, float(off.abs().max()), float(part.abs().max())
+
     def parts() -> Iterator[Tensor]:
         # One tensor for all of a kind: small ones between freed large blocks would fragment the heap.
         kept.update({part: torch.empty(shape, dtype=own) for part, (shape, own) in small.items()})
         filled, worst, largest = dict.fromkeys(small, 0), 0.0, 0.0
-        for values in source.slices():
-            for part in values.split(rows):
-                codes, *others = quantize(part, scheme, dtype, importance)
-                for key, found in zip(small, others, strict=True):
-                    kept[key].view(-1)[filled[key] : filled[key] + found.numel()] = found.reshape(-1)
-                    filled[key] += found.numel()
-                if errors is not None:
-                    off = dequantize(codes, others[0], scheme.bits).float() - part
-                    worst, largest = max(worst, float(off.abs().max())), max(largest, float(part.abs().max()))
-                yield codes
+        for (codes, *others), error, magnitude in ahead(quantized_part, (p for v in source.slices() for p in v.split(rows))):
+            for key, found in zip(small, others, strict=True):
+                kept[key].view(-1)[filled[key] : filled[key] + found.numel()] = found.reshape(-1)
+                filled[key] += found.numel()
+            worst, largest = max(worst, error), max(largest, magnitude)
+            yield codes
         if errors is not None:
             errors[name] = worst, largest
         if dtype == torch.float16:
