@@ -10,7 +10,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
@@ -21,6 +21,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from exporter import cli
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
+from exporter.checkpoints.gguf_metadata import metadata
 from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.training.target import model_of
@@ -66,6 +67,23 @@ def test_names_numbers_and_configuration_are_the_checkpoint_s(shape: str, tmp_pa
         assert getattr(config, field) == getattr(model.config, field), field
     assert config.rope_parameters == pytest.approx(model.config.rope_parameters)
     assert config.rms_norm_eps == pytest.approx(model.config.rms_norm_eps, rel=1e-6)
+
+
+def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    fields = tokenizer_fields() | {
+        "some.flags": [True, False],
+        "some.numbers": [-1.5, 2.0],
+        "some.text": "é",
+        "some.number": 3,
+    }
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", "Q8_0", fields=fields)
+    (found, tensors), reader = metadata(file), GGUFReader(file)
+    expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert (found, {n: type(v) for n, v in found.items()}) == (expected, {n: type(v) for n, v in expected.items()})
+    assert {"some.flags", "some.text", "tokenizer.ggml.tokens"} <= found.keys()
+    assert [(t.name, t.kind, t.shape, t.offset, t.size) for t in tensors] == [
+        (t.name, t.tensor_type, tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes) for t in reader.tensors
+    ]
 
 
 @pytest.mark.parametrize("shape", ["tied", "llama3"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..weights.source import Coded, Part, Stored, is_finite
-from . import gguf_codes
+from . import gguf_codes, gguf_metadata
 from .architectures import ARCHITECTURES
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
@@ -74,10 +74,9 @@ class _Table:
     heads: int = 0
 
     @staticmethod
-    def of(tensor: Any) -> "_Table":
-        """tensor: gguf's ``ReaderTensor``, whose shape has the columns first."""
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        return _Table(int(tensor.data_offset), tensor.tensor_type, shape, int(tensor.n_bytes) // max(1, shape[0]))
+    def of(tensor: gguf_metadata.Tensor) -> "_Table":
+        rows = tensor.shape[0] if tensor.shape else 1
+        return _Table(tensor.offset, tensor.kind, tensor.shape, tensor.size // max(1, rows))
 
 
 def gguf_file(source: str) -> Path | None:
@@ -110,22 +109,19 @@ class GgufCheckpoint(Checkpoint):
         """Raises DamageError for a damaged file, InputError for an unsupported architecture or tensor type, and UnavailableError
         without the ``gguf`` package."""
         try:
-            from gguf import GGUFReader
+            import gguf  # noqa: F401
         except ImportError:
             raise UnavailableError("reading GGUF files needs the package gguf: pip install 'gguf>=0.17'") from None
         self.source, self.kind, self.file = source, "target", file
         with self._damage_errors(file):
-            reader = GGUFReader(file)
-            fields = {name: field.contents() for name, field in reader.fields.items()}
+            fields, tensors = gguf_metadata.metadata(file)
         architecture = fields.get("general.architecture")
         if architecture not in _ARCHITECTURES:
             raise InputError(
                 f"'{source}' has architecture {shown(architecture)}, but Gumiho supports only "
                 f"{', '.join(map(repr, _ARCHITECTURES))}: name another target"
             )
-        with self._damage_errors(file):
-            tables = {tensor.name: _Table.of(tensor) for tensor in reader.tensors}
-        del reader
+        tables = {tensor.name: _Table.of(tensor) for tensor in tensors}
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
