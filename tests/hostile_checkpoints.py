@@ -88,7 +88,7 @@ def _run(argv: list[str]) -> int:
         rest = [
             line
             for line in error.replace("\r", "\n").splitlines()
-            if line and not line.startswith("error: ") and "%|" not in line
+            if line and not line.startswith("error: ") and "%|" not in line and not line.endswith("so far")
         ]
         assert not rest, error
         assert error.endswith("\n")

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -1085,6 +1086,37 @@ def test_progress_without_a_terminal_is_one_line_a_phase(capsys: pytest.CaptureF
         raise Boom  # the phase is not finished
     err = capsys.readouterr().err
     assert re.fullmatch(r"reading: [0-9.]+ s\npacking: [0-9.]+ s\n", err)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_goes_on_while_a_phase_says_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.texts, self.awaited = list[str](), threading.Event()
+
+        def isatty(self) -> bool:
+            return terminal
+
+        def write(self, text: str) -> int:
+            self.texts.append(text)
+            if len(self.texts) > 6:  # on a terminal more than beginning a phase and telling a step write
+                self.awaited.set()
+            return len(text)
+
+    for name in ("_SILENCE", "_REFRESH"):
+        monkeypatch.setattr(f"exporter.progress.{name}", 0.001)
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as progress:
+        progress.start("packing", 4 * 10**9)
+        progress.advance(10**9)
+        progress.tell("a step")
+        stream.texts.clear()
+        assert stream.awaited.wait(60)
+    assert "progress" not in [thread.name for thread in threading.enumerate()]
+    text = "".join(stream.texts)
+    assert ("packing:  25% of 4.00GB, a step, " if terminal else "packing: 25% of 4000 MB, a step, 0 s so far\n") in text
 
 
 def test_progress_on_a_terminal_is_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
