@@ -25,8 +25,10 @@ from .golden_recorder import empty
 from .plan import Plan
 from .progress import Progress
 from .smoothing import smoothing
+from .weights.ahead import one_thread
 
 TOKENS = 512  # of a text that are read
+_LARGE = 1 << 22  # numbers of a matrix; torch's threads wait for one another longer than they compute with smaller ones
 _CHAIN = TreeConfig(2, 1, heads=0, top_k=1, head_top_k=1, beam=1)  # of no consequence: the drafter is not used
 # What a target is calibrated with, and what the cost is then measured on.
 _PAGE = """# Notes on the archive
@@ -116,6 +118,7 @@ def observe(
 
     def product(x: Tensor, name: str) -> Tensor:
         y, at = torch.empty(len(x), sources[name].shape[0]), 0
+        torch.set_num_threads(threads if prod(sources[name].shape) > _LARGE else 1)
         if columns:
             squares[name] = torch.zeros(x.shape[1])
         for part in sources[name].slices():
@@ -150,7 +153,8 @@ def observe(
     distinct, tokens = torch.tensor(ids).unique(return_inverse=True)
     module.embed_tokens.weight = nn.Parameter(sources[EMBEDDING].rows(distinct).whole().float(), requires_grad=False)
     mask = torch.ones(n, n, dtype=torch.bool).tril()
-    module(tokens, torch.arange(n), mask, None, torch.tensor([0]), empty(module, torch.float32))
+    with one_thread() as threads:
+        module(tokens, torch.arange(n), mask, None, torch.tensor([0]), empty(module, torch.float32))
     return Observed(moments, squares, logits)
 
 

@@ -243,12 +243,12 @@ def test_smoothing_takes_a_slice_of_memory(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
 from exporter.calibration import observe
-from exporter.checkpoints import pair
+from exporter.checkpoints import checkpoint
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.smoothing import smoothing
 from exporter.weights.scaled import scaled
-pair._SLICE_ELEMENTS = 1 << 20
+checkpoint._SLICE_ELEMENTS = 1 << 20
 target = LoneTarget(Checkpoint(sys.argv[1], "target"))
 before = peak()
 seen = observe(target, [1, 2, 3, 4], columns=True)

@@ -58,7 +58,7 @@ def with_zeros(blocks: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tu
     for own in (chunk := _Chunks(flat, rows * in_row, importance)):
         span = _positive(chunk.high - chunk.low, np.float32(1), torch.float32)
         tried = np.empty((3, len(steps), len(span)), np.float32)  # zero points and the two sums
-        np.rint(chunk.low / span * -steps[:, None], out=tried[0])
+        np.minimum(np.rint(chunk.low / span * -steps[:, None]), 15, out=tried[0])
         for i, middle in enumerate(tried[0]):
             tried[1:, i] = chunk.sums(span / steps[i], -middle)
         gain = np.square(tried[1]) / np.maximum(tried[2], _TINY)

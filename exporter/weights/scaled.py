@@ -27,11 +27,12 @@ def _multiplied(source: Source, by: Factors) -> Source:
     def slices() -> Iterator[Tensor]:
         start = 0
         for part in source.slices():
-            values = part.float()
-            if by.columns is not None:
-                values = values * by.columns
+            values = (
+                part.float() if by.columns is None else part * by.columns
+            )  # one copy in fp32 at most, which is changed in place
             if by.rows is not None:
-                values = values * by.rows[start : start + len(part)].view(-1, *[1] * (part.ndim - 1))
+                rows = by.rows[start : start + len(part)].view(-1, *[1] * (part.ndim - 1))
+                values = values * rows if values is part else values.mul_(rows)
             start += len(part)
             yield values
 
