@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs.tracing import tracing
 
-from .aten import DTYPES, SPELLINGS, declared
+from .aten import DTYPES, SPELLINGS, declared, inferred
 from .signature import Input, arguments
 
 _PRODUCTS: dict[Any, str] = {
@@ -108,7 +108,10 @@ class Recorder(TorchDispatchMode):
         args, kwargs = tree_map(self._faked, (args, kwargs))
         name, _, overload = func.__name__.partition(".")
         with self._fakes:
-            found = declared(*args[2:], **kwargs) if func.namespace == "onnx_symbolic" else func(*args, **kwargs)
+            if func.namespace == "onnx_symbolic":
+                found = declared(*args[2:], **kwargs)
+            elif (found := inferred(name, args, kwargs)) is None:
+                found = func(*args, **kwargs)
         if name in _FILLED and all(isinstance(n, int) for n in found.shape):
             return self._constant_fake(torch.full(found.shape, _FILLED[name], dtype=found.dtype))
         self.record(SPELLINGS.get(f"{name}.{overload}") or SPELLINGS.get(name), func, found, args, kwargs)
