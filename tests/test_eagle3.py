@@ -49,7 +49,11 @@ def opened(argv: list[str], *more: str) -> Pair:
     return open_pair(parser().parse_args([*argv, *more]))
 
 
-@pytest.mark.parametrize("tree", [eagle_3(60, beam=10), eagle_3(8, beam=2, serial=5), eagle_3(9, beam=1)], ids=str)
+@pytest.mark.parametrize(
+    "tree",
+    [eagle_3(8, beam=2, serial=5), pytest.param(eagle_3(60, beam=10), marks=pytest.mark.exhaustive), eagle_3(9, beam=1)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MADE)
 def test_eager_tree_is_the_naive_one(name: str, tree: TreeConfig, tmp_path: Path) -> None:
     made = MADE[name]

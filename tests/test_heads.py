@@ -67,7 +67,7 @@ def test_eager_trees_are_the_naive_ones(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", [Contrib, Standard, Rounded])
-@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+@pytest.mark.parametrize("name", ["medusa", pytest.param("hydra", marks=pytest.mark.exhaustive), "hydra++"])
 def test_exported_trees_are_the_naive_ones(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     made = MADE[name]
     made = replace(made, pair=replace(made.pair, target={"head_dim": 16}))
@@ -155,7 +155,7 @@ def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
             llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 40)[0])
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra"])
+@pytest.mark.parametrize("name", [pytest.param("medusa", marks=pytest.mark.exhaustive), "hydra"])
 def test_the_output_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
     """Quantized, sampled, going on with what is in the caches, and beside another stream."""
     made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
@@ -185,8 +185,8 @@ def test_sessions_without_caches_of_the_drafter(tmp_path: Path) -> None:
         assert steps(model.generate(text, 20, rows=12, lookup=False)) == unbroken
 
 
-@pytest.mark.parametrize("backend", ["migraphx", "tensorrt", "cuda"])
-@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+@pytest.mark.parametrize("backend", ["migraphx", pytest.param("tensorrt", marks=pytest.mark.exhaustive), "cuda"])
+@pytest.mark.parametrize("name", ["medusa", pytest.param("hydra", marks=pytest.mark.exhaustive), "hydra++"])
 def test_every_backend(name: str, backend: str, tmp_path: Path) -> None:
     bundle = exported(tmp_path, MADE[name].write(tmp_path), "--backend", backend, "--rows", "16")
     manifest = json.loads((bundle / "gumiho.json").read_text())

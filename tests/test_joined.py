@@ -51,7 +51,7 @@ def exported(folder: Path, out: str, *flags: str) -> Path:
     return folder / out
 
 
-@pytest.mark.parametrize("weights", ["w8a8", "int8", "int4"])
+@pytest.mark.parametrize("weights", [*(pytest.param(to, marks=pytest.mark.exhaustive) for to in ("w8a8", "int8")), "int4"])
 def test_outputs_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     RandomPair(WIDE | {"attention_bias": True, "mlp_bias": True}, layers=2, heads=1).write(tmp_path)
     one, kinds = outputs(exported(tmp_path, "one", "--weights", weights))
@@ -64,6 +64,7 @@ def test_outputs_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.exhaustive
 def test_codes_of_a_checkpoint_too_where_they_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, _ = written("mix", tmp_path)
     flags = ("--target", str(file), "--weights", "as-is", "--capacity", "64")

@@ -97,7 +97,10 @@ def spelled(model: ir.Model) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+USUAL = ("cpu", "cpu, w8a8", "migraphx, normed heads", "tensorrt, int4", "tensorrt, spare, bfloat16")
+
+
+@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exporter.trace._capture", _traced)  # else the second were the first
     repeated = traced(*FORMS[form])

@@ -78,7 +78,9 @@ def cycles(model: Model, prompt: Sequence[int], **options: Any) -> list[tuple[An
     return [(cycle.tokens, cycle.tree and (cycle.tree.tokens, cycle.tree.parents)) for cycle in generation.cycles()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "a-draft" else ()) for name in NAMES]
+)
 def test_each_drafts_as_if_it_were_alone(name: str, bundle: Path, drafters: Path, tmp_path: Path) -> None:
     assert main(argv(drafters, [name], tmp_path / "alone")) == 0
     with load(bundle) as model, load(tmp_path / "alone") as alone:
@@ -179,6 +181,7 @@ def test_the_fastest_has_most_texts_and_the_others_their_turn(speeds: list[tuple
     assert choice.speeds()["a"] > 0
 
 
+@pytest.mark.exhaustive
 def test_one_bundle_for_every_backend(drafters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The graphs of all pass the static checks of an export, and share one target."""
     options = ["--backend", "cpu", "cuda", "migraphx", "tensorrt"]
@@ -194,6 +197,7 @@ def test_one_bundle_for_every_backend(drafters: Path, tmp_path: Path, capsys: py
     assert all(f"drafter {name}: depth" in said for name in names)
 
 
+@pytest.mark.exhaustive
 def test_what_calibrating_changes_is_validated_for_all(drafters: Path, tmp_path: Path) -> None:
     """In int8 the target's matrices are smoothed, and errors above their limits fail the export. The drafters are fp32, which leaves no room for the target's."""
     options = "--weights", "int8", "--validate"
@@ -334,6 +338,7 @@ def test_a_family_that_tensors_tell_may_be_named(drafters: Path, tmp_path: Path,
     assert "Draft tree" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_server_takes_a_drafter(demo_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "itself").symlink_to(DEMO / "target")
     out = tmp_path / "out"

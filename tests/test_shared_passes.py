@@ -48,7 +48,9 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 PARTS = st.lists(st.tuples(st.sampled_from([0, 1, 100, 129, 300, 450]), st.integers(1, 9)), min_size=1, max_size=LANES)
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.exhaustive if n in ("int8", "int4") else ()) for n in PRECISIONS]
+)
 def bundle(request: pytest.FixtureRequest, make_bundle: MakeBundle) -> Path:
     return make_bundle(DEMO, *PRECISIONS[request.param], "--rows", "8", "--capacity", str(CAPACITY))
 

@@ -119,7 +119,10 @@ def test_eager_tree_is_the_naive_one(name: str, shape: TreeConfig, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dialect", [Contrib, Standard, Rounded])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "fewer tokens"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive), pytest.param("fewer tokens", marks=pytest.mark.exhaustive)],
+)
 def test_exported_tree_is_the_naive_one(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     argv, small = written(tmp_path, name)
     (tmp_path / "graphs").mkdir()
@@ -150,7 +153,7 @@ def test_a_drafter_that_is_the_target_is_always_right(tmp_path: Path) -> None:
                 assert len(accepted) == 9
 
 
-@pytest.mark.parametrize("weights", ["none", "int8"])
+@pytest.mark.parametrize("weights", ["none", pytest.param("int8", marks=pytest.mark.exhaustive)])
 def test_the_output_is_that_of_plain_decoding(weights: str, tmp_path: Path) -> None:
     """To the last bit where the target is quantized, in sampling, and beside another stream, whose passes it shares."""
     made = RandomPair({**OWN, "hidden_size": 64, "intermediate_size": 128}, seed=4).make_target()
@@ -175,7 +178,7 @@ def test_a_gguf_file_is_a_drafter_too(tmp_path: Path) -> None:
         torch.testing.assert_close(ours[name].whole().float(), source.whole().float(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["migraphx", "tensorrt", "cuda"])
+@pytest.mark.parametrize("backend", ["migraphx", pytest.param("tensorrt", marks=pytest.mark.exhaustive), "cuda"])
 def test_every_backend(backend: str, tmp_path: Path) -> None:
     """In-place caches have room for the row that a pass reads behind the accepted ones."""
     argv, _ = written(tmp_path, "qwen3")
@@ -193,6 +196,7 @@ def test_fewer_tokens_can_be_drafted(tmp_path: Path) -> None:
     assert torch.equal(head["lm_head.weight"].whole(), small.lm_head.weight[ids])
 
 
+@pytest.mark.exhaustive
 def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
     """The target's codes are kept as they are, the drafter's are not."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -216,7 +220,10 @@ def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("capacity", "rows"), [(5, 5), (8, 8), (11, 8)])
+@pytest.mark.parametrize(
+    ("capacity", "rows"),
+    [pytest.param(5, 5, marks=pytest.mark.exhaustive), (8, 8), pytest.param(11, 8, marks=pytest.mark.exhaustive)],
+)
 def test_small_capacities(capacity: int, rows: int, tmp_path: Path) -> None:
     argv, _ = written(tmp_path, "llama")
     assert main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--out", str(tmp_path / "out")]) == 0

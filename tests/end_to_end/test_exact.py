@@ -113,7 +113,7 @@ QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
     pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
     pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
-    pytest.param(WIDE, ("--weights", "int4", "--capacity", "510"), id="wide heads int4, no drafter"),
+    pytest.param(WIDE, ("--weights", "int4", "--capacity", "510"), id="wide heads int4, no drafter", marks=pytest.mark.exhaustive),
     pytest.param(DEMO, (*WHOLE, *LONG), id="demo w8a8"),
 ])  # fmt: skip
 
