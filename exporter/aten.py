@@ -1,6 +1,6 @@
 """How the operators of PyTorch that graphs use are spelled in ONNX (opset 18 and later)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -174,8 +174,6 @@ def _permute(r: "Recorder", out: Tensor, x: Tensor, order: Sequence[int]) -> ir.
 
 @_spells("cat")
 def _cat(r: "Recorder", out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> ir.Value:
-    if len(parts) == 1:
-        return r.value(parts[0])
     return r.emit("Concat", [r.operand(part, out.dtype, out.dim()) for part in parts], out, axis=dim)
 
 
@@ -283,48 +281,6 @@ def _linear(r: "Recorder", out: Tensor, x: Tensor, weight: Tensor, bias: Tensor 
     """x: [n, K]; weight: [N, K]."""
     inputs = [r.value(x), r.value(weight), *([] if bias is None else [r.value(bias)])]
     return r.emit("Gemm", inputs, out, alpha=1.0, beta=1.0, transA=0, transB=1)
-
-
-_OF_ONNX = {int(onnx): dtype for dtype, onnx in DTYPES.items()}
-_COMPARING = {"eq", "lt", "le", "gt", "ge"}
-_BROADCASTING = {*_COMPARING, "add", "sub", "mul", "div", "maximum", "pow", "bitwise_and", "bitwise_or", "where"}
-_KEEPING = {"abs", "exp", "floor", "rsqrt", "silu", "clamp", "clone", "alias", "detach", "_to_copy", "_softmax", "_log_softmax"}
-_REDUCING = {"sum", "mean", "amax", "amin"}
-
-
-def declared(dtypes: int | Sequence[int], *, shape: Any = None, shapes: Any = None, **_: Any) -> Tensor | list[Tensor]:
-    """The outputs of ``torch.onnx.ops.symbolic`` or ``symbolic_multi_out``, of which both declare dtypes and shapes."""
-    if isinstance(dtypes, int):
-        return torch.empty(shape, dtype=_OF_ONNX[dtypes])
-    return [torch.empty(own, dtype=_OF_ONNX[dtype]) for own, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def inferred(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The output of an operator whose shape is simple, without PyTorch's rules for open sizes, which take several times as long. None for
-    others."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    if name in _BROADCASTING and "rounding_mode" not in kwargs:
-        first, second = (1 if isinstance(x, torch.SymInt) else x for x in args[-2:]) if name == "where" else args[:2]
-        dtype = (
-            torch.bool if name in _COMPARING else torch.result_type(first, 1 if isinstance(second, torch.SymInt) else second)
-        )
-        return torch.empty(_broadcast([x.shape for x in tensors]), dtype=dtype)
-    if name in _KEEPING:
-        return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-    if name in _REDUCING:
-        x, dims, *rest = args
-        axes = {dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
-        keep = bool(rest[0] if rest else kwargs.get("keepdim", False))
-        counts = name == "sum" and not x.is_floating_point()
-        dtype = kwargs.get("dtype") or (torch.int64 if counts else x.dtype)
-        return torch.empty([1 if i in axes else n for i, n in enumerate(x.shape) if keep or i not in axes], dtype=dtype)
-    return None
-
-
-def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
-    """The shape of what is computed from tensors of these. Open sizes are not asked whether they are 1."""
-    aligned = zip(*([1] * (max(map(len, shapes)) - len(shape)) + list(shape) for shape in shapes), strict=True)
-    return [next((n for n in sizes if not isinstance(n, int) or n != 1), 1) for sizes in aligned]
 
 
 @_spells("_symbolic", "_symbolic_multi_out")

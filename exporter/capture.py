@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs.tracing import tracing
 
-from .aten import DTYPES, SPELLINGS, declared, inferred
+from .aten import DTYPES, SPELLINGS
+from .fake_results import computed, declared, inferred
 from .signature import Input, arguments
 
 _PRODUCTS: dict[Any, str] = {
@@ -88,8 +89,6 @@ class Recorder(TorchDispatchMode):
             self.graph.outputs.append(value)
         return self.graph
 
-    # Recording.
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -102,8 +101,8 @@ class Recorder(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if all(self._is_known(x) for x in tensors) and not any(isinstance(x, torch.SymInt) for x in leaves):
-            found: Any = func(*tree_map(self._number, args), **tree_map(self._number, kwargs))
-            if all(x.numel() <= _MOST_FOLDED for x in tree_leaves(found)):
+            found: Any = computed(func, tree_map(self._number, args), tree_map(self._number, kwargs))
+            if found is not None and all(x.numel() <= _MOST_FOLDED for x in tree_leaves(found)):
                 return tree_map(self._constant_fake, found)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         name, _, overload = func.__name__.partition(".")
@@ -160,8 +159,6 @@ class Recorder(TorchDispatchMode):
         self._known[id(fake)] = x
         self._alive.append(fake)
         return fake
-
-    # For spellings.
 
     def value(self, x: Tensor) -> ir.Value:
         """The value that stands for a tensor."""
@@ -292,7 +289,7 @@ def capture(module: nn.Module, inputs: Sequence[Input], outputs: Sequence[str], 
     inputs, outputs: those of ``signature``.
     """
     recorder = Recorder(module, inputs, opset)
-    with ExitStack() as stack, torch.no_grad(), tracing():
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), tracing():
         for name, part in module.named_modules():
             if name:
                 stack.callback(part.register_forward_pre_hook(lambda *_, name=name: recorder._scopes.append(name)).remove)

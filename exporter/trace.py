@@ -114,6 +114,9 @@ def _split_parts(model: ir.Model, locations: dict[str, Location], bundle: Path) 
 
 def _simplify(model: ir.Model) -> None:
     """Removes nodes that are unused, are there twice, or change nothing."""
+    for node in [node for node in model.graph if node.op_type == "Concat" and len(node.inputs) == 1]:
+        node.op_type = "Identity"
+        node.attributes.clear()
     passes.IdentityEliminationPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
     passes.RemoveUnusedNodesPass()(model)

@@ -38,9 +38,9 @@ from graphs.tree import TreeConfig
 SHAPE = LlamaShape(101, 64, 96, 2, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
 TREE = TreeConfig(rows=6, serial_steps=2, heads=2, top_k=3, head_top_k=2, beam=2)
 SERIAL = TreeConfig(rows=6, serial_steps=3, heads=0, top_k=3, head_top_k=1, beam=2, wide=True)
-PATHS = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 1)]
 HEADS, STEPS = TreeConfig.static(PATHS, heads=True), TreeConfig.static(PATHS)
-STATIC = {"rows": 6, "accepted": 5}
+STATIC = {"rows": 8, "accepted": 5}
 INT4, WHOLE = Schemes(Scheme(32, torch.uint8)), Schemes(Scheme(0, torch.int8, 8))
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "target, cpu": lambda: Target(SHAPE, 64, 128, Contrib),
@@ -117,12 +117,14 @@ def meaning(model: ir.Model) -> dict[str, Any]:
             return None
         found, node = number(value), value.producer()
         if found is not None:
-            return hash((str(found.dtype), found.shape, found.tobytes()))
+            return hash((str(found.dtype), found.shape if found.size != 1 else "one", found.tobytes()))
         if node is None:
             return value.name
         if node.op_type == "Shape" and node.inputs[0] in inputs:
             return str(node.inputs[0].shape[node.attributes["start"].as_int()])
-        if node.op_type == "Squeeze" and node.inputs[0].producer().op_type == "Shape":
+        if node.op_type == "Squeeze" and (value.dtype, value.shape) == (ir.DataType.INT64, ir.Shape([])):
+            return of(node.inputs[0])  # a size, or several combined
+        if node.op_type in ("Slice", "Reshape") and None is not node.inputs[0].shape == node.outputs[0].shape:
             return of(node.inputs[0])
         return hash((node.domain, node.op_type, options(node), taken(node), node.outputs.index(value)))
 
