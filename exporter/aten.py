@@ -89,7 +89,7 @@ def _silu(r: "Recorder", out: Tensor, x: Tensor) -> ir.Value:
 @_spells("clamp")
 def _clamp(r: "Recorder", out: Tensor, x: Tensor, min: Any = None, max: Any = None) -> ir.Value:
     bounds = [None if bound is None else r.operand(bound, out.dtype, 0) for bound in (min, max)]
-    return r.emit("Clip", [r.value(x), *bounds], out)
+    return r.emit("Clip", [r.value(x), *bounds[: 2 - (max is None)]], out)
 
 
 @_spells("_to_copy")
