@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests run; see below
 # Machines are shared, so no test is timed. `make test-all` draws as many examples as hypothesis does by default.
 settings.register_profile("exhaustive", deadline=None)
-settings.register_profile("representative", deadline=None, max_examples=40)
+settings.register_profile("representative", deadline=None, max_examples=25)
 settings.load_profile("representative")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
 DEMO = Path(__file__).parent.parent / "demo"

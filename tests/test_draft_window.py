@@ -59,7 +59,9 @@ def expected(length: int) -> list[int]:
     return [at for at in range(length - 1) if at < FIRST or at >= length - 1 - LAST]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 19, 20, 21, 40, 128, 129, 145, 300])
+@pytest.mark.parametrize(
+    "length", [1, 3, 4, 19, 20, 21, 129, 300, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 40, 128, 145))]
+)
 def test_of_a_prompt_it_reads_the_first_tokens_and_the_last(model: Model, other: Model, length: int) -> None:
     prompt = np.random.default_rng(length).integers(2, 2000, length).tolist()
     turn = finished(model.generate(prompt, 20))
@@ -70,7 +72,7 @@ def test_of_a_prompt_it_reads_the_first_tokens_and_the_last(model: Model, other:
     same_tokens_read(model, other, prompt + turn.ids)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 12))])
 def test_turns(model: Model, other: Model, tmp_path: Path, seed: int) -> None:
     """Longer and shorter than what the drafter reads, with and without it, taken back, saved, and after another text."""
     draw = np.random.default_rng(seed)

@@ -154,10 +154,11 @@ def chance(judge: Tabled, drawn: Tabled) -> float:
     return chi_squared(Counter(counted(drawn.draw(0, rng), edges) for _ in range(2000)), expected, 2000)[2]
 
 
-def test_rounding_may_decide_who_is_last_of_top_k() -> None:
+@pytest.mark.parametrize("seeds", [12, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_rounding_may_decide_who_is_last_of_top_k(seeds: int) -> None:
     """Passes of different shapes round differently: a token as likely as the last of top k is drawn in one and has no chance in the other."""
-    tied = [seed for seed in range(40) if distribution(Tabled(seed, "float16"), [0])[1]]  # type: ignore[arg-type]
-    assert len(tied) > 5
+    tied = [seed for seed in range(seeds) if distribution(Tabled(seed, "float16"), [0])[1]]  # type: ignore[arg-type]
+    assert len(tied) > seeds // 8
     coarse = [chance(Tabled(seed, "float16"), Tabled(seed, "float16", 2e-3)) for seed in tied]
     assert min(coarse) > 1e-4
     exact = [chance(Tabled(seed, "int8"), Tabled(seed, "int8", 2e-3)) for seed in tied]  # whose rows are the same in every pass
