@@ -233,6 +233,7 @@ def test_sessions_that_were_changed_on_purpose(model: Model, tmp_path: Path, cha
         model.session(file)
 
 
+@pytest.mark.exhaustive
 def test_a_session_that_unpacks_to_much_is_not_unpacked(model: Model, tmp_path: Path) -> None:
     import resource
 

@@ -267,6 +267,7 @@ def test_a_piece_that_ends_the_process(bundle: Path, monkeypatch: pytest.MonkeyP
     assert ran(bundle, "--again")[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_time_that_is_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece does the least it can, says so, and is made again where there is more time."""
     only(monkeypatch, "greedy", "times", "selftest")
@@ -363,6 +364,7 @@ def test_engines_that_are_wrong(
     assert all("\n" not in wrong for outcome in pieces.values() for wrong in outcome["wrong"])
 
 
+@pytest.mark.exhaustive
 def test_a_device_that_fails(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a library is told in a line, with its place in the report, and the other pieces go on with a model loaded anew."""
 

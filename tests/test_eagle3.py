@@ -262,6 +262,7 @@ def test_greedy_texts_are_transformers(tmp_path: Path) -> None:
             llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 40)[0])
 
 
+@pytest.mark.exhaustive
 def test_the_output_is_that_of_plain_decoding(tmp_path: Path) -> None:
     """To the last bit, in sampling, and beside another stream, whose passes it shares."""
     target = {**QWEN3, "hidden_size": 96, "intermediate_size": 128}

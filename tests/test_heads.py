@@ -141,7 +141,7 @@ def exported(folder: Path, argv: list[str], *options: str) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+@pytest.mark.parametrize("name", ["medusa", pytest.param("hydra", marks=pytest.mark.exhaustive), "hydra++"])
 def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
     made = MADE[name]
     made = replace(made, pair=RandomPair({"num_hidden_layers": 3, "head_dim": 16, "hidden_size": 96}, seed=8))

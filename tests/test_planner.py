@@ -96,6 +96,7 @@ def test_no_plan_changes_a_text(
     model.decoder.planner = None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "form", ["migraphx", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("tensorrt", "cuda"))]
 )

@@ -66,6 +66,7 @@ def test_checks_go_on_in_other_processes(chat_bundle: Path, model: Model) -> Non
             checks.verdict()
 
 
+@pytest.mark.exhaustive
 def test_many_tokens(
     chat_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -471,6 +471,7 @@ def test_connections_that_send_nothing_are_closed(model: Model) -> None:
                     pass
 
 
+@pytest.mark.exhaustive
 def test_a_client_that_does_not_read_is_left(model: Model) -> None:
     """What it is sent fills the buffers of both sides."""
     body = {"model": "demo", "prompt": ["a"] * 16, "max_tokens": 190, "logprobs": 5, "stream": True}

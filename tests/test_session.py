@@ -148,7 +148,7 @@ def test_another_prompt(model: Model, other: Model) -> None:
         assert generation.stats.cached_tokens <= len(before)
 
 
-@pytest.mark.parametrize("speculate", [True, False], ids=["speculative", "plain"])
+@pytest.mark.parametrize("speculate", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["speculative", "plain"])
 def test_rewind_anywhere(model: Model, other: Model, speculate: bool) -> None:
     """Behind any token of prompt or text the session goes on as a fresh generation does, in either way."""
     prompt = model.encode(TEXT)[:12]
@@ -428,6 +428,7 @@ def test_an_interrupted_save(model: Model, tmp_path: Path, monkeypatch: pytest.M
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(file.name, content)]
 
 
+@pytest.mark.exhaustive
 def test_what_was_accepted_on_trust_is_read_again(demo_bundle: Path, tmp_path: Path) -> None:
     """Full Tree Attention keeps rows that were read under other ancestors: a turn behind it equals a fresh generation all the same,
     and so does one that is restored."""

@@ -34,6 +34,7 @@ def test_growth_is_not_that_of_a_pass_under_way() -> None:
     assert found.growth() == (pytest.approx(270, abs=2), 0)
 
 
+@pytest.mark.exhaustive
 def test_a_short_soak(chat_bundle: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"def f{i}(x):"]}) + "\n" for i in range(40)))

@@ -528,6 +528,7 @@ def test_a_signal_ends_migraphxs_compilation(
     assert left(bundle) == [".lock"]
 
 
+@pytest.mark.exhaustive
 def test_migraphxs_solutions_outlive_a_compilation(
     amd: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from runtime.backends.memory import buffers
 from runtime.bundle.reader import Bundle
 from runtime.teams import Teams
 from runtime.turns import Turns
-from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle, examples
 from tests.end_to_end.test_forms import opened
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -121,7 +121,7 @@ def assert_as_plain(model: Model, prompts: list[list[int]], rows: int) -> None:
         assert [found[0], found[1]] == plain[:2]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=40))
 def test_cycles_of_streams_in_any_order(model: Model, order: list[tuple[int, int]]) -> None:
     """One thread drives them, so that every order of cycles can come up."""
@@ -365,7 +365,9 @@ def test_asyncio_cancels_what_nobody_reads(model: Model) -> None:
         asyncio.run(wrong())
 
 
-@pytest.mark.parametrize("form", ["tensorrt", "cuda", "migraphx"])
+@pytest.mark.parametrize(
+    "form", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tensorrt", "cuda")), "migraphx"]
+)
 def test_streams_of_other_backends(make_bundle: MakeBundle, form: str) -> None:
     """On one accelerator and one stream of work, with every call bound anew for every stream."""
     bundle = make_bundle(DEMO, *EVERY_BACKEND)

@@ -267,6 +267,7 @@ def test_commands(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "draft " not in said
 
 
+@pytest.mark.exhaustive
 def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_tokens, "_TOKENS", 10)
     monkeypatch.setattr(device_pieces, "_SELFTEST", (1, 8, 250))

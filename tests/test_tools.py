@@ -72,6 +72,7 @@ def test_parity_of_bad_prompts(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_cross_check_of_eager_with_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RandomPair(seed=21).write(tmp_path)
     argv = [

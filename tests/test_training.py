@@ -226,7 +226,8 @@ def test_killed_training_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "layers"), [("gumiho", ["--heads", "1"], 2), ("eagle", ["--family", "eagle"], 1)]
+    ("family", "options", "layers"),
+    [("gumiho", ["--heads", "1"], 2), pytest.param("eagle", ["--family", "eagle"], 1, marks=pytest.mark.exhaustive)],
 )
 def test_what_comes_out_exports_and_is_lossless(
     family: str,

@@ -20,7 +20,10 @@ from tests.heads import NaiveHydra, NaiveMedusa, RandomHydra
 from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of
 
 COUNTS = {"medusa": (0, 5), "hydra": (0, 4), "small": (2, 0)}  # layers and heads
-FAMILIES = pytest.mark.parametrize("family", COUNTS)
+# The others take the same loop; `make test-all` trains them too.
+FAMILIES = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "medusa" else pytest.mark.exhaustive) for name in COUNTS]
+)
 
 
 def begun(family: str, loaded: target.Target, written: store.Text) -> tuple[Drafter, Features]:

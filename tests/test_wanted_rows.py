@@ -70,6 +70,7 @@ def test_any_rows_in_any_order(demo_bundle: Path, rows: list[int]) -> None:
         np.testing.assert_array_equal(hidden, passes.hidden[:7])
 
 
+@pytest.mark.exhaustive
 def test_bundles_that_know_no_wanted_rows_run_as_before(
     make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

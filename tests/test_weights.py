@@ -214,6 +214,7 @@ def test_any_list_of_tensors(items: list[Any]) -> None:
         assert sizes == sum(-(-len(content) // PAGE) * PAGE for content in by_content)
 
 
+@pytest.mark.exhaustive
 def test_equal_tensors_are_found_in_little_memory(tmp_path: Path) -> None:
     """Compared with what is on disk, of which no more than a slice is held."""
     code = """

@@ -129,6 +129,7 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
             llama.assert_same(target, prompt, generation.ids, wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

@@ -165,7 +165,7 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
 
 
 @pytest.mark.parametrize(("pair", "how", "scheme"), [
-    pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4"),
+    pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4", marks=pytest.mark.exhaustive),
     pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8"),
     pytest.param(DEMO, WHOLE, Scheme(0, torch.int8, 8), id="demo w8a8"),
 ])  # fmt: skip
