@@ -53,6 +53,8 @@ class ProcessorTime:
         return (self._of_workers or _spent()) / 60
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self._of_tests:
+            return
         terminalreporter.section("processor time")
         for name, seconds in self._of_tests.most_common(_SHOWN):
             terminalreporter.write_line(f"{seconds:6.1f} s {name}")

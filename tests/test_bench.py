@@ -235,6 +235,7 @@ def test_plots(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_lengths_are_plotted_and_not_added_up(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
     run = whole(found) | {"prompts": {"1 positions": 2, "7 positions": 1}, "lengths": [1, 7]}
     names_of = {"a": "1 positions", "b": "7 positions"}

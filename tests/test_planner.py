@@ -393,6 +393,7 @@ def right(score: float, seed: int) -> Callable[[], int]:
     return lambda: int(random.geometric(1 - np.exp(score))) - 1
 
 
+@pytest.mark.exhaustive
 @given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]))
 def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float) -> None:
     """Of the time that drafting saves with the device's own costs, at most a twentieth is lost: in the mean, since a single text's luck

@@ -31,6 +31,7 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 def test_texts_are_compared_with_plain_decoding(model: Model) -> None:
     right = "".join(start(model, CHAT))
     assert check(model, CHAT, right) == Verdict(12)

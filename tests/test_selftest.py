@@ -33,6 +33,7 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "1500 texts of 3 tokens" in lines[-1]
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_quantized_target(
     make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

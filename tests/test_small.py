@@ -229,6 +229,7 @@ def test_small_capacities(capacity: int, rows: int, tmp_path: Path) -> None:
     assert main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--out", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fewer tokens", "more tokens"])
 def test_a_vocabulary_of_its_own_is_not_cut(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv, _ = written(tmp_path, name)

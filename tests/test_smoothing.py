@@ -238,6 +238,7 @@ def test_scaled_sources_against_products() -> None:
     assert torch.equal(only, matrix.float() * columns)
 
 
+@pytest.mark.exhaustive
 def test_smoothing_takes_a_slice_of_memory(tmp_path: Path) -> None:
     """Of matrices of 67 MB each in fp32: for what is observed, and for the scaled numbers."""
     code = """

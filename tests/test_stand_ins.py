@@ -390,6 +390,7 @@ def test_cuda_records_in_no_text_of_asyncio_and_of_the_server(onnxruntime_gpu: M
         slots.close()
 
 
+@pytest.mark.exhaustive
 def test_cuda_keeps_int4_inside(onnxruntime_gpu: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
     """The fast product of int4 rearranges constants only, so each session has its own weights, and the target one size."""
     made = make_bundle(DEMO, "--backend", "cuda", "--weights", "int4", "--dtype", "fp32", "--rows", "8")

@@ -158,6 +158,7 @@ def test_every_form_looks_up_and_gives_the_same_tokens(bundle: Path, form: str, 
         assert ended(model.generate(PROMPT, 80, lookup=False)).stats.lookups == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["w8a8", pytest.param("int4", marks=pytest.mark.exhaustive)])
 def test_a_quantized_target(quantized: Callable[[str], Path], weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = quantized(weights)

@@ -101,6 +101,7 @@ def test_cross_check_without_its_compiler(capsys: pytest.CaptureFixture[str]) ->
     assert "--torch-device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_measured_memory_and_cycles(demo_bundle: Path) -> None:
     sizes = measure.memory(demo_bundle)
     assert 0 < sizes["weights"] + sizes["caches"] < sizes["loaded"]

@@ -69,6 +69,7 @@ def test_taps_are_what_enters_the_layers(loaded: target.Target, written: store.T
     assert torch.equal(own.hidden, batch(written, Features(None, written, llama.model), [2], "cpu").hidden)
 
 
+@pytest.mark.exhaustive
 def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, written: store.Text) -> None:
     before, after = before_and_after(*trainee(loaded, written, steps=30))
     assert sum(after.loss) < 0.8 * sum(before.loss)
@@ -91,6 +92,7 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pyt
         assert drafted == "".join(model.generate("def first(items):\n", max_new_tokens=48, speculate=False))
 
 
+@pytest.mark.exhaustive
 def test_trees_are_those_of_the_runtime(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
     """The same trees, in one place after another of a text that the target wrote."""
     training, _ = trainee(loaded, written, steps=8)

@@ -179,6 +179,7 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
         assert unlike(model) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [64, pytest.param(80, marks=pytest.mark.exhaustive)])
 def test_values_are_summed_in_so_many_columns(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Products of more columns sum fewer terms in one order."""

@@ -64,6 +64,7 @@ MORE_TREES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [*TREES, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in MORE_TREES)], ids=" ".join
 )
