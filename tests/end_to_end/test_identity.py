@@ -34,7 +34,7 @@ TINY = RandomPair({"vocab_size": 13}, layers=1, heads=3, seed=21, scale=4.0)
 SMALL = (DEMO, *EVERY_BACKEND)  # of which the CPU's form is used
 BUNDLES = [
     SMALL,
-    (DEMO, "--capacity", "40", "--rows", "64"),
+    (DEMO, "--capacity", "80", "--rows", "64"),
     (DEMO, "--capacity", "40", "--rows", "6", "--policy", "chain", "--draft-vocab", "512"),
     (ODD[0][0], "--capacity", "200", *ODD[0][1]),
     (TINY, "--capacity", "64", "--rows", "2"),
