@@ -153,7 +153,7 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
     for form in forms:
         drafted = "int8" if form == "cpu" else "float32"
         for name, graph in manifest.forms[form].graphs.items():
-            assert graph.precision == ("float32" if name.startswith("target") else drafted)
+            assert graph.precision == ("float32" if name.startswith(("target", "shared")) else drafted)
         with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=False) as model:
             for prompt, count in prompts(model):
                 if len(prompt) not in wanted:
