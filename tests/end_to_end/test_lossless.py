@@ -142,9 +142,9 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
 )
 def test_last_position(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """Generation runs to the last position and stops there, with and without speculation, from every prompt length."""
-    capacity = 40
+    capacity = 80 if "64" in options else 40  # a pass fits
     with load(make_bundle(DEMO, "--capacity", str(capacity), *options)) as model:
-        text = model.encode("def main():\n    parser = argparse.ArgumentParser(description=__doc__)\n" * 3)
+        text = model.encode("def main():\n    parser = argparse.ArgumentParser(description=__doc__)\n" * 6)
         for length in range(1, capacity + 1):
             prompt = text[:length]
             plain = model.generate(prompt, 1000, speculate=False)
