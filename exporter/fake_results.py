@@ -34,10 +34,9 @@ def inferred(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
     others."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if name in _BROADCASTING and "rounding_mode" not in kwargs:
-        first, second = (1 if isinstance(x, torch.SymInt) else x for x in args[-2:]) if name == "where" else args[:2]
-        dtype = (
-            torch.bool if name in _COMPARING else torch.result_type(first, 1 if isinstance(second, torch.SymInt) else second)
-        )
+        operands = args[1:] if name == "where" else args[:2]
+        first, second = (1 if isinstance(x, torch.SymInt) else x for x in operands)
+        dtype = torch.bool if name in _COMPARING else torch.result_type(first, second)
         return torch.empty(_broadcast([x.shape for x in tensors]), dtype=dtype)
     if name in _KEEPING:
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
