@@ -13,20 +13,26 @@ from runtime.errors import InputError
 from tests.conftest import DEMO
 from tools import best_tree, compare
 
-NAMES = "drafter", "target"  # the demo target as a small model that drafts for itself
+ALONE = ("target",)  # the demo target as a small model that drafts for itself
+BESIDE = "drafter", "target"
 
 
-def argv(out: Path, names: Sequence[str] = NAMES) -> list[str]:
+def argv(out: Path, names: Sequence[str] = ALONE) -> list[str]:
     return [
         "--target", str(DEMO / "target"), "--drafters", *(str(DEMO / name) for name in names), "--count", "2", "--tuning", "1",
         "--new-tokens", "13", "--temperatures", "0", "--rows", "4", "--out", str(out),
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", params=[pytest.param(BESIDE, marks=pytest.mark.exhaustive), ALONE], ids=["two", "one"])
+def names(request: pytest.FixtureRequest) -> Sequence[str]:
+    return tuple(request.param)
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(names: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compare")
-    assert compare.main(argv(out)) == 0
+    assert compare.main(argv(out, names)) == 0
     return out
 
 
@@ -34,14 +40,14 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "texts.jsonl").read_text().splitlines()]
 
 
-def test_every_drafter_decodes_every_prompt(results: Path) -> None:
+def test_every_drafter_decodes_every_prompt(results: Path, names: Sequence[str]) -> None:
     lines = read(results)
     assert [(line["set"], line["number"]) for line in lines] == [("held-out", 0), ("held-out", 1)]
-    ways = [f"{name}, {kind}" for name in NAMES for kind in ("planned", "planned, lookup", "paper")]
+    ways = [f"{name}, {kind}" for name in names for kind in ("planned", "planned, lookup", "paper")]
     for line in lines:
         assert list(line["ways"]) == ["plain", *ways]
         assert all(found["ids"] == line["ways"]["plain"]["ids"] for found in line["ways"].values())
-        assert line["ways"]["plain"]["draft_seconds"] == 0 < line["ways"]["drafter, paper"]["draft_seconds"]
+        assert line["ways"]["plain"]["draft_seconds"] == 0 < line["ways"]["target, paper"]["draft_seconds"]
     assert len({tuple(line["ways"]["plain"]["ids"]) for line in lines}) == 2
 
 
@@ -56,15 +62,15 @@ def test_tau_is_tokens_by_passes(results: Path) -> None:
     assert cells[-1] == "2 of 2"
 
 
-def test_an_interrupted_run_goes_on_and_what_differs_shows(results: Path) -> None:
+def test_an_interrupted_run_goes_on_and_what_differs_shows(results: Path, names: Sequence[str]) -> None:
     lines = read(results)
-    lines[0]["ways"]["drafter, paper"]["ids"][3] += 1
+    lines[0]["ways"]["target, paper"]["ids"][3] += 1
     (results / "texts.jsonl").write_text(json.dumps(lines[0]) + "\n")
-    assert compare.main(argv(results)) == 1
+    assert compare.main(argv(results, names)) == 1
     again = read(results)
     assert again[0] == lines[0]
     assert [found["ids"] for found in again[1]["ways"].values()] == [found["ids"] for found in lines[1]["ways"].values()]
-    row = next(line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| drafter, paper |"))
+    row = next(line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| target, paper |"))
     assert row.endswith("| 1 of 2 |")
 
 
@@ -141,7 +147,7 @@ def test_an_interrupted_candidate_ends_the_search(tmp_path: Path, monkeypatch: p
 
 
 def test_results_of_other_drafters_are_not_mixed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(argv(results, NAMES[:1])) == 1
+    assert compare.main(argv(results, ["drafter"])) == 1
     assert "holds results with another --drafters" in capsys.readouterr().err
 
 

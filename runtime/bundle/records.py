@@ -8,9 +8,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -94,80 +94,100 @@ def checked(kind: type[T], raw: Any, at: str = "") -> T:
     Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for messages.
     Raises Damage for the first value of another type or outside its bounds.
     """
-    value: T = _checked(kind, raw, at)
+    annotation: Any = kind
+    value: T = _check_of(annotation)(raw, at)
     return value
 
 
-def _checked(kind: Any, raw: Any, at: str) -> Any:
-    if type(raw) is kind:
-        return raw
-    if is_dataclass(kind):
-        return _record(kind, raw, at)
-    origin, arguments = _taken_apart(kind)
-    if origin is Annotated:
-        return _bounded(_checked(arguments[0], raw, at), arguments[1], at)
-    if origin in (Union, UnionType):
-        if raw is None and NoneType in arguments:
-            return None
-        for alternative in (one for one in arguments if one is not NoneType):
-            try:
-                return _checked(alternative, raw, at)
-            except Damage as error:
-                damage = error
-        raise damage
-    if origin is tuple:
-        return _tuple(arguments, raw, at)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(raw, dict):
-            raise _wrong(at, raw, "an object")
-        key, value = arguments
-        return {_checked(key, name, at): _checked(value, content, _inside(at, name)) for name, content in raw.items()}
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return _as_float(raw, at)
-    raise _wrong(at, raw, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind])
+# A value's path as its container's and its own name or index in it, since a text of each would take longer than checking the values.
+Path = str | tuple["Path", str | int]
+Check = Callable[[Any, Path], Any]  # of a raw value: the value, or Damage
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 @cache
-def _taken_apart(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(kind), get_args(kind)
+def _check_of(kind: Any) -> Check:
+    if is_dataclass(kind):
+        return partial(_record, kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return partial(_bounded, _check_of(arguments[0]), arguments[1])
+    if origin in (Union, UnionType):
+        return partial(_one_of, tuple(_check_of(one) for one in arguments if one is not NoneType), NoneType in arguments)
+    if origin is tuple and arguments[-1] is ...:
+        return partial(_list, _check_of(arguments[0]))
+    if origin is tuple:
+        return partial(_tuple, tuple(map(_check_of, arguments)))
+    if origin is not None and issubclass(origin, Mapping):
+        return partial(_mapping, _check_of(arguments[0]), _check_of(arguments[1]))
+    return partial(_plain, kind)
 
 
-def _as_float(raw: int, at: str) -> float:
-    try:
-        return float(raw)
-    except OverflowError:
-        raise _wrong(at, raw, "a smaller number") from None
+def _plain(kind: type, raw: Any, at: Path) -> Any:
+    if type(raw) is kind:
+        return raw
+    if kind is float and type(raw) is int:
+        try:
+            return float(raw)
+        except OverflowError:
+            raise _wrong(at, raw, "a smaller number") from None
+    raise _wrong(at, raw, _WORDS[kind])
 
 
-def _record(kind: Any, raw: Any, at: str) -> Any:
+def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) -> Any:
+    if raw is None and or_none:
+        return None
+    for alternative in alternatives:
+        try:
+            return alternative(raw, at)
+        except Damage as error:
+            damage = error
+    raise damage
+
+
+def _mapping(key: Check, value: Check, raw: Any, at: Path) -> dict[Any, Any]:
+    if not isinstance(raw, dict):
+        raise _wrong(at, raw, "an object")
+    return {key(name, at): value(content, (at, name)) for name, content in raw.items()}
+
+
+def _record(kind: Any, raw: Any, at: Path) -> Any:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     values = {}
-    for name, annotation, required in _fields(kind):
+    for name, check, required in _fields(kind):
         if name in raw:
-            values[name] = _checked(annotation, raw[name], _inside(at, name))
+            values[name] = check(raw[name], (at, name))
         elif required:
-            raise Damage(f"{_inside(at, name)} is missing")
+            raise Damage(f"{_text((at, name))} is missing")
     return kind(**values)
 
 
 @cache
-def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, annotation, and whether the field is required."""
+def _fields(kind: Any) -> tuple[tuple[str, Check, bool], ...]:
+    """Name, check, and whether the field is required."""
     hints = get_type_hints(kind, include_extras=True)
-    return tuple((f.name, hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind))
+    return tuple(
+        (f.name, _check_of(hints[f.name]), f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)
+    )
 
 
-def _tuple(arguments: tuple[Any, ...], raw: Any, at: str) -> tuple[Any, ...]:
+def _list(check: Check, raw: Any, at: Path) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
-    kinds = (arguments[0],) * len(raw) if arguments[-1] is ... else arguments
-    if len(kinds) != len(raw):
-        raise Damage(f"{at} has {len(raw)} entries, expected {len(kinds)}")
-    return tuple(_checked(kind, value, f"{at}[{i}]") for i, (kind, value) in enumerate(zip(kinds, raw, strict=True)))
+    return tuple([check(value, (at, i)) for i, value in enumerate(raw)])
 
 
-def _bounded(value: Any, limit: Any, at: str) -> Any:
+def _tuple(checks: tuple[Check, ...], raw: Any, at: Path) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise _wrong(at, raw, "a list")
+    if len(checks) != len(raw):
+        raise Damage(f"{_text(at)} has {len(raw)} entries, expected {len(checks)}")
+    return tuple(check(value, (at, i)) for i, (check, value) in enumerate(zip(checks, raw, strict=True)))
+
+
+def _bounded(check: Check, limit: Any, raw: Any, at: Path) -> Any:
+    value = check(raw, at)
     if isinstance(limit, Bounds) and not limit.least <= value <= limit.most:
         raise _wrong(at, value, f"{limit.least:,.0f} to {limit.most:,.0f}".replace(",", ""))
     if isinstance(limit, OneOf) and value not in limit.choices:
@@ -177,13 +197,18 @@ def _bounded(value: Any, limit: Any, at: str) -> Any:
     return value
 
 
-def _inside(at: str, name: str) -> str:
-    return f"{at}.{shown(name)}" if at else shown(name)
+def _text(at: Path) -> str:
+    if isinstance(at, str):
+        return at
+    outer, inner = _text(at[0]), at[1]
+    if isinstance(inner, int):
+        return f"{outer}[{inner}]"
+    return f"{outer}.{shown(inner)}" if outer else shown(inner)
 
 
-def _wrong(at: str, value: Any, expected: str) -> Damage:
+def _wrong(at: Path, value: Any, expected: str) -> Damage:
     actual = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
-    return Damage(f"{at or 'it'} is {shown(actual)}, expected {expected}")
+    return Damage(f"{_text(at) or 'it'} is {shown(actual)}, expected {expected}")
 
 
 def _printable(value: Any) -> Any:

@@ -16,11 +16,16 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def generate(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Greedy continuations of prompts of one length, cut behind the first end-of-text token."""
+    return [list(text) for text in _generated(folder, tuple(map(tuple, prompts)), count)]
+
+
+@lru_cache(maxsize=256)  # the same texts judge many ways to decode
+@torch.inference_mode()
+def _generated(folder: Path, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
     model = load(folder)
-    ids = torch.tensor([list(p) for p in prompts])
+    ids = torch.tensor(prompts)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]

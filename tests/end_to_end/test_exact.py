@@ -114,7 +114,7 @@ QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
     pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
     pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
     pytest.param(WIDE, ("--weights", "int4", "--capacity", "510"), id="wide heads int4, no drafter", marks=pytest.mark.exhaustive),
-    pytest.param(DEMO, (*WHOLE, *LONG), id="demo w8a8"),
+    pytest.param(DEMO, WHOLE, id="demo w8a8"),
 ])  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_a_row_is_never_alone_where_it_would_differ(make_bundle: MakeBundle, mon
     prompts = [np.random.default_rng(3).integers(2, 500, length).tolist() for length in (1, 128, 129, 256)]
     for alone in (True, False):
         monkeypatch.setattr("runtime.backends.onnxruntime.one_row_differs", lambda alone=alone: not alone)
-        assert Cpu("").form(Bundle(make_bundle(DEMO, *WHOLE, *LONG)), bundle).least == 1
+        assert Cpu("").form(Bundle(make_bundle(DEMO, *WHOLE)), bundle).least == 1
         for streams in (1, 2):
             with load(bundle, "cpu", threads=1, streams=streams) as model:
                 own = [ended(model.generate(p, 256, speculate)).ids for p in prompts for speculate in (True, False)]
@@ -199,7 +199,7 @@ def test_graphs_and_runtime_agree() -> None:
 
 
 def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBundle) -> None:
-    bundle = Bundle(make_bundle(DEMO, *WHOLE, *LONG))
+    bundle = Bundle(make_bundle(DEMO, *WHOLE))
     graph = ir.load(bundle.path / bundle.manifest.form("cpu").graphs["target"].file).graph
     branches = [node for node in graph if node.op_type == "If"]
     assert len(branches) == sum(node.op_type == "TensorScatter" for node in graph) // 2
@@ -238,7 +238,7 @@ def test_caches_of_any_length_are_the_cpus(
     make_bundle: MakeBundle, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     record = tmp_path / "gumiho.json"
-    shutil.copyfile(make_bundle(DEMO, *WHOLE, *LONG) / record.name, record)
+    shutil.copyfile(make_bundle(DEMO, *WHOLE) / record.name, record)
     assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows", "shared-passes")
     edit(tmp_path, without_shared)
     edit(tmp_path, change)
@@ -249,7 +249,7 @@ def test_caches_of_any_length_are_the_cpus(
 def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBundle) -> None:
     """A pass reads whole blocks: what an earlier text left behind the used positions is among them, and NaN would spread."""
     prompt = np.random.default_rng(2).integers(2, 500, 400).tolist()
-    with load(make_bundle(DEMO, *WHOLE, *LONG), "cpu", threads=1) as model:
+    with load(make_bundle(DEMO, *WHOLE), "cpu", threads=1) as model:
         wanted = ended(model.generate(prompt, 20)).ids
         model.decoder.passes.target_cache.data[:] = np.nan
         model.decoder.clear()

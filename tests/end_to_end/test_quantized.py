@@ -42,7 +42,7 @@ INT4, INT8, MORE_INT8 = (
     for how, forms in FORMS.items()
 )  # fmt: skip
 CPU4 = ("--capacity", "200", "--heads", "1", "--weights", "int4", "--draft-weights", "int4")
-WHOLE = ("--capacity", "200", "--heads", "1", "--weights", "w8a8", "--draft-weights", "int4")
+WHOLE = ("--capacity", "510", "--heads", "1", "--weights", "w8a8", "--draft-weights", "int4")
 ODD = RandomPair(
     {
         "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -52,7 +52,7 @@ ODD = RandomPair(
 FP8_PAIR = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=1, heads=1, seed=12)
 FP8_TARGET = ("--backend", "tensorrt", *SIZES, "--weights", "fp8")
 TRIMMED = ("--draft-vocab", "100")  # of ODD's tokens
-LENGTHS = ((1, 40), (7, 40), (8, 40), (9, 30), (65, 20), (129, 20), (190, 50))
+LENGTHS = ((1, 24), (7, 16), (8, 24), (9, 16), (129, 12), (190, 50))
 
 
 def fp8_bundle(make_bundle: MakeBundle) -> Path:
