@@ -7,6 +7,7 @@ transformers' Llama layers, and trees are found by search instead of by bounded 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -145,18 +146,21 @@ def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k
 def static_tree(model: Model, paths: Sequence[Path]) -> list[Node]:
     """The tokens at fixed paths of ranks, in the order of the paths."""
 
+    @cache
     def at(path: Path) -> tuple[list[tuple[int, Feature]], np.float32]:
         """The drafted rows down to a path, each a token and what it was drawn from, and the path's score."""
-        rows: list[tuple[int, Feature]] = []
-        score, feature = np.float32(0), model.first()
-        for depth, rank in enumerate(path):
-            if depth:
-                feature = model.serial(rows, range(len(rows)))[-1]
-            log_probs = model.log_probs(feature)
-            token = best(log_probs, rank + 1)[rank]
-            rows.append((token, feature))
-            score = np.float32(score + log_probs[token])
-        return rows, score
+        if not path:
+            return [], np.float32(0)
+        rows, score = at(path[:-1])
+        feature = below(path[:-1])
+        log_probs = model.log_probs(feature)
+        token = best(log_probs, path[-1] + 1)[-1]
+        return [*rows, (token, feature)], np.float32(score + log_probs[token])
+
+    @cache
+    def below(path: Path) -> Feature:
+        rows, _ = at(path)
+        return model.serial(rows, range(len(rows)))[-1] if rows else model.first()
 
     return [Node(tuple(token for token, _ in rows), score) for rows, score in map(at, paths)]
 
@@ -294,12 +298,9 @@ class NaiveEagle3(Context):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention a query and a head at a time. q: [n, heads, d]; k, v: [m, kv heads, d]; mask: bool [n, m] -> [n, heads * d]."""
-    out = torch.zeros_like(q)
-    share = q.shape[1] // k.shape[1]
-    for row in range(q.shape[0]):
-        seen = mask[row].nonzero()[:, 0]
-        for head in range(q.shape[1]):
-            scores = k[seen, head // share] @ q[row, head] / q.shape[2] ** 0.5
-            out[row, head] = torch.softmax(scores, 0) @ v[seen, head // share]
-    return out.reshape(q.shape[0], -1)
+    """Attention a head at a time. q: [n, heads, d]; k, v: [m, kv heads, d]; mask: bool [n, m] -> [n, heads * d]."""
+    share, heads = q.shape[1] // k.shape[1], list[Tensor]()
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // share].T / q.shape[2] ** 0.5
+        heads.append(torch.softmax(scores.masked_fill(~mask, -torch.inf), 1) @ v[:, head // share])
+    return torch.cat(heads, 1)

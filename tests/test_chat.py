@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime as real_datetime
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils
@@ -274,19 +276,20 @@ CONVERSATIONS: dict[str, list[Message]] = {
 # --- both sides -------------------------------------------------------------------------------------------------------
 
 
-class Exported(NamedTuple):
+@dataclass(frozen=True)
+class Exported:
     """theirs: transformers' tokenizer of a target. folder: what the exporter wrote of it, as in a bundle."""
 
     theirs: Any
     folder: Path
 
-    @property
+    @cached_property
     def template(self) -> ChatTemplate:
         found = ChatTemplate.of(self.folder)
         assert found is not None
         return found
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
@@ -362,19 +365,19 @@ def compare(sides: Exported, messages: Sequence[Message], prompt: bool) -> str:
 
 
 @pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_the_models_templates(kind: Any, name: str, template: str, conversation: str) -> None:
-    with_prompt, without = (compare(kind(name, template), CONVERSATIONS[conversation], prompt) for prompt in (True, False))
-    assert with_prompt.startswith(without)
-    if conversation in ("one turn", "system", "three turns", "unicode", "special tokens"):
-        assert without, "a plain conversation renders"
+def test_the_models_templates(kind: Any, name: str, template: str) -> None:
+    for conversation, messages in CONVERSATIONS.items():
+        with_prompt, without = (compare(kind(name, template), messages, prompt) for prompt in (True, False))
+        assert with_prompt.startswith(without), conversation
+        if conversation in ("one turn", "system", "three turns", "unicode", "special tokens"):
+            assert without, f"a plain conversation renders: {conversation}"
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_what_templates_can_do(kind: Any, feature: str, conversation: str) -> None:
-    for prompt in (True, False):
-        compare(kind("llama 3", FEATURES[feature]), CONVERSATIONS[conversation], prompt)
+def test_what_templates_can_do(kind: Any, feature: str) -> None:
+    for messages in CONVERSATIONS.values():
+        for prompt in (True, False):
+            compare(kind("llama 3", FEATURES[feature]), messages, prompt)
 
 
 def test_what_a_template_renders() -> None:

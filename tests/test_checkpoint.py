@@ -129,8 +129,15 @@ def same(found: Checkpoint, expected: State) -> None:
 # --- layouts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("spelling", DRAFTER_NAMES)
+@pytest.mark.parametrize(
+    ("container", "spelling"),
+    [
+        # Names mean the same in every container: each spelling in one, and each container with one.
+        pytest.param(c, s, marks=() if c is safetensors_file or s == "model, mlp.mlp" else pytest.mark.exhaustive)
+        for s in DRAFTER_NAMES
+        for c in CONTAINERS
+    ],
+)
 def test_drafter_layouts_give_the_same_tensors(
     tmp_path: Path, drafter_state: State, container: Callable[[Path, State], None], spelling: str
 ) -> None:

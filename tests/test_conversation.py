@@ -93,11 +93,12 @@ def test_prompts_use_the_template_unless_raw(bundle: Path, capsys: pytest.Captur
         def expected(prompt: str | list[int]) -> str:
             return "".join(model.generate(prompt, 12)) + "\n"
 
-        assert printed() == expected(model.chat([{"role": "user", "content": "def f(x):"}]))
+        templated, instructed, raw = printed(), printed("--system", "Be brief."), printed("--raw")
+        assert templated == expected(model.chat([{"role": "user", "content": "def f(x):"}]))
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
-        assert printed("--system", "Be brief.") == expected(model.chat(messages))
-        assert printed("--raw") == expected("def f(x):")
-        assert len({printed(), printed("--system", "Be brief."), printed("--raw")}) == 3
+        assert instructed == expected(model.chat(messages))
+        assert raw == expected("def f(x):")
+        assert len({templated, instructed, raw}) == 3
 
 
 def test_a_template_that_refuses_a_prompt(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

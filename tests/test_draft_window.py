@@ -15,12 +15,18 @@ from tests.test_session import finished, forget
 FIRST, LAST = 3, 16
 
 
-@pytest.fixture
-def model(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    monkeypatch.setattr(DraftHistory, "FIRST", FIRST)
+@pytest.fixture(scope="module")
+def opened_once(demo_bundle: Path) -> Iterator[Model]:
     with load(demo_bundle, threads=1) as model:
-        monkeypatch.setattr(model.decoder.history, "LAST", LAST, raising=False)
+        model.decoder.history.FIRST, model.decoder.history.LAST = FIRST, LAST  # type: ignore[misc]
         yield model
+
+
+@pytest.fixture
+def model(opened_once: Model) -> Model:
+    """It knows no text."""
+    opened_once.decoder.clear()
+    return opened_once
 
 
 @pytest.fixture(scope="module")

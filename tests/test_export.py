@@ -46,7 +46,7 @@ from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
-from runtime.errors import GumihoError
+from runtime.errors import GumihoError, UnavailableError
 from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter
 from tests.seal import update
@@ -123,6 +123,16 @@ def quick(traced: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         return traced[key]
 
     monkeypatch.setattr(exporter.bundle, "trace", once)
+
+
+@pytest.fixture
+def uncompiled(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports end with the bundle, as where the backend does not run: the engines of all are the same."""
+
+    def missing(name: str, device: str) -> Any:
+        raise UnavailableError("it is not here")
+
+    monkeypatch.setattr("runtime.backends.backend", missing)
 
 
 # --- what a bundle holds -----------------------------------------------------------------------------------------------
@@ -515,7 +525,7 @@ def failing_rename(patch: pytest.MonkeyPatch, call: int, error: BaseException) -
 @pytest.mark.parametrize("failure", ["interrupt", "disk full"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_the_old_bundle_survives_a_failure_in_the_last_step(
-    bundle: Path, tiny: Path, tmp_path: Path, quick: None, failure: str, call: int, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tiny: Path, tmp_path: Path, uncompiled: None, failure: str, call: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where names cannot be exchanged in one step."""
     out = tmp_path / "beside" / "out"
@@ -556,7 +566,7 @@ def resumable_beside(folder: Path, before: dict[str, str]) -> bool:
 
 
 def test_an_interrupted_export_goes_on_where_it_stopped(
-    tiny: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, uncompiled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Packed tensors are read back and hashed, not packed again; what no longer fits its hash is, and so is all behind it."""
     whole = options(tiny, tmp_path / "whole")
@@ -603,7 +613,7 @@ def test_only_the_same_is_gone_on_with(pair: Path, tmp_path: Path) -> None:
     assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).fingerprint()
 
 
-def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, quick: None) -> None:
+def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, uncompiled: None) -> None:
     for name in ("a", "b"):
         assert main(options(tiny, tmp_path / name)) == 0
     a, b = (json.loads((tmp_path / n / "gumiho.json").read_text())["files"] for n in ("a", "b"))
@@ -635,7 +645,7 @@ def killed(argv: list[str], folder: Path, number: signal.Signals, file: str) -> 
 @pytest.mark.parametrize(("number", "file"), [
     pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights", marks=pytest.mark.exhaustive),
     pytest.param(signal.SIGINT, "graphs/cpu/target.onnx", id="SIGINT at graphs", marks=pytest.mark.exhaustive),
-    pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs"),
+    pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_a_killed_export_leaves_nothing_that_hinders_the_next(
     tiny: Path, tmp_path: Path, quick: None, number: signal.Signals, file: str
@@ -652,6 +662,27 @@ def test_a_killed_export_leaves_nothing_that_hinders_the_next(
         assert log.splitlines()[-1].startswith("error: interrupted, and the same command continues from '")
         assert "Traceback" not in log
         assert resumable(folder)
+    assert main(options(tiny, folder / "out")) == 0
+    Bundle(folder / "out").verify()
+    assert [p.name for p in folder.iterdir()] == ["out"]
+
+
+def test_an_export_that_kills_itself_leaves_nothing_that_hinders_the_next(
+    tiny: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a copy of this process, which has imported what an export needs."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter.bundle.golden, "record", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if (child := os.fork()) == 0:
+            try:
+                main(options(tiny, folder / "out"))
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (folder / ".out.partial" / "graphs/cpu/target.onnx").exists()
+    assert not (folder / "out").exists()
     assert main(options(tiny, folder / "out")) == 0
     Bundle(folder / "out").verify()
     assert [p.name for p in folder.iterdir()] == ["out"]
@@ -690,7 +721,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) ->
 
 
 def test_an_existing_bundle_is_replaced_only_when_asked(
-    bundle: Path, tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tiny: Path, tmp_path: Path, uncompiled: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(bundle, out)
@@ -723,7 +754,7 @@ def test_an_empty_folder_may_be_filled(tiny: Path, tmp_path: Path, quick: None) 
     Bundle(tmp_path / "out").verify()
 
 
-def test_folders_above_are_made(tiny: Path, tmp_path: Path, quick: None) -> None:
+def test_folders_above_are_made(tiny: Path, tmp_path: Path, uncompiled: None) -> None:
     assert main(options(tiny, tmp_path / "a" / "b" / "out")) == 0
     Bundle(tmp_path / "a" / "b" / "out").verify()
 
@@ -742,7 +773,7 @@ def test_a_folder_without_a_name_of_its_own(
 
 
 def test_a_relative_out_lies_in_the_current_folder(
-    tiny: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(options(tiny, Path("out"))) == 0

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from runtime import Model, load
 from runtime.generate import main as command
 
 PROMPT = "def main(argv=None):\n"
@@ -18,26 +21,50 @@ def generate(*argv: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
     return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
 
 
-def test_prompt_from_everywhere(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def here(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int | str | None, str, str]:
+    """The command in this process: its status and what it printed."""
+    status: int | str | None
+    try:
+        status = command([str(word) for word in argv])
+    except SystemExit as exit:
+        status = exit.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(scope="module")
+def opened(demo_bundle: Path) -> Iterator[Model]:
+    with load(demo_bundle) as model:
+        yield model
+
+
+@pytest.fixture
+def resident(demo_bundle: Path, opened: Model, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo bundle, which the command finds loaded."""
+    monkeypatch.setattr("runtime.generate.load", lambda *_: nullcontext(opened))
+    return demo_bundle
+
+
+def test_prompt_from_everywhere(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt").write_text(PROMPT)
-    done = generate(demo_bundle, "--max-new-tokens", "40", stdin=PROMPT)
+    done = generate(resident, "--max-new-tokens", "24", stdin=PROMPT)
     outputs = [
         (done.returncode, done.stdout, done.stderr),
-        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40"),
-        here(capsys, demo_bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", "40"),
-        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-speculation"),
-        here(capsys, demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--no-lookup"),
+        here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "24"),
+        here(capsys, resident, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", "24"),
+        here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "24", "--no-speculation"),
+        here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "24", "--no-lookup"),
     ]
     assert all(status == 0 and err == "" for status, _, err in outputs), outputs
     assert len({out for _, out, _ in outputs}) == 1
     assert outputs[0][1].strip()
 
 
-def test_stats_for_programs(demo_bundle: Path) -> None:
-    done = generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "50", "--stats", "json", "--compare")
-    report = json.loads(done.stdout)
+def test_stats_for_programs(resident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "50", "--stats", "json", "--compare")
+    report = json.loads(out)
     stats = report["stats"]
-    assert done.returncode == 0
+    assert status == 0
     assert report["compare"]["identical"] is True
     assert report["compare"]["first_difference"] is None
     assert report["compare"]["speed_ratio"] > 0
@@ -49,11 +76,11 @@ def test_stats_for_programs(demo_bundle: Path) -> None:
     assert report["plain"]["acceptance_by_depth"] == []
 
 
-def test_stats_for_readers(demo_bundle: Path) -> None:
-    done = generate(demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "30", "--stats", "--compare")
+def test_stats_for_readers(resident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "20", "--stats", "--compare")
     for word in ("tau", "draft", "target", "host", "first token", "tokens/s", "accepted", "plain decoding", "identical tokens"):
-        assert word in done.stderr
-    assert "tau" not in done.stdout
+        assert word in err
+    assert "tau" not in out
 
 
 @pytest.mark.parametrize(
@@ -70,14 +97,13 @@ def test_stats_for_readers(demo_bundle: Path) -> None:
         (["BUNDLE", "--prompt", "x", "--prompt-file", "y"], 2, "not allowed with"),
     ],
 )
-def test_bad_input(demo_bundle: Path, argv: list[str], status: int, message: str) -> None:
-    done = generate(*[demo_bundle if word == "BUNDLE" else word for word in argv])
-    assert (done.returncode, done.stdout) == (status, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input(demo_bundle: Path, argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out, err = here(capsys, *[demo_bundle if word == "BUNDLE" else word for word in argv])
+    assert (found, out) == (status, "")
+    assert message in err
     if status == 1:
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
 
 
 def test_a_reader_that_leaves(demo_bundle: Path) -> None:
@@ -90,16 +116,9 @@ def test_a_reader_that_leaves(demo_bundle: Path) -> None:
     assert "Exception" not in done.stderr
 
 
-def here(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
-    """The command in this process, which loads faster: its status and what it printed."""
-    status = command([str(word) for word in argv])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def test_a_seed_is_told_and_gives_the_text_again(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_is_told_and_gives_the_text_again(resident: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = (
-        demo_bundle,
+        resident,
         "--prompt",
         PROMPT,
         "--max-new-tokens",
@@ -119,9 +138,9 @@ def test_a_seed_is_told_and_gives_the_text_again(demo_bundle: Path, capsys: pyte
     assert "lossless: plain decoding chooses each of the 30 tokens" in again[2]
 
 
-def test_every_option_reaches_the_choice(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_reaches_the_choice(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each changes the text from what it is without, and in its own way."""
-    base = (demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "40", "--stats", "json")
+    base = (resident, "--prompt", PROMPT, "--max-new-tokens", "24", "--stats", "json")
     plain = json.loads(here(capsys, *base)[1])
     first, word = plain["ids"][0], plain["text"].split()[3]
     (tmp_path / "lark").write_text('start: "7" | "8"')
@@ -152,14 +171,14 @@ def test_every_option_reaches_the_choice(demo_bundle: Path, tmp_path: Path, caps
     assert all(item in (1, "x") for item in json.loads(made["text"]))
 
 
-def test_many_prompts(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_prompts(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [{"prompt": PROMPT}, {"turns": ["class A:", "never read"]}, {"prompt": "import os\n"}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    options = (demo_bundle, "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "30", "--stats", "json")
+    options = (resident, "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "30", "--stats", "json")
     status, out, _ = here(capsys, *options, "--compare")
     made = json.loads(out)
     assert (status, made["compare"]["outputs"], made["compare"]["outputs_that_differ"]) == (0, 3, 0)
-    alone = [json.loads(here(capsys, demo_bundle, "--prompt", text, "--max-new-tokens", "30", "--stats", "json")[1])
+    alone = [json.loads(here(capsys, resident, "--prompt", text, "--max-new-tokens", "30", "--stats", "json")[1])
              for text in (PROMPT, "class A:", "import os\n")]  # fmt: skip
     assert made["texts"] == [one["text"] for one in alone]
     assert made["stats"]["tokens"] == sum(one["stats"]["tokens"] for one in alone)
@@ -167,19 +186,19 @@ def test_many_prompts(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "long.jsonl").write_text(
         json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n" + json.dumps({"prompt": "x = 1\n" * 999})
     )
-    status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "long.jsonl")
+    status, out, err = here(capsys, resident, "--prompts", tmp_path / "long.jsonl")
     assert (status, out) == (1, "")
     assert "prompt 2: the prompt has" in err
 
 
 @pytest.mark.parametrize("named", [("--accept", "typical"), ("--tree", "fta")], ids=" ".join)
 def test_lossy_ways_say_so_and_by_how_much(
-    demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: tuple[str, str]
+    resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: tuple[str, str]
 ) -> None:
-    prompts = [{"prompt": f"def {name}(path):"} for name in ("read", "walk", "main", "close")]
+    prompts = [{"prompt": f"def {name}(path):"} for name in ("open", "split")]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    options = (demo_bundle, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "60", *named, "--compare")
-    status, _, err = here(capsys, *options)
+    options = (resident, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "30", *named, "--compare")
+    status, _, err = here(capsys, resident, "--prompt", "x", "--max-new-tokens", "4", *named, "--compare")
     assert status == 0
     assert f"note: with {' '.join(named)} the output may differ from the target's" in err
     assert "of exact speculation" in err
@@ -191,10 +210,10 @@ def test_lossy_ways_say_so_and_by_how_much(
         assert here(capsys, *options[:-1], "--check-lossless")[0] == 1
 
 
-def test_a_trace_is_written(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = {}
     for name in ("t.jsonl", "t.html"):
-        options = (demo_bundle, "--prompt", PROMPT, "--max-new-tokens", "20", "--trace", tmp_path / name, "--stats", "json")
+        options = (resident, "--prompt", PROMPT, "--max-new-tokens", "20", "--trace", tmp_path / name, "--stats", "json")
         status, out, _ = here(capsys, *options)
         assert status == 0
         made[name] = json.loads(out)
@@ -230,8 +249,8 @@ def test_a_trace_is_written(demo_bundle: Path, tmp_path: Path, capsys: pytest.Ca
         (["--rows", "1"], "rows is 1"),
     ],
 )  # fmt: skip
-def test_bad_settings(demo_bundle: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = here(capsys, demo_bundle, "--prompt", "x", *argv)
+def test_bad_settings(resident: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = here(capsys, resident, "--prompt", "x", *argv)
     assert (status, out) == (1, "")
     assert message in err
     assert err.startswith("error: ")
@@ -239,8 +258,8 @@ def test_bad_settings(demo_bundle: Path, argv: list[str], message: str, capsys: 
 
 
 @pytest.mark.parametrize("option", [["--compare"], ["--check-lossless"], ["--trace", "t.html"], ["--stats", "json"]])
-def test_proofs_are_for_prompts(demo_bundle: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = here(capsys, demo_bundle, "--chat", *option)
+def test_proofs_are_for_prompts(resident: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = here(capsys, resident, "--chat", *option)
     assert (status, out) == (1, "")
     assert "is for prompts, not for conversations" in err
 
@@ -254,8 +273,8 @@ def test_a_full_disk_behind_standard_output(demo_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"turns": []}', '{"prompt": null}', '{"turns": "hello"}', "[" * 100_000])
-def test_bad_prompts(demo_bundle: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_prompts(resident: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text(content)
-    status, out, err = here(capsys, demo_bundle, "--prompts", tmp_path / "p.jsonl")
+    status, out, err = here(capsys, resident, "--prompts", tmp_path / "p.jsonl")
     assert (status, out) == (1, "")
     assert "give one JSON object per line, with a 'prompt'" in err

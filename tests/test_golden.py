@@ -27,14 +27,14 @@ from runtime.engines.golden_difference import chain_difference, choice_differenc
 from runtime.engines.golden_file import Drafted, malformed, read
 from runtime.engines.golden_replay import replay
 from runtime.engines.store import compile_engines, find_engines
-from tests.conftest import DEMO, MakeBundle
-from tests.end_to_end.test_quantized import INT8
-from tests.pairs import SMALL
+from tests.conftest import MakeBundle
+from tests.pairs import SMALL, RandomPair
 from tests.seal import edit_golden, update
 from tests.test_drafter import load
 
 PAIR = replace(SMALL, seed=21, scale=2.0)  # whose graphs are SMALL's, but for the tree
 FLAT = replace(PAIR, scale=0.25)  # whose best tokens are nearly tied
+ROUNDED = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, seed=5)  # whose rows are rounded to int8
 TOLERANCE = 0.01
 
 
@@ -244,7 +244,8 @@ def test_a_row_that_has_other_numbers_alone_is_noticed(bundle: Path, make_bundle
         if len(buffers["tokens"]) == 1:
             buffers["logits"][0, 0] = np.nextafter(buffers["logits"][0, 0], np.float32(np.inf))
 
-    for folder, rounds in ((make_bundle(DEMO, *INT8), True), (bundle, False)):
+    rounded = make_bundle(ROUNDED, "--weights", "int8", "--capacity", "100", drafter=False)
+    for folder, rounds in ((rounded, True), (bundle, False)):
         opened, made = Bundle(folder), Cpu("")
         engines, device = made.open(opened, find_engines(opened, made))
         replay(opened, opened.manifest.form("cpu"), engines, device)
@@ -417,7 +418,7 @@ def test_a_damaged_golden_run_is_refused(copy: Path, change: Callable[[dict[str,
 
 
 def test_an_archive_that_unpacks_to_more_than_it_is_refused(copy: Path) -> None:
-    np.savez_compressed(copy / "golden.npz", zeros=np.zeros(1 << 26))
+    np.savez_compressed(copy / "golden.npz", zeros=np.zeros(1 << 26, np.uint8))
     update(copy, "golden.npz")
     with pytest.raises(GumihoError, match="unpacks to"):
         read(Bundle(copy))

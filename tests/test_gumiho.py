@@ -1,6 +1,7 @@
 """``gumiho``, and the manners of the package: names, types, versions, examples."""
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,6 +12,7 @@ import pytest
 import runtime
 from runtime import GumihoError, Settings, load
 from runtime.decoding.settings import Options
+from runtime.generate import main as generate
 from runtime.gumiho import COMMANDS, main
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
@@ -25,13 +27,11 @@ def gumiho(*argv: str | Path, cwd: Path = ROOT, before: str = "") -> subprocess.
     return subprocess.run([sys.executable, "-I", "-c", code, *map(str, argv)], capture_output=True, text=True, cwd=cwd)
 
 
-def test_commands_are_the_modules(demo_bundle: Path) -> None:
-    argv = [demo_bundle, "-p", PROMPT, "--max-tokens", "20"]
-    module = subprocess.run(
-        [sys.executable, "-m", "runtime.generate", *map(str, argv)], capture_output=True, text=True, cwd=ROOT
-    )
+def test_commands_are_the_modules(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(demo_bundle), "-p", PROMPT, "--max-tokens", "20"]
+    assert generate(argv) == 0
     done = gumiho("generate", *argv)
-    assert (done.returncode, done.stdout, done.stderr) == (0, module.stdout, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, capsys.readouterr().out, "")
 
 
 def test_a_folder_named_runtime_breaks_nothing(demo_bundle: Path, tmp_path: Path) -> None:
@@ -41,12 +41,31 @@ def test_a_folder_named_runtime_breaks_nothing(demo_bundle: Path, tmp_path: Path
     assert (done.returncode, "the wrong one" in done.stdout + done.stderr) == (0, False)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_helps_and_has_a_version(name: str) -> None:
-    helped, versioned = gumiho(name, "--help"), gumiho(name, "--version")
-    assert helped.returncode == versioned.returncode == 0
-    assert f"usage: gumiho {name if name != 'chat' else 'generate'}" in helped.stdout
-    assert versioned.stdout == f"gumiho-export {runtime.__version__}\n"
+def test_every_command_helps_and_has_a_version() -> None:
+    """One after another in a process that has imported nothing before."""
+    code = """
+import contextlib, io, json, sys
+from runtime.gumiho import COMMANDS, main
+told = []
+for name in COMMANDS:
+    for option in ("--help", "--version"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                status = main([name, option])
+            except SystemExit as exit:
+                status = exit.code
+        told.append((name, option, status, out.getvalue()))
+print(json.dumps(told))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    told = json.loads(done.stdout)
+    assert len(told) == 2 * len(COMMANDS)
+    for name, option, status, out in told:
+        assert status == 0, name
+        if option == "--help":
+            assert f"usage: gumiho {name if name != 'chat' else 'generate'}" in out
+        else:
+            assert out == f"gumiho-export {runtime.__version__}\n"
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,11 +105,11 @@ def test_an_unknown_setting_is_told_with_the_closest(demo_bundle: Path) -> None:
 
 def test_one_stop_string(demo_bundle: Path) -> None:
     with load(demo_bundle) as model:
-        plain = "".join(model.generate(PROMPT, 40))
+        plain = "".join(model.generate(PROMPT, 24))
         end = plain[8:11]
         assert (
-            "".join(model.generate(PROMPT, 40, stop=end))
-            == "".join(model.generate(PROMPT, 40, stop=[end]))
+            "".join(model.generate(PROMPT, 24, stop=end))
+            == "".join(model.generate(PROMPT, 24, stop=[end]))
             == plain.split(end)[0]
         )
 
@@ -99,12 +118,12 @@ def test_one_stop_string(demo_bundle: Path) -> None:
 def test_the_text_of_a_generation(demo_bundle: Path, options: dict[str, object]) -> None:
     """However it is taken."""
     with load(demo_bundle) as model:
-        taken = model.generate(PROMPT, 40, **options)  # type: ignore[arg-type]
+        taken = model.generate(PROMPT, 24, **options)  # type: ignore[arg-type]
         pieces = ""
         for piece in taken:
             pieces += piece
             assert taken.text.startswith(pieces)
-        by_cycles = model.generate(PROMPT, 40, **options)  # type: ignore[arg-type]
+        by_cycles = model.generate(PROMPT, 24, **options)  # type: ignore[arg-type]
         list(by_cycles.cycles())
         assert taken.text == by_cycles.text == pieces
         if not options:
@@ -126,11 +145,13 @@ def test_what_a_model_knows_of_itself(make_bundle: MakeBundle) -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_examples(example: Path, demo_bundle: Path, tmp_path: Path) -> None:
+def test_examples(
+    example: Path, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Each runs from another folder, and is accepted by mypy in strict mode."""
-    code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = {str(example)!r}; runpy.run_path({str(example)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(demo_bundle), str(demo_bundle)], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), str(demo_bundle), str(demo_bundle)])
+    runpy.run_path(str(example), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert out.strip()

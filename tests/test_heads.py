@@ -1,7 +1,9 @@
 """Medusa and Hydra: their layouts, their trees against independent implementations, and that a drafter without caches runs."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,11 @@ def test_eager_trees_are_the_naive_ones(name: str, tmp_path: Path) -> None:
         cycles(eager(pair, tree), made.naive(), replace(searched, rows=tree.rows), 48, 1009, seed=tree.rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dialect", [Contrib, Standard, Rounded])
-@pytest.mark.parametrize("name", ["medusa", pytest.param("hydra", marks=pytest.mark.exhaustive), "hydra++"])
+@pytest.mark.parametrize(("name", "dialect"), [
+    ("medusa", Contrib), *(("hydra++", dialect) for dialect in (Contrib, Standard, Rounded)),
+    *(pytest.param("medusa", dialect, marks=pytest.mark.exhaustive) for dialect in (Standard, Rounded)),
+    *(pytest.param("hydra", dialect, marks=pytest.mark.exhaustive) for dialect in (Contrib, Standard, Rounded)),
+])  # fmt: skip
 def test_exported_trees_are_the_naive_ones(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     made = MADE[name]
     made = replace(made, pair=replace(made.pair, target={"head_dim": 16}))
@@ -150,32 +155,42 @@ def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
         assert ("stateless-drafter" in model.bundle.manifest.requires) == (name != "hydra++")
         for length in (1, 3, 130):
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
-            generation = model.generate(prompt, 40, rows=16, lookup=False)
+            generation = model.generate(prompt, 20, rows=16, lookup=False)
             list(generation.cycles())
-            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 40)[0])
+            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 20)[0])
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A quantized bundle of a static tree, by the name of its drafter."""
+
+    @cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("static")
+        pair = RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4)
+        argv = replace(MADE[name], pair=pair).write(folder)
+        return exported(folder, argv, "--weights", "int8", "--policy", "static", "--rows", "12")
+
+    return made
 
 
 @pytest.mark.parametrize("name", [pytest.param("medusa", marks=pytest.mark.exhaustive), "hydra"])
-def test_the_output_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
+def test_the_output_is_that_of_plain_decoding(name: str, static: Callable[[str], Path]) -> None:
     """Quantized, sampled, going on with what is in the caches, and beside another stream."""
-    made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
-    bundle = exported(tmp_path, made.write(tmp_path), "--weights", "int8", "--policy", "static", "--rows", "12")
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     prompts.append(prompts[1][:100] + prompts[2])
-    with load(bundle, streams=2) as model:
+    with load(static(name), streams=2) as model:
         assert_as_plain(model, prompts, 12)
 
 
-def test_sessions_without_caches_of_the_drafter(tmp_path: Path) -> None:
+def test_sessions_without_caches_of_the_drafter(static: Callable[[str], Path], tmp_path: Path) -> None:
     """A conversation goes on, is saved and restored, with the drafts of an unbroken one."""
-    made = replace(MADE["medusa"], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
-    bundle = exported(tmp_path, made.write(tmp_path), "--rows", "12")
     first, then = list(range(5, 60)), list(range(300, 320))
 
     def steps(generation: Generation) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         return [(cycle.tokens, cycle.path) for cycle in generation.cycles()]
 
-    with load(bundle) as model, load(bundle) as other:
+    with load(static("medusa")) as model, load(static("medusa")) as other:
         session = model.session()
         steps(session.generate(first, 20, rows=12, lookup=False))
         session.save(tmp_path / "session")
@@ -185,8 +200,12 @@ def test_sessions_without_caches_of_the_drafter(tmp_path: Path) -> None:
         assert steps(model.generate(text, 20, rows=12, lookup=False)) == unbroken
 
 
-@pytest.mark.parametrize("backend", ["migraphx", pytest.param("tensorrt", marks=pytest.mark.exhaustive), "cuda"])
-@pytest.mark.parametrize("name", ["medusa", pytest.param("hydra", marks=pytest.mark.exhaustive), "hydra++"])
+@pytest.mark.parametrize(("name", "backend"), [
+    ("medusa", "cuda"), ("hydra++", "migraphx"),
+    *(pytest.param(name, backend, marks=pytest.mark.exhaustive)
+      for name in ("medusa", "hydra", "hydra++") for backend in ("migraphx", "tensorrt", "cuda")
+      if (name, backend) not in (("medusa", "cuda"), ("hydra++", "migraphx"))),
+])  # fmt: skip
 def test_every_backend(name: str, backend: str, tmp_path: Path) -> None:
     bundle = exported(tmp_path, MADE[name].write(tmp_path), "--backend", backend, "--rows", "16")
     manifest = json.loads((bundle / "gumiho.json").read_text())
@@ -205,14 +224,22 @@ def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
 
 
-@pytest.mark.parametrize("options", [("--heads", "3"), ("--rows", "3"), ("--policy", "static", "--rows", "64")], ids=str)
+FEWER = [("--heads", "3"), ("--rows", "3"), ("--policy", "static", "--rows", "64")]
+
+
+@pytest.mark.parametrize("options", FEWER, ids=str)
 def test_heads_that_are_not_used_are_not_packed(options: tuple[str, ...], tmp_path: Path) -> None:
     """Of the official list of four levels a fifth head is none either."""
-    (tmp_path / "again").mkdir()
-    exported(tmp_path, RandomMedusa().write(tmp_path), *options, "--validate")
-    made = plan(parser().parse_args([*RandomMedusa().write(tmp_path / "again"), *options]))
+    made = plan(parser().parse_args([*RandomMedusa().write(tmp_path), *options]))
     used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith(("heads.", "lm_heads."))}
     assert len(used) == made.tree.depth < 5
+
+
+@pytest.mark.parametrize(
+    "options", [FEWER[0], *(pytest.param(few, marks=pytest.mark.exhaustive) for few in FEWER[1:])], ids=str
+)
+def test_fewer_heads_are_exported(options: tuple[str, ...], tmp_path: Path) -> None:
+    exported(tmp_path, RandomMedusa().write(tmp_path), *options, "--validate")
 
 
 def test_levels_of_hydra_that_are_not_used_are_not_packed(tmp_path: Path) -> None:
@@ -237,7 +264,8 @@ def test_vllms_token_map(rows: int, kept: int, tmp_path: Path) -> None:
         assert torch.equal(found[name].whole(), tensor[ids])
     with pytest.raises(GumihoError, match="leave --draft-vocab out"):
         plan(parser().parse_args([*argv, "--draft-vocab", "100"]))
-    exported(tmp_path, argv, "--validate")
+    if rows == 300:  # what is exported is the same
+        exported(tmp_path, argv, "--validate")
 
 
 def test_vllms_one_lm_head_for_all(tmp_path: Path) -> None:
@@ -250,10 +278,9 @@ def test_vllms_one_lm_head_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
-def test_prefixes_in_the_cache_are_not_read_again(name: str, tmp_path: Path) -> None:
+def test_prefixes_in_the_cache_are_not_read_again(name: str, static: Callable[[str], Path]) -> None:
     """A drafter without caches lacks none of them."""
-    made = replace(MADE[name], pair=RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4))
-    with load(exported(tmp_path, made.write(tmp_path))) as model:
+    with load(static(name)) as model:
         list(model.generate(list(range(5, 105)), 4).cycles())
         assert model.decoder.resume([*range(5, 105), 900, 901], speculate=True) == 100
 

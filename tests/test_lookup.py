@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime import load
 from runtime.decoding.planner import Planner
 from runtime.decoding.prices import Costs
 from runtime.decoding.prompt_lookup import LONGEST_MATCH, Lookup
@@ -61,6 +62,7 @@ def test_a_repetition_goes_on() -> None:
     assert lookup.find(5) == (4, [5, 6, 5, 6, 5])
 
 
+COUNT = 60  # tokens
 DRAWN = {"temperature": 0.8, "seed": 3}
 
 
@@ -70,14 +72,15 @@ DRAWN = {"temperature": 0.8, "seed": 3}
 ], ids=str)  # fmt: skip
 def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dict[str, float]) -> None:
     """Where drafting costs more than it can bring, and rows nothing: all that is found is verified."""
-    with opened(make_bundle(DEMO, *EVERY_BACKEND), form, lazy=form != "cpu") as model:
+    bundle = make_bundle(DEMO, *EVERY_BACKEND)
+    with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=True) as model:
         decoder = model.decoder
-        wanted = model.generate(PROMPT, 80, speculate=False, **asked)  # type: ignore[arg-type]
+        wanted = model.generate(PROMPT, COUNT, speculate=False, **asked)  # type: ignore[arg-type]
         list(wanted.cycles())
         for _ in range(2):
             prices = Costs(dict.fromkeys(range(1, 9), 1e6), 3e6, 0.0)
             decoder.planner = Clocked(prices, 7, decoder.form.chunk if decoder.form.static else 0)
-            found = model.generate(PROMPT, 80, trace=True, **asked)  # type: ignore[arg-type]
+            found = model.generate(PROMPT, COUNT, trace=True, **asked)  # type: ignore[arg-type]
             cycles = list(found.cycles())
             assert found.ids == wanted.ids
             stats = found.stats.summary()
@@ -91,6 +94,6 @@ def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dic
                     assert cycle.tree.tokens[1 : len(cycle.path)] == cycle.tokens[: len(cycle.path) - 1]
         for without in ({"lookup": False}, {"rows": 8}, {"accept": "typical"}):
             if "accept" not in without or asked.keys() <= {"temperature", "seed"}:
-                generation = model.generate(PROMPT, 80, **asked, **without)  # type: ignore[arg-type]
+                generation = model.generate(PROMPT, COUNT, **asked, **without)  # type: ignore[arg-type]
                 list(generation.cycles())
                 assert generation.stats.lookups == 0

@@ -17,7 +17,7 @@ from tests import mutations
 from tests.mutations import KINDS, captured, mutants, survey
 
 
-@pytest.mark.parametrize("cases", [16, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cases", [8, pytest.param(40, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_survey(kind: str, cases: int, tmp_path: Path) -> None:
     outcomes, faults = survey(kind, range(cases), 2026, tmp_path)

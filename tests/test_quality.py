@@ -33,7 +33,7 @@ TEXT = "\n".join(f"def {name}_of(self, {name}):\n    return [{name}.value for {n
 @pytest.fixture(scope="module")
 def bundles(make_bundle: MakeBundle) -> tuple[Path, Path]:
     """The demo pair unquantized, and its target in int4."""
-    return make_bundle(DEMO), make_bundle(DEMO, *CPU4)
+    return make_bundle(DEMO), make_bundle(DEMO, "--capacity", "200", "--weights", "int4", drafter=False)
 
 
 @pytest.fixture(scope="module")

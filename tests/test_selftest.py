@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import exp
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import INT8
 from tests.pairs import SMALL
 
+LITTLE = ("--prompts", "2", "--max-new-tokens", "12", "--draws", "400")  # enough for a fault to show
+
 
 @pytest.fixture(scope="module")
 def bundle(make_bundle: MakeBundle) -> Path:
@@ -26,11 +29,11 @@ def bundle(make_bundle: MakeBundle) -> Path:
 
 
 def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(bundle), "--prompts", "3", "--max-new-tokens", "20", "--draws", "1500"]) == 0
+    assert main([str(bundle), *LITTLE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7
     assert all(line.startswith("ok  ") for line in lines)
-    assert "1500 texts of 3 tokens" in lines[-1]
+    assert "400 texts of 3 tokens" in lines[-1]
 
 
 @pytest.mark.exhaustive
@@ -87,7 +90,7 @@ def test_a_walk_that_prefers_what_was_drafted(
         return [0, 1]
 
     monkeypatch.setattr(acceptance, "accept_path", wrong)
-    assert main([str(bundle), "--prompts", "3", "--max-new-tokens", "20", "--draws", "1500"]) == 1
+    assert main([str(bundle), *LITTLE]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAILED")
     assert lines[-1].startswith("FAILED")
@@ -139,13 +142,19 @@ class Tabled:
     def exclusive(self) -> Iterator[SimpleNamespace]:
         yield self.decoder
 
+    @cache  # noqa: B019
+    def likeliest(self, row: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, and their probabilities."""
+        logits = self.table[row]
+        best = np.argsort(-logits)[:4]
+        weights = np.exp(logits[best] / 1.5)
+        return best, weights / weights.sum()
+
     def draw(self, prompt: int, rng: np.random.Generator) -> tuple[int, ...]:
         text = [prompt]
         for _ in range(3):
-            logits = self.table[self.prefill(text, False)]
-            best = np.argsort(-logits)[:4]
-            weights = np.exp(logits[best] / 1.5)
-            text.append(int(rng.choice(best, p=weights / weights.sum())))
+            best, probabilities = self.likeliest(self.prefill(text, False))
+            text.append(int(rng.choice(best, p=probabilities)))
         return tuple(text[1:])
 
 
@@ -155,7 +164,7 @@ def chance(judge: Tabled, drawn: Tabled) -> float:
     return chi_squared(Counter(counted(drawn.draw(0, rng), edges) for _ in range(2000)), expected, 2000)[2]
 
 
-@pytest.mark.parametrize("seeds", [12, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seeds", [8, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_rounding_may_decide_who_is_last_of_top_k(seeds: int) -> None:
     """Passes of different shapes round differently: a token as likely as the last of top k is drawn in one and has no chance in the other."""
     tied = [seed for seed in range(seeds) if distribution(Tabled(seed, "float16"), [0])[1]]  # type: ignore[arg-type]

@@ -257,12 +257,12 @@ def test_the_next_part_is_decoded_while_one_is_sent(model: Model) -> None:
 
 def test_clients_at_once_get_their_own_texts(api: OpenAI, alone: Model) -> None:
     """More than there are streams."""
-    jobs = [([{"role": "user", "content": f"def f{i}(x):"}], i) for i in range(10)]
-    texts = [expected(alone, messages, 25, temperature=0.7, seed=seed) for messages, seed in jobs]
+    jobs = [([{"role": "user", "content": f"def f{i}(x):"}], i) for i in range(8)]
+    texts = [expected(alone, messages, 16, temperature=0.7, seed=seed) for messages, seed in jobs]
     found: dict[int, str | None] = {}
 
     def ask(messages: Any, seed: int) -> None:
-        answer = api.chat.completions.create(model="demo", messages=messages, max_tokens=25, temperature=0.7, seed=seed)
+        answer = api.chat.completions.create(model="demo", messages=messages, max_tokens=16, temperature=0.7, seed=seed)
         found[seed] = answer.choices[0].message.content
 
     threads = [threading.Thread(target=ask, args=job) for job in jobs]
@@ -409,7 +409,7 @@ def test_other_pages_and_other_names(model: Model) -> None:
 
 
 def test_a_full_queue_is_told(model: Model) -> None:
-    long = {"model": "demo", "prompt": "a", "stream": True, "max_tokens": 190}
+    long = {"model": "demo", "prompt": "a", "stream": True, "max_tokens": 20}
     with served(model, Limits(queue=1)) as address:
         with held(model):  # no stream gets a turn
             opened = [streaming(address, long) for _ in range(3)]

@@ -32,17 +32,17 @@ from runtime.shared_passes import InTurn
 from runtime.shared_passes import SharedTarget as StreamsTarget
 from runtime.teams import Teams
 from runtime.turns import Turns
-from tests.conftest import DEMO, MakeBundle
+from tests.conftest import DEMO, MakeBundle, examples
+from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
 from tests.seal import edit, without_shared
 from tests.test_streams import finished, run
 
-CAPACITY = 600
 PRECISIONS: dict[str, tuple[str, ...]] = {
-    "fp32": ("--weights", "none"),
-    "int8": ("--weights", "int8"),
-    "w8a8": ("--weights", "w8a8"),
-    "int4": ("--weights", "int4"),
+    "fp32": (),  # other tests use this bundle and that of w8a8, too
+    "int8": ("--weights", "int8", "--capacity", "600"),
+    "w8a8": WHOLE,
+    "int4": ("--weights", "int4", "--capacity", "600"),
 }
 # A stream's part of a pass: the rows it has already, and those of the pass.
 PARTS = st.lists(st.tuples(st.sampled_from([0, 1, 100, 129, 300, 450]), st.integers(1, 9)), min_size=1, max_size=LANES)
@@ -52,7 +52,7 @@ PARTS = st.lists(st.tuples(st.sampled_from([0, 1, 100, 129, 300, 450]), st.integ
     scope="module", params=[pytest.param(n, marks=pytest.mark.exhaustive if n in ("int8", "int4") else ()) for n in PRECISIONS]
 )
 def bundle(request: pytest.FixtureRequest, make_bundle: MakeBundle) -> Path:
-    return make_bundle(DEMO, *PRECISIONS[request.param], "--rows", "8", "--capacity", str(CAPACITY))
+    return make_bundle(DEMO, *PRECISIONS[request.param])
 
 
 def engines_here(bundle: Bundle, cpu: Cpu) -> Path:
@@ -98,7 +98,7 @@ def buffers(bundle: Bundle, past: int, rows: int, wanted: list[int], seed: int) 
     return made
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=PARTS, last=st.booleans(), seed=st.integers(0, 1 << 30))
 def test_rows_get_what_a_pass_of_their_own_gives(
     opened: tuple[Bundle, Any, Lanes], parts: list[tuple[int, int]], last: bool, seed: int
@@ -174,13 +174,13 @@ def test_streams_share_passes_and_none_changes_anothers_text(bundle: Path, monke
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 900, size).tolist() for size in (5, 80, 300, 20, 1, 130)]
     with load(bundle, "cpu", threads=1) as alone:
-        expected = [finished(alone, prompt, 60, {}) for prompt in prompts]
+        expected = [finished(alone, prompt, 40, {}) for prompt in prompts]
     monkeypatch.setattr(Lanes, "run", counted)
     found: dict[int, list[int]] = {}
     with load(bundle, "cpu", threads=1, streams=len(prompts)) as model:
 
         def work(number: int) -> None:
-            found[number] = finished(model.streams[number], prompts[number], 60, {})
+            found[number] = finished(model.streams[number], prompts[number], 40, {})
 
         run(*(lambda number=number: work(number) for number in range(len(prompts))))
         assert max(counts) == LANES  # of six streams

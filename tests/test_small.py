@@ -126,7 +126,8 @@ def test_eager_tree_is_the_naive_one(name: str, shape: TreeConfig, tmp_path: Pat
 def test_exported_tree_is_the_naive_one(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     argv, small = written(tmp_path, name)
     (tmp_path / "graphs").mkdir()
-    shape, made = tree(16, beam=3), onnx(opened(argv), tree(16, beam=3), dialect, tmp_path / "graphs")
+    shape = tree(16, beam=3, serial=3)
+    made = onnx(opened(argv), shape, dialect, tmp_path / "graphs")
     cycles(made, Naive(small, 1009), shape, 3, 1009, seed=1, rows_of=rows_of)
 
 
@@ -141,16 +142,16 @@ def test_a_drafter_that_is_the_target_is_always_right(tmp_path: Path) -> None:
     made = RandomPair(OWN, seed=3).make_target()
     made.save_pretrained(tmp_path / "target")
     bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
-                      "--draft-weights", "none", "--policy", "chain", "--rows", "5", "--validate")  # fmt: skip
+                      "--draft-weights", "none", "--policy", "chain", "--rows", "3", "--validate")  # fmt: skip
     with load(bundle) as model:
         for length in (1, 2, 7, 130):
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
-            generation = model.generate(prompt, 41, rows=5, lookup=False)
+            generation = model.generate(prompt, 22, rows=3, lookup=False)
             accepted = [len(cycle.tokens) for cycle in generation.cycles()]
-            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 41)[0])
-            if len(generation.ids) == 41:
-                assert accepted[1:-1] == [5] * len(accepted[1:-1])
-                assert len(accepted) == 9
+            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 22)[0])
+            if len(generation.ids) == 22:
+                assert accepted[1:-1] == [3] * len(accepted[1:-1])
+                assert len(accepted) == 8
 
 
 @pytest.mark.parametrize("weights", ["none", pytest.param("int8", marks=pytest.mark.exhaustive)])
@@ -161,11 +162,11 @@ def test_the_output_is_that_of_plain_decoding(weights: str, tmp_path: Path) -> N
     RandomPair({**OWN, "intermediate_size": 64, "num_hidden_layers": 1}, seed=5).make_target().save_pretrained(
         tmp_path / "small"
     )
-    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "small"), "--target", str(tmp_path / "target")], "--weights", weights, "--rows", "16", "--beam", "3")  # fmt: skip
+    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "small"), "--target", str(tmp_path / "target")], "--weights", weights, "--rows", "8", "--beam", "2", "--serial-steps", "3")  # fmt: skip
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     with load(bundle, streams=2) as model:
         assert model.bundle.manifest.hidden == 3
-        assert_as_plain(model, prompts, 16)
+        assert_as_plain(model, prompts, 8)
 
 
 def test_a_gguf_file_is_a_drafter_too(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_a_gguf_file_is_a_drafter_too(tmp_path: Path) -> None:
 def test_every_backend(backend: str, tmp_path: Path) -> None:
     """In-place caches have room for the row that a pass reads behind the accepted ones."""
     argv, _ = written(tmp_path, "qwen3")
-    bundle = exported(tmp_path, argv, "--backend", backend, "--rows", "8")
+    bundle = exported(tmp_path, argv, "--backend", backend, "--rows", "8", "--serial-steps", "2")
     manifest = json.loads((bundle / "gumiho.json").read_text())
     assert manifest["hidden"] == 3
 
@@ -226,7 +227,10 @@ def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
 )
 def test_small_capacities(capacity: int, rows: int, tmp_path: Path) -> None:
     argv, _ = written(tmp_path, "llama")
-    assert main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--serial-steps", "2", "--out", str(tmp_path / "out")])
+        == 0
+    )
 
 
 @pytest.mark.exhaustive

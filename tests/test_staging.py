@@ -153,14 +153,18 @@ def test_the_reader_of_standard_output_may_go(pair: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_standard_output_may_be_full(pair: Path, tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        process = started(options(pair, tmp_path / "out", "--dry-run"), stdout=full)
-        error = process.communicate(timeout=300)[1]
-    assert (process.returncode, error) == (
-        1,
-        "error: standard output cannot be written (No space left on device): free some space\n",
-    )
+def test_standard_output_may_be_full(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(options(pair, tmp_path / "out", "--dry-run")) == 1
+    assert sys.stdout is None, "what is left in its buffer fails again when the process ends"
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    error = capsys.readouterr().err
+    assert error == "error: standard output cannot be written (No space left on device): free some space\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])

@@ -108,12 +108,12 @@ def test_passes_of_a_small_target_run_at_once(make_bundle: MakeBundle, monkeypat
     monkeypatch.setattr(Lanes, "_run", counted)
     prompts = [list(range(3 * stream, 3 * stream + 9)) for stream in range(4)]
     with load(bundle, "cpu", threads=1) as alone:
-        expected = [finished(alone, prompt, 120, {}) for prompt in prompts]
+        expected = [finished(alone, prompt, 80, {}) for prompt in prompts]
     found: dict[int, list[int]] = {}
     with load(bundle, "cpu", threads=threads, streams=4) as model:
 
         def work(number: int) -> None:
-            found[number] = finished(model.streams[number], prompts[number], 120, {})
+            found[number] = finished(model.streams[number], prompts[number], 80, {})
 
         run(*(lambda number=number: work(number) for number in range(4)))
     assert [found[number] for number in range(4)] == expected

@@ -21,6 +21,8 @@ from runtime.engines import thread_count
 from runtime.engines.store import compile_engines, find_engines
 from runtime.engines.thread_count import OtherPrograms, fewer_threads
 from runtime.errors import DamageError
+from tests.conftest import MakeBundle
+from tests.pairs import SMALL
 
 
 @given(st.lists(st.floats(1, 1e12), min_size=10, max_size=10), st.integers(1, 1000))
@@ -38,6 +40,11 @@ def test_threads_are_halved_while_that_is_clearly_faster(times: list[float], cor
     good = ([*steps[: len(halves)], False]).index(False)
     assert chosen == (halves[good - 1] if good else 0)
     assert len(tried) == min(good + 1, len(halves))
+
+
+@pytest.fixture(scope="module")
+def small_bundle(make_bundle: MakeBundle) -> Path:
+    return make_bundle(SMALL, "--capacity", "100")
 
 
 class Opened:
@@ -71,10 +78,10 @@ class Opened:
     (1, {}, [], 0),
 ])  # fmt: skip
 def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
-    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     cores: int, times: Mapping[int, float], tried: list[int], chosen: int,
 ) -> None:  # fmt: skip
-    bundle, steps = Path(shutil.copytree(demo_bundle, tmp_path / "bundle")), list[str]()
+    bundle, steps = Path(shutil.copytree(small_bundle, tmp_path / "bundle")), list[str]()
     opened = Opened(monkeypatch, cores, times)
     compile_engines(Bundle(bundle), backend("cpu"), progress=steps.append)
     again = [chosen] if chosen else []
@@ -98,10 +105,10 @@ def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
 
 
 def test_beside_other_programs_no_fewer_threads_are_tried(
-    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All cores look slow then, and the choice would stay when they are idle."""
-    bundle, steps = Path(shutil.copytree(demo_bundle, tmp_path / "bundle")), list[str]()
+    bundle, steps = Path(shutil.copytree(small_bundle, tmp_path / "bundle")), list[str]()
     opened = Opened(monkeypatch, 8, {0: 10.0, 4: 1.0, 2: 0.5, 1: 0.1})
     monkeypatch.setattr(OtherPrograms, "in_the_way", True)
     compile_engines(Bundle(bundle), backend("cpu"), progress=steps.append)

@@ -20,6 +20,7 @@ from tests.test_text import BYTE_LEVEL as TOKENIZER
 from tests.test_text import text_and_length
 
 PROMPT = TOKENIZER.encode("def main(argv=None):\n    parser = argparse.ArgumentParser(").ids
+MOST = 40  # tokens of a text that nothing else ends
 BEGIN, END = 0, 1  # special tokens of the demo pair; the second ends a text
 LONG = (PROMPT * 40)[:600]  # several chunks of 128
 BOTH = pytest.mark.parametrize("speculate", [True, False], ids=["speculative", "plain"])
@@ -31,7 +32,14 @@ def model(demo_bundle: Path) -> Iterator[Model]:
         yield model
 
 
-def made(model: Model, max_new_tokens: int = 60, prompt: list[int] = PROMPT, **settings: Any) -> tuple[Generation, str]:
+@pytest.fixture(scope="module")
+def tiny(make_bundle: MakeBundle) -> Iterator[Model]:
+    """Without a tokenizer."""
+    with load(make_bundle(SMALL, "--capacity", "100"), threads=1) as model:
+        yield model
+
+
+def made(model: Model, max_new_tokens: int = MOST, prompt: list[int] = PROMPT, **settings: Any) -> tuple[Generation, str]:
     generation = model.generate(prompt, max_new_tokens, **settings)
     text = "".join(generation)
     assert generation.stats.tokens == len(generation.ids)
@@ -43,7 +51,7 @@ def free(model: Model) -> list[int]:
     """The greedy continuation, which everything below cuts short."""
     ids = made(model)[0].ids
     assert END not in ids
-    assert len(ids) == 60
+    assert len(ids) == MOST
     return ids
 
 
@@ -78,7 +86,7 @@ def test_ends_of_every_kind(model: Model, settings: dict[str, Any], end: int, sp
         assert generation.ids.index(end) == least == len(generation.ids) - 1
         assert generation.finish_reason == "stop"
         assert text == TOKENIZER.decode(PROMPT + generation.ids)[len(TOKENIZER.decode(PROMPT)) :]
-        other, _ = made(model, **biased)
+        other, _ = made(model, least + 3, **biased)
         assert other.finish_reason == ("stop" if end == END else "length"), "it ends the text without being asked to"
 
 
@@ -98,14 +106,14 @@ def test_stop_strings(model: Model, free: list[int], speculate: bool) -> None:
     """Text and ids end as the whole text says, for strings in and over tokens, held off or not; no special token, no end."""
     draw = np.random.default_rng(0)
     text = TOKENIZER.decode(PROMPT + free)[len(TOKENIZER.decode(PROMPT)) :]
-    for _ in range(60):
+    for _ in range(25):
         starts = draw.integers(0, len(text) - 8, 3)
         stop = [text[at : at + draw.integers(1, 8)] for at in starts]
         least = int(draw.choice([0, 0, 10, 25]))
         wanted, at = text_and_length(TOKENIZER, PROMPT, free, stop, least)
         reason = "length" if wanted == text else "stop"
         assert ended(model, free, at, reason, stop=stop, min_new_tokens=least, speculate=speculate) == wanted
-    assert ended(model, free, 60, "length", stop=["<|no_such_token|>"], speculate=speculate) == text
+    assert ended(model, free, MOST, "length", stop=["<|no_such_token|>"], speculate=speculate) == text
 
 
 @BOTH
@@ -124,27 +132,33 @@ def test_a_stop_string_is_cut_off_whatever_else_ends_the_text(model: Model, free
 
 
 @BOTH
-def test_limits(model: Model, free: list[int], speculate: bool) -> None:
+def test_limits(model: Model, tiny: Model, free: list[int], speculate: bool) -> None:
     """``length`` where it was asked for, ``context`` where the cache is full, and the end of the text where it falls on either."""
-    for most in (0, 1, 2, 3, 10, 60):
+    for most in (0, 1, 2, 3, 10, MOST):
         generation, _ = made(model, most, speculate=speculate)
         assert (generation.ids, generation.finish_reason) == (free[:most], "length")
-    capacity = model.bundle.manifest.capacity
-    long = (PROMPT * 100)[: capacity - 4]
-    whole = made(model, 100, long, speculate=speculate, logit_bias={END: -1000.0})[0]
+
+    def filled(most: int, **settings: Any) -> Generation:
+        """Behind a prompt that leaves room for 5 tokens."""
+        prompt = [2 + i * i % 37 for i in range(tiny.bundle.manifest.capacity - 4)]
+        generation = tiny.generate(prompt, most, speculate, logit_bias={END: -1000.0}, **settings)
+        list(generation.cycles())
+        return generation
+
+    whole = filled(MOST)
     assert (len(whole.ids), whole.finish_reason) == (5, "context")
     for most, reason in ((4, "length"), (5, "length"), (6, "context")):
-        generation, _ = made(model, most, long, speculate=speculate, logit_bias={END: -1000.0})
+        generation = filled(most)
         assert (generation.ids, generation.finish_reason) == (whole.ids[:most], reason)
         for at in (4, 5):
             if at <= most:
-                stopped, _ = made(model, most, long, speculate=speculate, forced={at - 1: END}, logit_bias={END: -1000.0})
+                stopped = filled(most, forced={at - 1: END})
                 assert (len(stopped.ids), stopped.finish_reason) == (at, "stop")
 
 
 def cycles_of(model: Model, **settings: Any) -> list[int]:
     """Where the steps of the greedy continuation end."""
-    return list(accumulate(len(cycle.tokens) for cycle in model.generate(PROMPT, 60, **settings).cycles()))
+    return list(accumulate(len(cycle.tokens) for cycle in model.generate(PROMPT, MOST, **settings).cycles()))
 
 
 @BOTH
@@ -174,7 +188,7 @@ def test_a_callback_that_fails(model: Model, free: list[int], speculate: bool) -
             if next(asked) == at:
                 raise KeyError("mine")
 
-        generation = session.generate(PROMPT, 60, speculate, callback=fail)
+        generation = session.generate(PROMPT, MOST, speculate, callback=fail)
         with pytest.raises(KeyError, match="mine"):
             list(generation)
         assert generation.ids == free[: len(generation.ids)]
@@ -182,11 +196,11 @@ def test_a_callback_that_fails(model: Model, free: list[int], speculate: bool) -
         with pytest.raises(GumihoError, match="broken off by an error"):
             list(generation.cycles())
         for way in (True, False):
-            again = session.generate(session.ids, 20, way)
+            again = session.generate(session.ids, 10, way)
             list(again.cycles())
-            assert again.ids == free[len(generation.ids) :][:20]
+            assert again.ids == free[len(generation.ids) :][:10]
             session.rewind(len(PROMPT) + len(generation.ids))
-        assert made(model, speculate=speculate)[0].ids == free
+        assert made(model, 10, speculate=speculate)[0].ids == free[:10]
 
 
 class Clock:
@@ -243,7 +257,7 @@ def test_real_time(model: Model) -> None:
 def test_cancel_from_another_thread(model: Model, free: list[int], speculate: bool) -> None:
     """The text ends behind the step that runs: what came is the text's beginning, and the model goes on with other texts."""
     at = threading.Event()
-    generation = model.generate(PROMPT, 60, speculate, callback=lambda *_: at.wait(10) and None)
+    generation = model.generate(PROMPT, MOST, speculate, callback=lambda *_: at.wait(10) and None)
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(generation))
     reader.start()
@@ -253,7 +267,7 @@ def test_cancel_from_another_thread(model: Model, free: list[int], speculate: bo
     assert generation.finish_reason == "cancelled"
     assert generation.ids == free[: len(generation.ids)]
     assert len(generation.ids) <= 1
-    generation = model.generate(PROMPT, 60, speculate)
+    generation = model.generate(PROMPT, MOST, speculate)
     steps = generation.cycles()
     tokens = [*next(steps).tokens, *next(steps).tokens]
     canceller = threading.Thread(target=generation.cancel)
@@ -321,12 +335,11 @@ def test_ids_that_are_none(model: Model) -> None:
 
 
 @BOTH
-def test_without_a_tokenizer(make_bundle: MakeBundle, speculate: bool) -> None:
+def test_without_a_tokenizer(tiny: Model, speculate: bool) -> None:
     """A callback is told ids alone, and stop strings are refused."""
-    with load(make_bundle(SMALL, "--capacity", "100"), threads=1) as model:
-        seen: list[tuple[int, str]] = []
-        generation = model.generate([3, 4, 5], 9, speculate, callback=lambda *told: seen.append(told))
-        list(generation.cycles())
-        assert seen == [(token, "") for token in generation.ids]
-        with pytest.raises(GumihoError, match="has no tokenizer"):
-            model.generate([3, 4, 5], 9, speculate, stop=["a"])
+    seen: list[tuple[int, str]] = []
+    generation = tiny.generate([3, 4, 5], 9, speculate, callback=lambda *told: seen.append(told))
+    list(generation.cycles())
+    assert seen == [(token, "") for token in generation.ids]
+    with pytest.raises(GumihoError, match="has no tokenizer"):
+        tiny.generate([3, 4, 5], 9, speculate, stop=["a"])

@@ -12,6 +12,7 @@ import torch
 
 from runtime.bundle.reader import Bundle
 from runtime.engines.store import compile_engines
+from tests.conftest import DEMO, MakeBundle
 from tests.pairs import RandomPair
 from tests.seal import update
 from tools import cross_check, measure, parity
@@ -23,6 +24,12 @@ def row(out: str, start: str) -> dict[str, str]:
     return dict(zip(lines[0], next(line for line in lines if line[0].startswith(start)), strict=True))
 
 
+@pytest.fixture(scope="module")
+def bundle(make_bundle: MakeBundle) -> Path:
+    """The demo pair with few positions, all of which parity reads."""
+    return make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200")
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     lines = [{"turns": ["one two three"]}, {"prompt": "four five six seven eight nine"}]
@@ -30,45 +37,45 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.jsonl"
 
 
-def test_parity_of_equals(demo_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [str(demo_bundle), "--contexts", "1", "--texts", "2", "--tokens", "8", "--prompts", str(prompts)]
+def test_parity_of_equals(bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(bundle), "--contexts", "1", "--texts", "2", "--tokens", "8", "--prompts", str(prompts)]
     assert parity.main(argv) == 0
     found = row(capsys.readouterr().out, "cpu, float32")
     assert (found["logits, first quarter"], found["last quarter"], found["widest margin"]) == ("0.0e+00", "0.0e+00", "0.0e+00")
-    assert found["same choice"] == "1024 of 1024"
+    assert found["same choice"] == "200 of 200"
     assert found["texts that differ"] == "0 of 2"
     assert float(found["tau"]) >= 1
 
 
-def test_parity_shows_a_difference(demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parity_shows_a_difference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys of the last quarter of the positions are rotated wrongly: an error that grows with position."""
     copy = tmp_path / "bundle"
-    shutil.copytree(demo_bundle, copy, ignore=shutil.ignore_patterns("engines"))
+    shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
     weights = copy / "weights/target.bin"
     data = weights.read_bytes()
     graph = onnx.load(str(copy / "graphs/cpu/target.onnx"), load_external_data=False).graph
     table = next(t for t in graph.initializer if t.name == "rotary.sin")
     place = {entry.key: entry.value for entry in table.external_data}
     values = np.frombuffer(data, np.float32, table.dims[0] * table.dims[1], int(place["offset"])).reshape(table.dims).copy()
-    values[768:] *= -1
+    values[150:] *= -1
     start = int(place["offset"])
     weights.write_bytes(data[:start] + values.tobytes() + data[start + values.nbytes :])
     update(copy, "weights/target.bin")
     compile_engines(Bundle(copy), parity.backend("cpu"))
-    assert parity.main([str(demo_bundle), str(copy), "--contexts", "1", "--texts", "2", "--tokens", "8"]) == 0
+    assert parity.main([str(bundle), str(copy), "--contexts", "1", "--texts", "2", "--tokens", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = row("\n".join([lines[0], lines[-1]]), "cpu, float32")
     assert float(found["logits, first quarter"]) == 0
     assert float(found["last quarter"]) > 0.01
-    assert int(re.match(r"\d+", found["same choice"])[0]) < 1024  # type: ignore[index]
+    assert int(re.match(r"\d+", found["same choice"])[0]) < 200  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as prompts"), ('{"x": 1}', "'turns' or 'prompt'")])
 def test_parity_of_bad_prompts(
-    demo_bundle: Path, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad").write_text(text)
-    assert parity.main([str(demo_bundle), "--prompts", str(tmp_path / "bad")]) == 1
+    assert parity.main([str(bundle), "--prompts", str(tmp_path / "bad")]) == 1
     assert message in capsys.readouterr().err
 
 

@@ -15,9 +15,8 @@ from exporter.training.batches import Features, batch
 from exporter.training.drafters import eagle3
 from exporter.training.evaluate import Evaluation
 from exporter.training.model import Anchors
-from tests.conftest import DEMO
 from tests.naive import NaiveEagle3
-from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of
+from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_small_target
 
 TAPS = (0, 1, 3)
 
@@ -80,12 +79,12 @@ def test_a_few_steps_reduce_the_loss_on_held_out_text(loaded: target.Target, wri
 def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a draft vocabulary."""
     monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
-    out, pair = tmp_path / "drafter", ["--target", str(DEMO / "target")]
+    out, pair = tmp_path / "drafter", ["--target", str(write_small_target(tmp_path / "target"))]
     arguments = [*pair, "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out), "--draft-vocab", "1500"]
     assert cli.main([*arguments, "--family", "eagle3"]) == 0
-    assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}
+    assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     opened = exporter.options.open_pair(exporter.options.parser().parse_args(["--ckpt", str(out), *pair]))
-    assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (3, 4, 5), 1500)
+    assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (1, 2, 3), 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0
     with runtime.load(tmp_path / "bundle") as model:
         drafted = "".join(model.generate("def first(items):\n", max_new_tokens=48, lookup=False, rows=8))

@@ -429,11 +429,11 @@ def test_no_token_is_changed_and_no_other_one_drafted(model: Model, kept: set[in
     """Also where the text itself goes beyond what may be drafted."""
     outside = drafted = 0
     for text in ("def read_lines(path):", "class Zephyr(Quux):\n    ", "import ", "xylophone = ~0x7f @ \u00df"):
-        generation = model.generate(text, 60, rows=model.bundle.manifest.rows, trace=True, **settings)
+        generation = model.generate(text, 40, rows=model.bundle.manifest.rows, trace=True, **settings)
         for cycle in generation.cycles():
             assert cycle.tree is None or set(cycle.tree.tokens[1:]) <= kept
             drafted += len(cycle.path) - 1
-        plain = model.generate(text, 60, False, **settings)
+        plain = model.generate(text, 40, False, **settings)
         list(plain.cycles())
         assert generation.ids == plain.ids
         outside += len(set(generation.ids) - kept)

@@ -1,7 +1,7 @@
 """Passes that choose tokens for some of their rows only: of a prompt, for the last one."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter import cli, plan, trace
 from exporter.signature import Input
 from graphs.drafter import Drafter
 from graphs.target import Target
-from runtime import load
+from runtime import Model, load
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.errors import DamageError
@@ -48,26 +48,32 @@ def test_of_a_prompt_only_the_last_row_has_logits(make_bundle: MakeBundle, optio
         assert (passes.choice[:last] == 7).all()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=7))
-def test_any_rows_in_any_order(demo_bundle: Path, rows: list[int]) -> None:
+@pytest.fixture(scope="module")
+def model(demo_bundle: Path) -> Iterator[Model]:
     with load(demo_bundle, "cpu") as model:
-        passes = model.decoder.passes
-        passes.read(PROMPT[:7])
-        n, width = len(rows), passes.manifest.vocabulary
-        choice, logits, hidden = np.zeros(n, np.int64), np.zeros((n, width), np.float32), np.zeros_like(passes.hidden[:7])
-        buffers = {
-            "tokens": passes.tokens[:7],
-            "depth": passes.depth[:7],
-            "mask": np.tri(7, dtype=np.bool_),
-            "wanted": np.array(rows),
-        }
-        outputs = {"choice": choice, "logits": logits, "hidden": hidden}
-        caches = passes.target_cache.bindings(passes.graphs["target"])
-        passes.engines["target"].bind({**buffers, **outputs, **caches})()
-        np.testing.assert_allclose(logits, passes.logits[rows], atol=1e-4)
-        np.testing.assert_array_equal(choice, passes.choice[rows])
-        np.testing.assert_array_equal(hidden, passes.hidden[:7])
+        yield model
+
+
+@settings(max_examples=20)
+@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=7))
+def test_any_rows_in_any_order(model: Model, rows: list[int]) -> None:
+    passes = model.decoder.passes
+    model.decoder.clear()
+    passes.read(PROMPT[:7])
+    n, width = len(rows), passes.manifest.vocabulary
+    choice, logits, hidden = np.zeros(n, np.int64), np.zeros((n, width), np.float32), np.zeros_like(passes.hidden[:7])
+    buffers = {
+        "tokens": passes.tokens[:7],
+        "depth": passes.depth[:7],
+        "mask": np.tri(7, dtype=np.bool_),
+        "wanted": np.array(rows),
+    }
+    outputs = {"choice": choice, "logits": logits, "hidden": hidden}
+    caches = passes.target_cache.bindings(passes.graphs["target"])
+    passes.engines["target"].bind({**buffers, **outputs, **caches})()
+    np.testing.assert_allclose(logits, passes.logits[rows], atol=1e-4)
+    np.testing.assert_array_equal(choice, passes.choice[rows])
+    np.testing.assert_array_equal(hidden, passes.hidden[:7])
 
 
 @pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from exporter.training.batches import Features, batch
 from exporter.training.evaluate import Evaluation, Score, Vocabulary, Walk
 from exporter.training.model import Drafter
 from tests.conftest import DEMO
+from tests.pairs import RandomPair
 
 SOURCE = Path(shlex.__file__)  # a file of our own would change what the tests train on with every edit
 SMALL = ["--window", "96", "--batch", "192", "--anchors", "64", "--warmup", "2", "--threads", "1", "--dtype", "fp32"]
@@ -31,6 +32,26 @@ def write_chat_target(folder: Path) -> Path:
         "{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\n' + m.content + '<|end_of_text|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|begin_of_text|>assistant\n' }}{% endif %}"
     )
+    return folder
+
+
+def write_small_target(folder: Path) -> Path:
+    """Random numbers for the demo pair's tokens: of a step on the demo target itself most is products of its drafter's matrices. Its
+    layers add little to the embedding, so that what follows a token is easily learnt."""
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    }
+    model = RandomPair({**sizes, "vocab_size": 2048, "head_dim": 16}).make_target()
+    for layer in model.model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight.data *= 0.1
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "target" / name, folder)
     return folder
 
 
@@ -62,11 +83,14 @@ def before_and_after(training: loop.Training, evaluation: Evaluation) -> tuple[S
     return before, evaluation(training.averaged(), training.vocabulary)
 
 
-def taus(folder: Path, loaded: target.Target, training: loop.Training, drafter: Drafter) -> tuple[float, float]:
-    """The tau of a walk along a text that the demo target wrote greedily, and that of decoding it with an export of the drafter."""
+def taus(
+    folder: Path, loaded: target.Target, training: loop.Training, drafter: Drafter, source: Path = DEMO / "target"
+) -> tuple[float, float]:
+    """The tau of a walk along a text that the target, of that folder, wrote greedily, and that of decoding it with an export of the
+    drafter."""
     embed, lm_head = loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight
     state.write_checkpoint(folder / "drafter", drafter, drafter.state_dict(), training.vocabulary.ids, embed, lm_head)
-    sources = ["--ckpt", str(folder / "drafter"), "--target", str(DEMO / "target")]
+    sources = ["--ckpt", str(folder / "drafter"), "--target", str(source)]
     assert exporter.cli.main([*sources, "--out", str(folder / "bundle"), "--draft-weights", "none"]) == 0
     llama = loaded.model
     with runtime.load(folder / "bundle") as model:

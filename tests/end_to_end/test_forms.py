@@ -63,6 +63,9 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
     return StandIn
 
 
+_compiled: dict[tuple[Path, str, str], Path] = {}  # bundle, form and spare form: engines
+
+
 def opened(bundle: Path, form: str, lazy: bool) -> Model:
     """form: a backend, and after a dash the name of one of its spare forms."""
     form, _, spare = form.partition("-")
@@ -70,8 +73,11 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
     if spare:
         own = read.manifest.form(form)
         read.manifest = replace(read.manifest, forms={form: replace(own, graphs=own.spares[spare])})
-    folder, errors = compile_engines(read, made)
-    assert max(errors.values()) < 5e-4
+    folder = _compiled.get((bundle, form, spare), bundle / "none yet")
+    if not folder.exists():  # or another process has replaced it
+        folder, errors = compile_engines(read, made)
+        assert max(errors.values()) < 5e-4
+        _compiled[bundle, form, spare] = folder
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
     model = Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def demo_prompts(model: Model, count: int, length: int, offset: int) -> list[lis
 @pytest.mark.parametrize(
     ("length", "offset", "count"),
     [
-        (129, 13, 12),
+        (129, 13, 6),
         *(
             pytest.param(length, offset, 40, marks=pytest.mark.exhaustive)
             for length, offset in [(4, 11), (9, 37), (16, 71), (40, 3), (127, 5), (128, 7), (129, 13), (250, 17)]

@@ -23,9 +23,9 @@ from zlib import crc32
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from tests.accelerator import Lazy
+from tests.stand_ins.sessions import session
 
 __version__ = "2.16.0"
 
@@ -127,10 +127,7 @@ class program:
         self.compiled = True
 
     def ready(self) -> "program":
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
-        self.session = ort.InferenceSession(self.graph, options, providers=["CPUExecutionProvider"])
+        self.session = session(self.graph, self.folder)
         self.inputs = {v.name: shape(v.name, v.type, v.shape) for v in self.session.get_inputs()}
         self.outputs = {v.name: shape(v.name, v.type, v.shape) for v in self.session.get_outputs()}
         self.own = {name: np.zeros(s.sizes, s.dtype) for name, s in self.outputs.items() if name in LOOSE}

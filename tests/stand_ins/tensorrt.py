@@ -22,6 +22,8 @@ import onnx
 import onnxruntime as ort
 from cuda.bindings import runtime as cuda
 
+from tests.stand_ins.sessions import session
+
 __version__ = "10.15.1.29"
 
 UNBUILDABLE: set[str] = set()  # attention, "fused" or "decomposed", that no plan is built with
@@ -286,10 +288,7 @@ class ICudaEngine:
         self.session: ort.InferenceSession | None = None
 
     def refit(self, folder: str) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        self.session = ort.InferenceSession(self.graph, options, providers=["CPUExecutionProvider"])
+        self.session = session(self.graph, folder)
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
 
@@ -400,8 +399,8 @@ class IExecutionContext:
         return True
 
     def execute_async_v3(self, handle: int) -> bool:
-        engine, stream, session = self.engine, cuda.stream_of(handle), self.engine.session
-        assert session is not None
+        engine, stream, own = self.engine, cuda.stream_of(handle), self.engine.session
+        assert own is not None
         assert stream.device == engine.device, "the stream is another device's"
         assert self.scratch in cuda.LIVE
         assert self.addresses.keys() == engine.tensors.keys(), "a tensor has no address"
@@ -409,13 +408,13 @@ class IExecutionContext:
             if alias := engine.alias(name):
                 assert self.addresses[name] == self.addresses[alias], f"'{name}' is apart from '{alias}'"
         assert self.ran or stream.recording is None, "a context sets itself up in its first run, which must not be recorded"
-        binding = session.io_binding()
+        binding = own.io_binding()
         for name, address in self.addresses.items():
             bind = binding.bind_input if name in engine.inputs else binding.bind_output
             shape = self.get_tensor_shape(name)
             assert -1 not in shape, f"'{name}' has no shape yet"
             bind(name, "cpu", 0, np.dtype(engine.get_tensor_dtype(name)), shape, address)
-        stream.put(lambda: session.run_with_iobinding(binding))
+        stream.put(lambda: own.run_with_iobinding(binding))
         if engine.attention in WRONG and (logits := self.addresses.get("logits")):
             stream.put(lambda: ctypes.memset(logits, 0, 4 * volume(self.get_tensor_shape("logits"))))
         self.ran = True
