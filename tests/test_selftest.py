@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime import load
 from runtime.decoding import acceptance, decoder
+from runtime.rows_alone import rows_alone
 from runtime.selftest import chi_squared, counted, distribution, main
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import INT8
@@ -34,6 +36,29 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 7
     assert all(line.startswith("ok  ") for line in lines)
     assert "400 texts of 3 tokens" in lines[-1]
+
+
+def next_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a row that is alone has a logit that is the next number to its own."""
+    feed = decoder.Decoder.feed
+
+    def changed(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> int:
+        first = feed(self, tokens, last)
+        if len(tokens) == 1:
+            self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
+        return first
+
+    monkeypatch.setattr(decoder.Decoder, "feed", changed)
+
+
+def test_rows_alone(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.rows_alone._SHORT", 4)
+    with load(make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200"), "cpu", threads=1) as model:
+        rows, unequal = rows_alone(model, [5, 6, 7, 8])
+        assert (unequal, rows % 8) == (0, 0)
+        assert rows >= 16
+        next_to_it(monkeypatch)
+        assert rows_alone(model, [5, 6, 7, 8]) == (rows, rows)
 
 
 @pytest.mark.exhaustive
@@ -58,15 +83,7 @@ def test_rows_of_a_quantized_target(
         )
     )
     assert int(found[1]) == int(found[2]) >= 16
-    feed = decoder.Decoder.feed
-
-    def next_to_it(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> int:
-        first = feed(self, tokens, last)
-        if len(tokens) == 1:
-            self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
-        return first
-
-    monkeypatch.setattr(decoder.Decoder, "feed", next_to_it)
+    next_to_it(monkeypatch)
     assert main(argv) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line[:6] for line in lines] == ["ok    "] * 6 + ["FAILED", "ok    "]

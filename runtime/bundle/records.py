@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType, UnionType
@@ -137,12 +138,10 @@ def _plain(kind: type, raw: Any, at: Path) -> Any:
 def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) -> Any:
     if raw is None and or_none:
         return None
-    for alternative in alternatives:
-        try:
+    for alternative in alternatives[:-1]:
+        with suppress(Damage):
             return alternative(raw, at)
-        except Damage as error:
-            damage = error
-    raise damage
+    return alternatives[-1](raw, at)
 
 
 def _mapping(key: Check, value: Check, raw: Any, at: Path) -> dict[Any, Any]:
