@@ -61,7 +61,7 @@ def test_rows_alone(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) ->
         assert rows_alone(model, [5, 6, 7, 8]) == (rows, rows)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # 27 s: the whole self-test twice, of a target whose every row is computed again
 def test_rows_of_a_quantized_target(
     make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,7 @@ def test_texts_are_the_same(make_bundle: MakeBundle, pair: Path | RandomPair, op
                 assert differences(model, speculative) == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # 21 s: texts to the last position, eight ways
 def test_a_row_is_never_alone_where_it_would_differ(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last position of caches that are whole blocks, which leave no room for a second row."""
     bundle, texts = make_bundle(DEMO, *CPU4, "--capacity", "256"), []

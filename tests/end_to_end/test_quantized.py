@@ -116,7 +116,7 @@ def prompts(model: Model) -> list[tuple[list[int], int]]:
 CASES = pytest.mark.parametrize(
     ("pair", "how"),
     [
-        pytest.param(DEMO, "int4", id="demo int4", marks=pytest.mark.exhaustive),
+        pytest.param(DEMO, "int4", id="demo int4", marks=pytest.mark.exhaustive),  # 26 s: four backends
         pytest.param(ODD, "int4", id="odd int4", marks=pytest.mark.exhaustive),
         pytest.param(ODD, "int8", id="odd int8"),
         pytest.param(ODD, "int8 everywhere", id="odd int8 everywhere", marks=pytest.mark.exhaustive),
