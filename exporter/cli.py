@@ -1,7 +1,6 @@
 """``gumiho-export``: a target, with or without a Gumiho drafter -> a bundle."""
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
     from .engines import Compiled
     from .plan import Plan
-
-# Objects after which the garbage collector looks through the young ones. Python's own 700 take a tenth of an export.
-_YOUNG = 50_000
 
 
 def export(args: argparse.Namespace) -> None:
@@ -172,7 +168,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _exported(args: argparse.Namespace) -> int:
-    gc.set_threshold(_YOUNG, 20, 20)  # libraries and graphs are millions of objects that stay
     try:
         with interruptible():
             export(args)
