@@ -180,7 +180,7 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("columns", [64, pytest.param(80, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("columns", [64, 80])
 def test_values_are_summed_in_so_many_columns(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Products of more columns sum fewer terms in one order."""
     monkeypatch.setattr(exact, "_COLUMNS", columns)

@@ -51,8 +51,8 @@ def test_demo_pair_equals_transformers(demo_bundle: Path, length: int, offset: i
         assert ties <= 1
 
 
-TREES = [("--rows", "3", "--policy", "chain")]
-MORE_TREES = [
+TREES = [
+    ("--rows", "3", "--policy", "chain"),
     ("--rows", "16", "--heads", "2", "--top-k", "3", "--head-top-k", "4"),
     ("--rows", "33", "--serial-steps", "3", "--beam", "3"),
     ("--rows", "2"),
@@ -65,9 +65,7 @@ MORE_TREES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options", [*TREES, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in MORE_TREES)], ids=" ".join
-)
+@pytest.mark.parametrize("options", TREES, ids=" ".join)
 def test_every_tree_equals_transformers(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """The trained pair, so that paths of every length are accepted."""
     with load(make_bundle(DEMO, *options)) as model:
@@ -131,15 +129,7 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
 
 
 @pytest.mark.exhaustive  # 26 s with 64 rows: two texts from each of 80 lengths
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--rows", "8"),
-        pytest.param(("--rows", "64"), marks=pytest.mark.exhaustive),
-        pytest.param(("--rows", "6", "--policy", "chain"), marks=pytest.mark.exhaustive),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--policy", "chain")], ids=" ".join)
 def test_last_position(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """Generation runs to the last position and stops there, with and without speculation, from every prompt length."""
     capacity = 80 if "64" in options else 40  # a pass fits
