@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 _SLICE_ELEMENTS = 1 << 22
+_ROW = 1 << 14
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _ARCHITECTURES = tuple(name for name in ARCHITECTURES if name != "mistral")  # which GGUF files call llama
 _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -193,7 +195,9 @@ class GgufCheckpoint(Checkpoint):
         if not len(raw):
             return torch.empty(shape)
         with self._damage_errors(self.file, f" at '{name}'"), np.errstate(all="ignore"):  # such numbers are refused
-            values = torch.from_numpy(dequantize(raw, table.kind).reshape(shape))
+            # The library takes sixteen rows at a time: short ones are joined to rows of about _ROW numbers, which takes half the time.
+            joined = gcd(len(raw), 1 << max(1, _ROW // table.shape[-1]).bit_length() - 1)
+            values = torch.from_numpy(dequantize(raw.reshape(len(raw) // joined, -1), table.kind).reshape(shape))
         return self._finite(name, values)
 
     def coded(self, name: str) -> Coded | None:
