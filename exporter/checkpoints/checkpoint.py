@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runtime.errors import DamageError, GumihoError, InputError
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
 
 from ..weights.source import Coded, Source, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
@@ -125,11 +125,13 @@ class Checkpoint:
     @staticmethod
     @contextmanager
     def _damage_errors(file: Path, where: str = "") -> Iterator[None]:
-        """Turns what libraries raise for a damaged file into DamageError."""
+        """Turns what libraries raise for a damaged file into DamageError, and for a missing package into UnavailableError."""
         try:
             yield
         except GumihoError:
             raise
+        except ImportError as error:
+            raise UnavailableError(f"reading {file} needs a package ({reason(error)}): install it") from None
         except Exception as error:  # libraries raise exceptions of any type for damaged files
             raise DamageError(f"{file} is truncated or damaged{where} ({reason(error)}): download it again") from None
 

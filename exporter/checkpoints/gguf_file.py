@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from torch import Tensor
 from runtime.errors import DamageError, InputError, UnavailableError
 
 from ..weights.source import Coded, Part, Stored, is_finite
-from . import gguf_codes, gguf_metadata
+from . import gguf_codes, gguf_config, gguf_metadata
 from .architectures import ARCHITECTURES
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import write_tokenizer
 from .hub import locate_file
 from .json_config import is_whole, shown
-from .llama import scaled
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -55,13 +54,6 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROTARY_FACTORS = "rope_freqs.weight"
-# Llama 3.1 and later divide rotary frequencies by factors, which GGUF stores instead of the numbers they were computed from.
-_LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class GgufCheckpoint(Checkpoint):
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
-        self.config = _config(architecture, fields, tables, self._factors(tables), source)
+        self.config = gguf_config.config(architecture, fields, tables.keys(), self._factors(tables), source)
         permuted = self._permuted if architecture == "llama" else lambda _, table: table
         self._tables = {_name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS}
         folder = tempfile.TemporaryDirectory(prefix="gguf-")
@@ -135,7 +127,7 @@ class GgufCheckpoint(Checkpoint):
         weakref.finalize(self, folder.cleanup)
         (self.folder / "config.json").write_text(json.dumps(self.config), "utf-8")
         with self._damage_errors(file, " in its tokenizer"):
-            write_tokenizer(fields, self.folder)
+            self.notes = write_tokenizer(fields, self.folder)
 
     def _permuted(self, name: str, table: _Table) -> _Table:
         keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -242,56 +234,3 @@ def _name(stored: str, source: str) -> str:
     if match is None or match[2] not in _NAMES:
         raise InputError(f"'{source}' holds the tensor '{shown(stored)}', which no supported model has: it is a variant")
     return f"{f'layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"
-
-
-def _config(
-    architecture: str, fields: Mapping[str, Any], tables: Mapping[str, _Table], factors: np.ndarray | None, source: str
-) -> dict[str, Any]:
-    """config.json as transformers writes it, from the metadata; ``json_config`` checks types and ranges."""
-
-    def field(name: str, default: Any = None) -> Any:
-        return fields.get(f"{architecture}.{name}", default)
-
-    heads, hidden, window = field("attention.head_count"), field("embedding_length"), field("attention.sliding_window")
-    if isinstance(heads, list):
-        raise InputError(f"'{source}' has another number of heads in every layer, which is not supported")
-    config: dict[str, Any] = {
-        "model_type": "mistral" if architecture == "llama" and window else architecture,
-        "hidden_size": hidden,
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
-        "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
-        "max_position_embeddings": field("context_length", 1 << 30),
-        "sliding_window": window,
-        "use_sliding_window": bool(window),
-        "max_window_layers": 0,
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in tables,
-        "attention_bias": "blk.0.attn_q.bias" in tables,
-        "mlp_bias": "blk.0.ffn_up.bias" in tables,
-    }
-    size = config["head_dim"] = field("attention.key_length", field("rope.dimension_count"))
-    if field("rope.dimension_count", size) != size or field("attention.value_length", size) != size:
-        raise InputError(f"'{source}' rotates a part of each head only, or has values of another size, which is not supported")
-    if field("expert_count"):
-        raise InputError(f"'{source}' is a mixture of experts, which is not supported")
-    scaling = field("rope.scaling.type", "none")
-    if factors is not None:
-        config["rope_scaling"] = _llama3(factors, float(config["rope_theta"]), source)
-    elif scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": field("rope.scaling.factor", 1.0)}
-    elif scaling != "none":
-        raise InputError(f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3")
-    return config
-
-
-def _llama3(factors: np.ndarray, theta: float, source: str) -> dict[str, Any]:
-    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]."""
-    rope = {**_LLAMA3, "factor": float(factors[-1])}
-    inverse = 1 / theta ** (torch.arange(len(factors), dtype=torch.float64) / len(factors))
-    if not np.allclose(factors, (inverse / scaled(inverse, rope)).numpy(), rtol=1e-4):
-        raise InputError(f"'{source}' has rotary factors that are not those of Llama 3, which is not supported")
-    return rope

@@ -1,102 +1,121 @@
-"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder.
-
-transformers' own conversion ignores ``tokenizer.ggml.pre``, the way text is split before byte-pair encoding, so byte-level tokenizers
-are built here, with llama.cpp's patterns (src/llama-vocab.cpp). SentencePiece ones have no such choice and use transformers'.
-"""
+"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder, with llama.cpp's defaults (src/llama-vocab.cpp)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from runtime.errors import InputError
+from runtime.errors import DamageError, InputError
 
+from .end_tokens import end_tokens, looks_like_an_end
 from .json_config import shown
+from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from .sentencepiece_bpe import Kind, Pieces, tokenizer_of
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPECIAL = Kind.CONTROL, Kind.UNKNOWN
+_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": dict[str, int]()}  # where the file does not say
+_NO_PRE = (
+    "the file does not say how its tokenizer splits a text (tokenizer.ggml.pre), so that it is split by llama.cpp's default, with which "
+    "the text may get worse: convert the model again"
 )
-# tokenizer.ggml.pre -> patterns whose matches are split off, one after the other.
-_PATTERNS: dict[str, tuple[str, ...]] = {
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "starcoder": (r"\p{N}", _GPT2),
-    "llama-bpe": (_CL100K % "{1,3}",),
-    "llama3": (_CL100K % "{1,3}",),
-    "dbrx": (_CL100K % "{1,3}",),
-    "smaug-bpe": (_CL100K % "{1,3}",),
-    "qwen2": (_CL100K % "",),
-    "tekken": (_TEKKEN,),
-}
-_WHOLE_WORDS = ("llama-bpe", "llama3", "dbrx", "smaug-bpe", "tekken")  # a word that is a token is not split into merges
-_CONTROL, _USER_DEFINED = 3, 4  # token types
 
 
-def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and generation_config.json; nothing if the metadata has no tokenizer.
+def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and additional_chat_templates; nothing if the metadata has no
+    tokenizer. Returns what its user should know, as clauses.
 
-    Raises InputError for a kind of tokenizer that is not supported.
+    Raises InputError for a kind of tokenizer that is not supported, and DamageError for metadata that contradicts itself.
     """
     if "tokenizer.ggml.tokens" not in fields:
-        return
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+        return []
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(fields["tokenizer.ggml.tokens"])]
     kind = fields.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level(fields, tokens)
-    elif kind == "llama":
-        from transformers.integrations.ggml import convert_gguf_tokenizer
-
-        tokenizer, _ = convert_gguf_tokenizer(
-            "llama",
-            {key.removeprefix("tokenizer.ggml."): v for key, v in fields.items() if key.startswith("tokenizer.ggml.")}
-            | {"tokenizer_type": "llama"},
-        )
-    else:
+    if kind not in _IDS:
         raise InputError(f"the tokenizer is of kind {shown(kind)}, expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
+    kinds = [
+        Kind.CONTROL if looks_like_an_end(text) else own
+        for text, own in zip(tokens, _each(fields, "token_type", tokens, Kind.NORMAL), strict=True)
+    ]
+    if len(set(tokens)) < len(tokens):
+        raise DamageError("the tokenizer has a token twice: download the file again")
 
     def token(name: str) -> str | None:
-        index = fields.get(f"tokenizer.ggml.{name}_token_id")
+        index = fields.get(f"tokenizer.ggml.{name}_token_id", _IDS[kind].get(name))
         return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
-    kinds = fields.get("tokenizer.ggml.token_type", [])
-    for number, name in ((_CONTROL, True), (_USER_DEFINED, False)):
+    notes = list[str]()
+    if kind == "gpt2":
+        pre = fields.get("tokenizer.ggml.pre")
+        if pre is None:
+            notes.append(_NO_PRE)
+        splitting = PRE_TOKENIZERS.get(pre or "default")
+        if splitting is None:
+            raise InputError(f"the tokenizer splits text as {shown(pre)} does, expected one of {', '.join(PRE_TOKENIZERS)}")
+        tokenizer, begins = _byte_level(fields["tokenizer.ggml.merges"], tokens, splitting), splitting.begins
+    else:
+        prefix, trims = (fields.get(f"tokenizer.ggml.{key}") for key in ("add_space_prefix", "remove_extra_whitespaces"))
+        charsmap = bytes(byte % 256 for byte in fields.get("tokenizer.ggml.precompiled_charsmap", ()))
+        scores = _each(fields, "scores", tokens, 0.0)
+        tokenizer = tokenizer_of(Pieces(tokens, scores, kinds, prefix is not False, bool(trims), charsmap))
+        begins = True
+    for special, of in ((True, _SPECIAL), (False, (Kind.USER_DEFINED,))):
         tokenizer.add_tokens(
-            [AddedToken(tokens[i], special=name, normalized=False) for i, k in enumerate(kinds) if k == number]
+            [AddedToken(text, special=special, normalized=False) for text, own in zip(tokens, kinds, strict=True) if own in of]
         )
-    bos = token("bos")
-    if fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos:
-        begin = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
-        )
-        tokenizer.post_processor = (
-            begin if kind == "llama" else processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
-        )
+    around = [
+        token(name) if fields.get(f"tokenizer.ggml.add_{name}_token", by_default) else None
+        for name, by_default in (("bos", begins), ("eos", False))
+    ]
+    _surround(tokenizer, kind, *around)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": fields.get("tokenizer.chat_template"),
-              **{f"{name}_token": token(stored) for name, stored in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}}  # fmt: skip
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **{name: token(stored) for name, stored in names.items()}}
+    config["chat_template"] = fields.get("tokenizer.chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
-    ends = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(dict.fromkeys(ends))}), "utf-8")
+    _write_templates(fields, folder / "additional_chat_templates")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens(fields, tokens)}), "utf-8")
+    return notes
 
 
-def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    pre = fields.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in _PATTERNS:
-        raise InputError(f"the tokenizer splits text as {shown(pre)} does, expected one of {', '.join(_PATTERNS)}")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+def _each(fields: Mapping[str, Any], key: str, tokens: Sequence[str], default: float) -> list[Any]:
+    """A number for every token."""
+    found = fields.get(f"tokenizer.ggml.{key}", [default] * len(tokens))
+    if not isinstance(found, list) or len(found) < len(tokens):
+        raise DamageError(f"the tokenizer has {len(tokens)} tokens and fewer tokenizer.ggml.{key}: download the file again")
+    return found[: len(tokens)]
+
+
+def _byte_level(merges: Sequence[str], tokens: Sequence[str], pre: PreTokenizer) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
-    if pre == "qwen2":
+    pairs = [(merge[:space], merge[space + 1 :]) for merge in merges for space in [merge.index(" ", 1)]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre.whole_words))
+    if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _surround(tokenizer: Tokenizer, kind: str, bos: str | None, eos: str | None) -> None:
+    """Puts tokens, if there are any, before and after every text."""
+    if bos or eos:
+        special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text]
+        single, other = ([text for text in (bos, of, eos) if text] for of in ("$A", "$B"))
+        template = processors.TemplateProcessing(single=single, pair=single + other, special_tokens=special)
+        level = [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else []
+        tokenizer.post_processor = processors.Sequence([*level, template])
+
+
+def _write_templates(fields: Mapping[str, Any], folder: Path) -> None:
+    """The chat templates that have a name, ``tokenizer.chat_template.NAME``."""
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): text for key, text in fields.items() if key.startswith(prefix) and isinstance(text, str)}
+    for name, text in named.items():
+        if name.isidentifier():  # a file's name too
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.jinja").write_text(text, "utf-8")

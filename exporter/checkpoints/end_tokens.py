@@ -1,0 +1,42 @@
+"""Which tokens end a text, where a GGUF file does not say all of them: llama.cpp knows others by their spelling (src/llama-vocab.cpp)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SPELLED = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+))  # fmt: skip
+# Behind these a model for code goes on to another file. Spelling counts where the file has no key.
+_OF_CODE = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_KEYS = "eos", "eot", "eom", *_OF_CODE
+
+
+def end_tokens(fields: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    """The ids of tokens that end a text, those that the file names first. fields: the file's metadata; tokens: by id."""
+    named = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in _KEYS}
+    ends = [i for i in named.values() if isinstance(i, int) and 0 <= i < len(tokens)]
+    ids = {text: i for i, text in enumerate(tokens)}
+    ends += sorted(ids[text] for text in _SPELLED & ids.keys())
+    for key, spellings in _OF_CODE.items():
+        if named[key] is None:
+            ends += [ids[text] for text in spellings if text in ids][:1]
+    texts = {tokens[i] for i in ends}
+    within = set[str]()  # which end a part of a text only
+    if "<|end|>" in texts and (
+        {"<|return|>", "<|call|>"} <= texts or ({"<|call|>", "<|calls|>"} & texts and "<|flush|>" in texts)
+    ):
+        within.add("<|end|>")
+    if {"<|tool_response>", "<|plamo:eos|>"} & texts:
+        within.add("</s>")
+    return list(dict.fromkeys(i for i in ends if tokens[i] not in within))
+
+
+def looks_like_an_end(text: str) -> bool:
+    """Whether a token is a special one because of its spelling, whatever the file says."""
+    return text in _SPELLED

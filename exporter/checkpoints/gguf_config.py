@@ -1,0 +1,86 @@
+"""A GGUF file's metadata as the config.json of a Hugging Face folder."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.errors import InputError
+
+from . import gguf_keys
+from .json_config import is_whole, shown
+from .llama import scaled
+
+# Llama 3.1 and later divide rotary frequencies by factors, which GGUF stores instead of the numbers they were computed from.
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config(
+    architecture: str, fields: Mapping[str, Any], tensors: Collection[str], factors: np.ndarray | None, source: str
+) -> dict[str, Any]:
+    """config.json as transformers writes it, with llama.cpp's defaults (src/llama-model.cpp); ``json_config`` checks types and ranges.
+
+    tensors: their names. factors: float32 [head dim / 2] that divide the rotary frequencies, if the file has any. Raises InputError for
+    what is not supported.
+    """
+    gguf_keys.require_known(fields, architecture, source)
+
+    def field(name: str, default: Any = None) -> Any:
+        """The value of a key; if it is a list of one number for every layer, that number."""
+        value = fields.get(f"{architecture}.{name}", default)
+        if not isinstance(value, list):
+            return value
+        if not value or any(own != value[0] for own in value):
+            raise InputError(f"'{source}' has another {name} in every layer, which is not supported")
+        return value[0]
+
+    heads, hidden, window = field("attention.head_count"), field("embedding_length"), field("attention.sliding_window")
+    found: dict[str, Any] = {
+        "model_type": "mistral" if architecture == "llama" and window else architecture,
+        "hidden_size": hidden,
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+        "max_position_embeddings": field("context_length", 1 << 30),
+        "sliding_window": window,
+        "use_sliding_window": bool(window),
+        "max_window_layers": 0,
+        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
+        "rope_theta": field("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+    usual = hidden // heads if is_whole(heads, 1, 1 << 16) and is_whole(hidden, 1, 1 << 24) else None
+    size = found["head_dim"] = field("attention.key_length", usual)
+    if field("rope.dimension_count", size) != size or field("attention.value_length", usual) != size:
+        raise InputError(f"'{source}' rotates a part of each head only, or has values of another size, which is not supported")
+    if field("expert_count"):
+        raise InputError(f"'{source}' is a mixture of experts, which is not supported")
+    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0)) or 1.0
+    if scaling not in ("none", "linear"):
+        raise InputError(f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3")
+    if factors is not None:
+        found["rope_scaling"] = _llama3(factors, float(found["rope_theta"]), source)
+    if scaling == "linear" and factor != 1.0:
+        if factors is not None:
+            raise InputError(f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported")
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _llama3(factors: np.ndarray, theta: float, source: str) -> dict[str, Any]:
+    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]."""
+    rope = {**_LLAMA3, "factor": float(factors[-1])}
+    inverse = 1 / theta ** (torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    if not np.allclose(factors, (inverse / scaled(inverse, rope)).numpy(), rtol=1e-4):
+        raise InputError(f"'{source}' has rotary factors that are not those of Llama 3, which is not supported")
+    return rope

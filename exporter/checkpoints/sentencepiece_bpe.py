@@ -1,0 +1,77 @@
+"""SentencePiece's byte-pair encoding (google/sentencepiece, src/bpe_model.cc) as a tokenizer of the tokenizers library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+
+_SPACE = "\u2581"  # stands for a space within pieces
+
+
+class Kind(IntEnum):
+    """What a piece is: numbers of SentencePiece's model file, and of ``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary, by token id.
+
+    prefix: whether a text, and what follows a special token, begins with a space. trims: whether several spaces become one, and those at
+    the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none.
+    """
+
+    texts: Sequence[str]
+    scores: Sequence[float]
+    kinds: Sequence[int]
+    prefix: bool = True
+    trims: bool = False
+    charsmap: bytes = b""
+
+
+def tokenizer_of(pieces: Pieces) -> Tokenizer:
+    """The tokenizer, without special tokens before or after a text.
+
+    SentencePiece joins the pair whose piece has the highest score, the leftmost of several. Here every pair of pieces that form a piece is
+    a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do.
+    """
+    ids = {text: i for i, text in enumerate(pieces.texts)}
+    joined = {text: i for text, i in ids.items() if pieces.kinds[i] in (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)}
+    merges = [
+        (-pieces.scores[i], i, -at, text[:at], text[at:])
+        for text, i in joined.items()
+        if pieces.kinds[i] == Kind.NORMAL
+        for at in range(1, len(text))
+        if text[:at] in joined and text[at:] in joined
+    ]
+    merges.sort()
+    unknown = next((text for text, i in ids.items() if pieces.kinds[i] == Kind.UNKNOWN), None)
+    tokenizer = Tokenizer(
+        models.BPE(
+            ids, [merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=Kind.BYTE in pieces.kinds
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *([normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []),
+            *([normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")] if pieces.trims else []),
+            *([normalizers.Prepend(_SPACE)] if pieces.prefix else []),
+            normalizers.Replace(" ", _SPACE),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if pieces.prefix else []),
+        ]
+    )
+    return tokenizer
