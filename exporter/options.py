@@ -232,7 +232,7 @@ def trim(args: argparse.Namespace, pair: "Pair") -> None:
                 "--draft-text is what --draft-vocab counts: give --draft-vocab, the number of tokens to draft, too"
             )
         return
-    if pair.family == EAGLE_3 or (pair.family in (MEDUSA, SMALL) and pair.draft_vocabulary):
+    if (pair.family == EAGLE_3 and pair.reader.own_head) or (pair.family in (MEDUSA, SMALL) and pair.draft_vocabulary):
         raise GumihoError(
             f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave --draft-vocab out"
         )

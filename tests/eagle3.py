@@ -21,7 +21,7 @@ class RandomEagle3:
     """A random target (``RandomPair``), and a drafter for it.
 
     taps: the layers whose inputs it reads. drafted: tokens of the draft vocabulary, None for all, without a ``d2t``. hidden: of its layer,
-    None for the target's. layers: of which the others are Llama's own. embedding: whether it has one. qk_norm, bias: of its queries and keys; biases of all three.
+    None for the target's. layers: of which the others are Llama's own. embedding, own_head: whether it has one, and an lm_head. qk_norm, bias: of its queries and keys; biases of all three.
     """
 
     pair: RandomPair
@@ -34,6 +34,7 @@ class RandomEagle3:
     fc_bias: bool = False
     normed: bool = False
     layers: int = 1
+    own_head: bool = True
 
     def state(self) -> dict[str, Tensor]:
         """Tensors by SafeAILab's names."""
@@ -86,6 +87,8 @@ class RandomEagle3:
         self.pair.make_target().save_pretrained(folder / "target")
         where, state, config = folder / "drafter", self.state(), self.config()
         where.mkdir()
+        if not self.own_head:
+            del state["lm_head.weight"]
         if layout == "SafeAILab":
             torch.save(state, where / "pytorch_model.bin")
         else:
@@ -108,6 +111,8 @@ class RandomEagle3:
         known = {k: v for k, v in fields.items() if k not in ("architectures", "model_type", "bias", "eagle_config")}
         if not self.embedding:
             state["embed_tokens.weight"] = self.pair.make_target().model.embed_tokens.weight.detach()
+        if not self.own_head:
+            state["lm_head.weight"] = self.pair.make_target().lm_head.weight.detach()
         made = NaiveEagle3(state, LlamaConfig(**known), self.normed)
         made.ids = torch.arange(len(state["lm_head.weight"])) + state.get("d2t", 0)
         return made

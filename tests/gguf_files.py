@@ -48,6 +48,7 @@ def write(model: PreTrainedModel, path: Path, kind: str = "F32", fields: dict[st
         metadata |= {"vocab_size": config.vocab_size, "rope.dimension_count": size}
     if config.model_type != "qwen2":
         metadata |= {"attention.key_length": size, "attention.value_length": size}
+    metadata = {name: value for name, value in metadata.items() if f"{architecture}.{name}" not in (fields or {})}
     for name, value in metadata.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{name}", value)
     scaling = config.rope_parameters
@@ -59,6 +60,8 @@ def write(model: PreTrainedModel, path: Path, kind: str = "F32", fields: dict[st
     for name, value in (fields or {}).items():
         if isinstance(value, bool):
             writer.add_bool(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
         elif isinstance(value, str):

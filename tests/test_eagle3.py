@@ -31,6 +31,7 @@ PLAIN = RandomEagle3(RandomPair(scale=1.0))
 MADE = {
     "plain": PLAIN,
     "whole vocabulary": replace(PLAIN, drafted=None),
+    "the target's lm_head": replace(PLAIN, drafted=None, own_head=False),
     "qwen3": RandomEagle3(RandomPair(QWEN3, seed=3), taps=(1, 2, 3), embedding=False, qk_norm=True),
     "biases": replace(PLAIN, bias=True, fc_bias=True),
     "normed": replace(PLAIN, normed=True),

@@ -1,16 +1,18 @@
 """GGUF targets: transformers' reading of the same file, the checkpoint it was made from, and naive loops over ggml's blocks."""
 
 import json
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import gguf
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
@@ -20,6 +22,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from exporter import cli
+from exporter.checkpoints import gguf_file as gguf_file_module
+from exporter.checkpoints import gguf_keys
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
 from exporter.checkpoints.gguf_metadata import metadata
 from exporter.checkpoints.llama import llama_config
@@ -260,6 +264,91 @@ def test_an_export_of_a_gguf_equals_that_of_the_folder_it_was_made_from(tmp_path
     assert (tmp_path / "out-gguf/tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(("fields", "factor"), [
+    ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+    ({"rope.scaling.factor": 4.0}, 4.0),  # llama.cpp's default is linear
+    ({"rope.scale_linear": 4.0}, 4.0),
+    ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2.0),
+    ({"rope.scale_linear": 4.0, "rope.scaling.type": "none"}, None),
+    ({"attention.causal": True, "logit_scale": 1.0, "attention.head_count_kv": [2, 2]}, None),
+    ({}, None),
+])  # fmt: skip
+def test_rotary_scaling_is_what_llama_cpp_reads(tmp_path: Path, fields: dict[str, Any], factor: float | None) -> None:
+    """``llama_model_base::load_hparams``: the factor, or its old key, divides positions unless the type is none."""
+    file = gguf_files.write(
+        RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{name}": value for name, value in fields.items()}
+    )
+    rotary = llama_config(opened(file)).rope_parameters
+    assert (rotary["rope_type"], rotary.get("factor")) == (("default", None) if factor is None else ("linear", factor))
+
+
+@pytest.mark.parametrize("key", [
+    v for k in vars(gguf.Keys).values() if isinstance(k, type) for v in vars(k).values() if isinstance(v, str) and "{" + "arch}" in v
+])  # fmt: skip
+def test_every_key_of_the_format_is_read_or_known_or_refused(key: str) -> None:
+    """The list is gguf's own. What is neither read nor known to change nothing must not get past."""
+    name = key.removeprefix("{arch}.")
+    if name in gguf_keys.READ | gguf_keys.UNUSED:
+        return
+    with pytest.raises(InputError, match=re.escape(f"has llama.{name} 2, which is not supported")):
+        gguf_keys.require_known({f"llama.{name}": 2}, "llama", "m.gguf")
+    gguf_keys.require_known({f"llama.{name}": gguf_keys.NEUTRAL.get(name, 0)}, "llama", "m.gguf")
+
+
+def split(file: Path, folder: Path, parts: int) -> list[Path]:
+    """As llama.cpp's ``gguf-split`` lays them out: all metadata in the first part, each tensor in one."""
+    reader, files = GGUFReader(file), []
+    for part in range(parts):
+        files.append(folder / f"m-{part + 1:05}-of-{parts:05}.gguf")
+        writer = GGUFWriter(files[-1], "llama")
+        if part == 0:
+            for name, field in reader.fields.items():
+                if not name.startswith(("GGUF.", "general.architecture")):
+                    kind = field.types[0], field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(name, field.contents(), *kind)
+        writer.add_uint16("split.no", part)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[part::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return files
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "whole.gguf", "Q8_0", fields=tokenizer_fields())
+    (tmp_path / "parts").mkdir()
+    parts = split(file, tmp_path / "parts", 3)
+    whole = opened(file)
+    for source in (tmp_path / "parts", *parts):
+        found = gguf_file(str(source))
+        assert found is not None
+        model = opened(found)
+        assert model.names() == whole.names()
+        assert model.config == whole.config
+        assert all(torch.equal(model.read(name), whole.read(name)) for name in whole.names())
+    assert len(model.identity()) == 3
+    parts[1].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(InputError, match="lacks the part 'm-00002-of-00003.gguf' of a model in 3 files: put all of them"):
+        opened(parts[0])
+    with pytest.raises(InputError, match="elsewhere.gguf' is part 2 of a model in 3 files, and has another name"):
+        opened(tmp_path / "elsewhere.gguf")
+
+
+def test_a_package_that_is_missing_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=tokenizer_fields())
+
+    def missing(*_: Any) -> None:
+        raise ImportError("cannot import name 'moved' from 'somewhere'")
+
+    monkeypatch.setattr(gguf_file_module, "write_tokenizer", missing)
+    with pytest.raises(UnavailableError, match="needs a package .cannot import name 'moved'"):
+        opened(file)
+
+
 def changed(**fields: Any) -> dict[str, Any]:
     return {"fields": {name.replace("__", "."): value for name, value in fields.items()}}
 
@@ -268,6 +357,10 @@ def changed(**fields: Any) -> dict[str, Any]:
     ({"architecture": "falcon"}, "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another"),
     (changed(llama__expert_count=8), "is a mixture of experts"),
     (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
+    (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
+    (changed(llama__attention__causal=False, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
+    (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
+    (changed(llama__attention__head_count_kv=[2, 1]), "has another attention.head_count_kv in every layer"),
     ({"fields": tokenizer_fields() | {"tokenizer.ggml.pre": "odd"}}, "splits text as 'odd' does"),
     ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "is of kind 'rwkv'"),
     ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
@@ -319,7 +412,7 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(DamageError):
         opened(tmp_path / "a.gguf")
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(InputError, match="holds 2 GGUF files: name one"):
+    with pytest.raises(InputError, match="holds 2 models in GGUF files: name one"):
         gguf_file(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert gguf_file(str(tmp_path)) is None

@@ -214,6 +214,17 @@ def test_a_configuration_in_a_file_of_its_own(made: Any, tmp_path: Path) -> None
 
 
 @torch.inference_mode()
+def test_biases_of_zeros_are_none(made: Any, tmp_path: Path) -> None:
+    """AutoGPTQ writes them for every matrix."""
+    folder, _ = made("gptq, zeros")
+    state = load_file(folder / "model.safetensors")
+    state |= {n.replace("qweight", "bias"): torch.zeros(t.shape[1]) for n, t in state.items() if n.endswith("qweight")}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with_biases, without = (LoneTarget(target_checkpoint(str(f))).target_sources(1) for f in (tmp_path, folder))
+    assert with_biases.keys() == without.keys()
+
+
 def test_a_drafter_is_trained_on_those_numbers(made: Any) -> None:
     folder, model = made("awq")
     ids = torch.arange(20)[None]
@@ -306,7 +317,7 @@ def act_order(state: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda s: s.pop(f"{NAME}.qzeros"), "lacks the tensor 'layers.1.mlp.up_proj.qzeros': download it again"),
+    (lambda s: s.pop(f"{NAME}.qzeros"), "lacks the tensor 'layers.1.mlp.up_proj.qzeros', without which"),
     (lambda s: s.pop(f"{NAME}.scales"), "lacks the tensor 'layers.1.mlp.up_proj.scales'"),
     (lambda s: s.pop(f"{NAME}.qweight"), "lacks the tensor 'layers.1.mlp.up_proj.weight', expected with shape"),
     (lambda s: s.update({f"{NAME}.qzeros": s[f"{NAME}.qzeros"][:1]}), r"up_proj.qzeros' is \[1, 16\], expected \[2, 16\]"),
@@ -317,6 +328,7 @@ def act_order(state: dict[str, Tensor]) -> None:
     (lambda s: s.update({f"{NAME}.weight": torch.zeros(2, 2)}), "and no 'layers.1.mlp.up_proj.weight' beside it"),
     (act_order, "quantized with act-order .desc_act., so that the groups of 'layers.1.mlp.up_proj' are not consecutive"),
     (lambda s: s[f"{NAME}.qzeros"].fill_(-1), "'layers.1.mlp.up_proj.qzeros' holds the zero point 16"),
+    (lambda s: s.update({f"{NAME}.bias": torch.eye(2)[0]}), "has the tensor 'layers.1.mlp.up_proj.bias'"),
     (lambda s: s[f"{NAME}.scales"].fill_(torch.inf), "'layers.1.mlp.up_proj.scales' holds NaN or infinity"),
 ])  # fmt: skip
 def test_damage_is_told_in_a_sentence(change: Change, said: str, made: Any, tmp_path: Path) -> None:

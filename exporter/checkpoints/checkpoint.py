@@ -6,7 +6,7 @@ repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``m
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -45,7 +45,10 @@ def _drafter_name(name: str) -> str | None:
 
 
 class Checkpoint:
-    """A folder of tensors. ``config`` is its config.json. Tensors are only read by ``read``, never all at once."""
+    """A folder of tensors. ``config`` is its config.json; ``notes``, what its user should know, as clauses. Tensors are only read by
+    ``read``, never all at once."""
+
+    notes: Sequence[str] = ()
 
     def __init__(self, source: str, kind: str) -> None:
         """source: folder or hub id; kind: "target" or "drafter", which decides how names are normalized.
@@ -171,7 +174,13 @@ class Checkpoint:
         try:
             return self._locations[name]
         except KeyError:
-            raise DamageError(f"{self.kind} '{self.source}' lacks the tensor '{name}': download it again") from None
+            raise self.lacking(name) from None
+
+    def lacking(self, name: str, more: str = "") -> InputError:
+        """What to raise for a tensor that is not there. more: of what was expected."""
+        return InputError(
+            f"{self.kind} '{self.source}' lacks the tensor '{name}'{more}, without which it is not supported: name another checkpoint"
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         file, stored = self._location(name)
@@ -250,14 +259,11 @@ class Checkpoint:
     def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
         """Checks that the checkpoint has every expected tensor with its shape, and no others except optional ones.
 
-        Raises DamageError for missing tensors and other shapes, and InputError for surplus tensors and other dtypes.
+        Raises DamageError for other shapes, and InputError for missing and surplus tensors and other dtypes.
         """
         for name, shape in expected.items():
             if name not in self:
-                raise DamageError(
-                    f"{self.kind} '{self.source}' lacks the tensor '{name}', expected with shape {list(shape)}: "
-                    "download it again"
-                )
+                raise self.lacking(name, f", expected with shape {list(shape)}")
             if self.shape(name) != shape:
                 raise DamageError(
                     f"{self.kind} '{self.source}': tensor '{name}' has shape {list(self.shape(name))}, expected {list(shape)}: "
@@ -281,9 +287,7 @@ def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]
 def require_tensors(
     checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]
 ) -> None:
-    """Raises DamageError for the first expected index that no tensor has. name: a format string for the tensor's name."""
+    """Raises InputError for the first expected index that no tensor has. name: a format string for the tensor's name."""
     missing = next((index for index in expected if index not in indices), None)
     if missing is not None:
-        raise DamageError(
-            f"{checkpoint.kind} '{checkpoint.source}' lacks the tensor '{name.format(*missing)}': download it again"
-        )
+        raise checkpoint.lacking(name.format(*missing))

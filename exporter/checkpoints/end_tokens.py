@@ -40,3 +40,18 @@ def end_tokens(fields: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
 def looks_like_an_end(text: str) -> bool:
     """Whether a token is a special one because of its spelling, whatever the file says."""
     return text in _SPELLED
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token with which the chat template ends what the assistant said; None if there is none, or no template that takes such
+    a conversation. tokenizer: transformers'."""
+    said = "gumiho"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}], tokenize=False
+        )
+    except Exception:  # a template is a program that can raise any exception
+        return None
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    _, found, rest = text.rpartition(said)
+    return next((i for i in tokenizer(rest, add_special_tokens=False).input_ids if i in special), None) if found else None

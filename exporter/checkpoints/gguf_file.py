@@ -1,4 +1,4 @@
-"""A GGUF file as a target checkpoint: llama.cpp's tensors and metadata under the names of a Hugging Face folder.
+"""A GGUF file, or several of one model, as a target checkpoint: llama.cpp's tensors and metadata under the names of a Hugging Face folder.
 
 Tensors are read a slice at a time and dequantized by the ``gguf`` package. The configuration, the tokenizer and the chat template come
 from the file's metadata and are written to a temporary folder, which the rest of the export reads like any other checkpoint's.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.IGNORECASE)
+_MOST_PARTS = 1000
 _SLICE_ELEMENTS = 1 << 22
 _ROW = 1 << 14
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -58,9 +60,10 @@ _ROTARY_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Table:
-    """A tensor's place in the file. shape: rows first, as in torch. row_bytes: bytes of one row. heads: of q and k rows, whose order
+    """A tensor's place in a file. shape: rows first, as in torch. row_bytes: bytes of one row. heads: of q and k rows, whose order
     llama.cpp permutes; 0 for other tensors."""
 
+    file: Path
     offset: int
     kind: "GGMLQuantizationType"
     shape: tuple[int, ...]
@@ -68,16 +71,24 @@ class _Table:
     heads: int = 0
 
     @staticmethod
-    def of(tensor: gguf_metadata.Tensor) -> "_Table":
+    def of(tensor: gguf_metadata.Tensor, file: Path) -> "_Table":
         rows = tensor.shape[0] if tensor.shape else 1
-        return _Table(tensor.offset, tensor.kind, tensor.shape, tensor.size // max(1, rows))
+        return _Table(file, tensor.offset, tensor.kind, tensor.shape, tensor.size // max(1, rows))
+
+
+def _parts(file: Path) -> list[Path]:
+    """All files of the model that a file, named as llama.cpp names parts, is a part of; else the file alone."""
+    if (match := _PART.fullmatch(file.name)) is None:
+        return [file]
+    name, _, count, suffix = match.groups()
+    return [file.with_name(f"{name}-{i:05}-of-{count}{suffix}") for i in range(1, min(int(count), _MOST_PARTS) + 1)] or [file]
 
 
 def gguf_file(source: str) -> Path | None:
     """The GGUF file that a source names: itself, the only one of a folder without a config.json, or a file of a hub model; None if
-    there is none.
+    there is none. Of a model in several parts any one.
 
-    Raises InputError if the folder has several, and as ``hub.locate_file``.
+    Raises InputError if the folder has several models, and as ``hub.locate_file``.
     """
     try:
         path = Path(source).expanduser()
@@ -85,14 +96,15 @@ def gguf_file(source: str) -> Path | None:
             if path.is_file():
                 return path
             if source.count("/") >= 2 and not source.startswith((".", "/", "~")) and not path.parent.exists():
-                return locate_file(source)
+                *_, found = (locate_file(f"{source.rpartition('/')[0]}/{part.name}") for part in _parts(path))
+                return found
         if not path.is_dir() or (path / "config.json").exists():
             return None
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+        files = sorted({_parts(file)[0] for file in path.iterdir() if file.suffix.lower() == SUFFIX})
     except (OSError, RuntimeError, ValueError):  # not the name of a file or folder, which ``locate`` reports
         return None
     if len(files) > 1:
-        raise InputError(f"'{source}' holds {len(files)} GGUF files: name one, such as '{files[0]}'")
+        raise InputError(f"'{source}' holds {len(files)} models in GGUF files: name one, such as '{files[0]}'")
     return files[0] if files else None
 
 
@@ -106,16 +118,14 @@ class GgufCheckpoint(Checkpoint):
             import gguf  # noqa: F401
         except ImportError:
             raise UnavailableError("reading GGUF files needs the package gguf: pip install 'gguf>=0.17'") from None
-        self.source, self.kind, self.file = source, "target", file
-        with self._damage_errors(file):
-            fields, tensors = gguf_metadata.metadata(file)
+        self.source, self.kind, self.files = source, "target", _parts(file)
+        fields, tables = self._read()
         architecture = fields.get("general.architecture")
         if architecture not in _ARCHITECTURES:
             raise InputError(
                 f"'{source}' has architecture {shown(architecture)}, but Gumiho supports only "
                 f"{', '.join(map(repr, _ARCHITECTURES))}: name another target"
             )
-        tables = {tensor.name: _Table.of(tensor) for tensor in tensors}
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
@@ -126,8 +136,29 @@ class GgufCheckpoint(Checkpoint):
         self.folder = Path(folder.name)
         weakref.finalize(self, folder.cleanup)
         (self.folder / "config.json").write_text(json.dumps(self.config), "utf-8")
-        with self._damage_errors(file, " in its tokenizer"):
+        with self._damage_errors(self.files[0], " in its tokenizer"):
             self.notes = write_tokenizer(fields, self.folder)
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, _Table]]:
+        """The metadata of the first part, and the tensors of all."""
+        tables, metadata = dict[str, _Table](), dict[str, Any]()
+        for i, file in enumerate(self.files):
+            if not file.is_file():
+                raise InputError(
+                    f"'{self.source}' lacks the part '{file.name}' of a model in {len(self.files)} files: put all of them into one folder"
+                )
+            with self._damage_errors(file):
+                fields, tensors = gguf_metadata.metadata(file)
+            if (part := (fields.get("split.no", 0), fields.get("split.count") or 1)) != (i, len(self.files)):
+                raise InputError(
+                    f"'{file}' is part {part[0] + 1} of a model in {part[1]} files, and has another name: name them as llama.cpp does, "
+                    f"NAME-00001-of-{part[1]:05}.gguf"
+                )
+            metadata = metadata or fields
+            tables |= {tensor.name: _Table.of(tensor, file) for tensor in tensors}
+        if len(tables) != (count := metadata.get("split.tensors.count", len(tables))):
+            raise DamageError(f"'{self.source}' has {len(tables)} tensors and says {count}: download it again")
+        return metadata, tables
 
     def _permuted(self, name: str, table: _Table) -> _Table:
         keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -145,11 +176,10 @@ class GgufCheckpoint(Checkpoint):
         if _ROTARY_FACTORS not in tables:
             return None
         table = tables[_ROTARY_FACTORS]
-        return np.fromfile(self.file, np.float32, table.shape[0], offset=table.offset)
+        return np.fromfile(table.file, np.float32, table.shape[0], offset=table.offset)
 
     def identity(self) -> list[tuple[str, int, int]]:
-        status = self.file.stat()
-        return [(str(self.file.resolve()), status.st_size, status.st_mtime_ns)]
+        return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
 
     def __contains__(self, name: str) -> bool:
         return name in self._tables
@@ -159,7 +189,9 @@ class GgufCheckpoint(Checkpoint):
 
     def _table(self, name: str) -> _Table:
         if name not in self._tables:
-            raise DamageError(f"{self.kind} '{self.source}' lacks the tensor '{name}'")
+            raise InputError(
+                f"{self.kind} '{self.source}' lacks the tensor '{name}', which is not supported: name another file"
+            )
         return self._tables[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -171,7 +203,7 @@ class GgufCheckpoint(Checkpoint):
     def stored(self, name: str) -> Stored | None:
         table = self._table(name)
         dtype = _NUMBERS.get(table.kind.name)
-        return None if dtype is None or table.heads else Stored(self.file, table.offset, dtype)
+        return None if dtype is None or table.heads else Stored(table.file, table.offset, dtype)
 
     def check_dtype(self, name: str) -> None:
         """Every type was checked when the file was opened."""
@@ -186,7 +218,7 @@ class GgufCheckpoint(Checkpoint):
             return self._finite(name, torch.from_numpy(raw).view(dtype).reshape(shape))
         if not len(raw):
             return torch.empty(shape)
-        with self._damage_errors(self.file, f" at '{name}'"), np.errstate(all="ignore"):  # such numbers are refused
+        with self._damage_errors(table.file, f" at '{name}'"), np.errstate(all="ignore"):  # such numbers are refused
             # The library takes sixteen rows at a time: short ones are joined to rows of about _ROW numbers, which takes half the time.
             joined = gcd(len(raw), 1 << max(1, _ROW // table.shape[-1]).bit_length() - 1)
             values = torch.from_numpy(dequantize(raw.reshape(len(raw) // joined, -1), table.kind).reshape(shape))
@@ -216,7 +248,7 @@ class GgufCheckpoint(Checkpoint):
         # Whole heads, since llama.cpp permutes the rows within each.
         size = rows // table.heads if table.heads else 1
         first, last = start // size * size, -(-stop // size) * size
-        with self._damage_errors(self.file, f" at '{name}'"), self.file.open("rb") as opened:
+        with self._damage_errors(table.file, f" at '{name}'"), table.file.open("rb") as opened:
             opened.seek(table.offset + first * table.row_bytes)
             raw = np.fromfile(opened, np.uint8, (last - first) * table.row_bytes).reshape(last - first, table.row_bytes)
         if table.heads:

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.errors import DamageError, InputError
 
 from .end_tokens import end_tokens, looks_like_an_end
 from .json_config import shown
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .sentencepiece_bpe import Kind, Pieces, tokenizer_of
+from .sentencepiece_bpe import Pieces, tokenizer_of
+from .special_tokens import Kind, add_special, surround
 
-_SPECIAL = Kind.CONTROL, Kind.UNKNOWN
 _IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": dict[str, int]()}  # where the file does not say
 _NO_PRE = (
     "the file does not say how its tokenizer splits a text (tokenizer.ggml.pre), so that it is split by llama.cpp's default, with which "
@@ -54,21 +54,16 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
         if splitting is None:
             raise InputError(f"the tokenizer splits text as {shown(pre)} does, expected one of {', '.join(PRE_TOKENIZERS)}")
         tokenizer, begins = _byte_level(fields["tokenizer.ggml.merges"], tokens, splitting), splitting.begins
+        add_special(tokenizer, tokens, kinds)
     else:
         prefix, trims = (fields.get(f"tokenizer.ggml.{key}") for key in ("add_space_prefix", "remove_extra_whitespaces"))
         charsmap = bytes(byte % 256 for byte in fields.get("tokenizer.ggml.precompiled_charsmap", ()))
         scores = _each(fields, "scores", tokens, 0.0)
         tokenizer = tokenizer_of(Pieces(tokens, scores, kinds, prefix is not False, bool(trims), charsmap))
         begins = True
-    for special, of in ((True, _SPECIAL), (False, (Kind.USER_DEFINED,))):
-        tokenizer.add_tokens(
-            [AddedToken(text, special=special, normalized=False) for text, own in zip(tokens, kinds, strict=True) if own in of]
-        )
-    around = [
-        token(name) if fields.get(f"tokenizer.ggml.add_{name}_token", by_default) else None
-        for name, by_default in (("bos", begins), ("eos", False))
-    ]
-    _surround(tokenizer, kind, *around)
+    bos = token("bos") if fields.get("tokenizer.ggml.add_bos_token", begins) else None
+    eos = token("eos") if fields.get("tokenizer.ggml.add_eos_token") else None
+    surround(tokenizer, bos, eos, [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else ())
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **{name: token(stored) for name, stored in names.items()}}
@@ -99,16 +94,6 @@ def _byte_level(merges: Sequence[str], tokens: Sequence[str], pre: PreTokenizer)
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _surround(tokenizer: Tokenizer, kind: str, bos: str | None, eos: str | None) -> None:
-    """Puts tokens, if there are any, before and after every text."""
-    if bos or eos:
-        special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text]
-        single, other = ([text for text in (bos, of, eos) if text] for of in ("$A", "$B"))
-        template = processors.TemplateProcessing(single=single, pair=single + other, special_tokens=special)
-        level = [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else []
-        tokenizer.post_processor = processors.Sequence([*level, template])
 
 
 def _write_templates(fields: Mapping[str, Any], folder: Path) -> None:

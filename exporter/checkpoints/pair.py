@@ -1,6 +1,6 @@
 """A target and its drafter: checks that they belong together, and maps checkpoint tensors to graph parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _AS_IT_SAYS = Overrides()
 class Pair:
     """A target and a drafter that belong together.
 
-    Raises InputError if they do not, and DamageError for checkpoints that lack tensors.
+    Raises InputError if they do not, or lack tensors.
     """
 
     has_drafter = True
@@ -165,14 +165,31 @@ class Pair:
         self._check_ids(tokenizer.backend_tokenizer, folder)
         return tokenizer
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All end-of-text ids of the target: generation_config.json's, else config.json's."""
+        """All end-of-text ids of the target: generation_config.json's, else config.json's, and the tokenizer's own."""
         file, vocabulary = self.target.folder / "generation_config.json", self.target_shape.vocabulary
         generation = document(file) if file.exists() else {}
-        if "eos_token_id" in generation:
-            return end_ids(generation["eos_token_id"], vocabulary, file)
-        return end_ids(self.target.config.get("eos_token_id"), vocabulary, self.target.folder / "config.json")
+        if "eos_token_id" not in generation:
+            generation, file = self.target.config, self.target.folder / "config.json"
+        named, own = end_ids(generation.get("eos_token_id"), vocabulary, file), self._own_end()
+        return named if own is None or own >= vocabulary else tuple(dict.fromkeys((*named, own)))
+
+    def _own_end(self) -> int | None:
+        """The token that the tokenizer itself calls the end of a text, if possible without importing transformers."""
+        folder = self.target.folder
+        if "tokenizer" not in self.__dict__ and surely_loads(folder, self.target_shape.vocabulary):
+            return (self._vocabulary(folder) or {}).get(str(document(folder / "tokenizer_config.json").get("eos_token")))
+        found: int | None = self.tokenizer.eos_token_id if self.tokenizer else None
+        return found
+
+    def spelled(self, ids: Iterable[int]) -> list[str]:
+        """Tokens as messages name them."""
+        vocabulary = (
+            self.tokenizer.get_vocab() if self.__dict__.get("tokenizer") else self._vocabulary(self.target.folder) or {}
+        )
+        texts = {i: text for text, i in vocabulary.items()}
+        return [f"{shown(texts[i])} ({i})" if i in texts else str(i) for i in ids]
 
     def check_tokenizer(self) -> None:
         """Raises what ``tokenizer`` raises for a damaged or unsuitable one, if possible without importing transformers."""

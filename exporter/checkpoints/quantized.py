@@ -3,7 +3,7 @@
 All three store w = scale * (code - zero) with a scale and a zero point for each group of a row, and eight codes per int32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -180,7 +180,7 @@ class QuantizedCheckpoint(Checkpoint):
     def __init__(self, source: str, quantization: dict[str, Any]) -> None:
         """quantization: the target's quantization_config.
 
-        Raises InputError for formats that are not supported, and DamageError for tensors that are missing or of another shape.
+        Raises InputError for formats that are not supported and missing tensors, and DamageError for tensors of another shape.
         """
         super().__init__(source, "target")
         self.config.pop("quantization_config", None)
@@ -188,9 +188,9 @@ class QuantizedCheckpoint(Checkpoint):
         ending = f".{self._format.codes}"
         modules = sorted(name.removesuffix(ending) for name in self._locations if name.endswith(ending))
         if not modules:
-            raise DamageError(
+            raise InputError(
                 f"target '{source}' has no tensor named *{ending}, though its config.json says it is quantized by "
-                f"{self._format.method}: download it again"
+                f"{self._format.method}, which is not supported: name another checkpoint"
             )
         self._sizes = {f"{module}.weight": self._checked(module) for module in modules}
         # The zero points of symmetric groups and the shape, which that of the codes says, are not read.
@@ -233,6 +233,11 @@ class QuantizedCheckpoint(Checkpoint):
 
     def names(self) -> set[str]:
         return (super().names() - self._parts) | set(self._sizes)
+
+    def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
+        """AutoGPTQ gives every matrix a bias, of zeros where the model has none."""
+        surplus = {name for name in self.names() - set(expected) if name.endswith(".bias")}
+        super().require(expected, optional | {name for name in surplus if not self.read(name).any()})
 
     def __contains__(self, name: str) -> bool:
         return name in self.names()

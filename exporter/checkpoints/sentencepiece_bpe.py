@@ -2,22 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
+from runtime.errors import InputError, UnavailableError
+
+from .special_tokens import Kind, add_special
+
 _SPACE = "\u2581"  # stands for a space within pieces
-
-
-class Kind(IntEnum):
-    """What a piece is: numbers of SentencePiece's model file, and of ``tokenizer.ggml.token_type``."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Pieces:
 
 
 def tokenizer_of(pieces: Pieces) -> Tokenizer:
-    """The tokenizer, without special tokens before or after a text.
+    """The tokenizer, without tokens before or after a text.
 
     SentencePiece joins the pair whose piece has the highest score, the leftmost of several. Here every pair of pieces that form a piece is
     a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do.
@@ -74,4 +67,29 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
             *([decoders.Strip(" ", 1, 0)] if pieces.prefix else []),
         ]
     )
+    add_special(tokenizer, pieces.texts, pieces.kinds)
     return tokenizer
+
+
+def read(file: Path) -> Pieces:
+    """The vocabulary in a ``tokenizer.model``. Raises InputError if it is none of byte pairs, and UnavailableError without the package
+    sentencepiece."""
+    try:
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2 as protobuf
+    except ImportError:
+        raise UnavailableError(
+            f"reading '{file}' needs the package sentencepiece: pip install sentencepiece protobuf"
+        ) from None
+    model = protobuf.ModelProto()
+    try:
+        model.ParseFromString(file.read_bytes())
+    except DecodeError:
+        model.Clear()
+    if not model.pieces or model.trainer_spec.model_type != protobuf.TrainerSpec.BPE:
+        raise InputError(
+            f"'{file}' is no SentencePiece model of byte pairs: put the model's tokenizer.json into its folder, as transformers saves it"
+        )
+    texts, scores, kinds = zip(*((piece.piece, piece.score, piece.type) for piece in model.pieces), strict=True)
+    rules = model.normalizer_spec
+    return Pieces(texts, scores, kinds, rules.add_dummy_prefix, rules.remove_extra_whitespaces, rules.precompiled_charsmap)

@@ -1,16 +1,24 @@
 """The target's tokenizer: loads it with transformers, or recognizes without transformers that it can be loaded."""
 
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from runtime.bundle.files import read_regular
-from runtime.errors import DamageError, GumihoError
+from runtime.errors import DamageError, GumihoError, UnavailableError
 
 from .json_config import document, reason
 from .llama import LlamaConfig, transformers_config
 
 # Files of older layouts, which transformers merges into the tokenizer.
+_SENTENCEPIECE = "tokenizer.model"
+_USUAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # those of Llama, where a folder does not say
 _OLDER = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+_TEMPLATES = ("chat_template.jinja",)
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # both take tokenizer.json as it is
 # Fields of tokenizer_config.json: special tokens, and others with the types of values with which loading cannot fail.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -26,25 +34,64 @@ _LARGEST = 100_000  # tokens; transformers looks for known defects of larger one
 
 
 def damaged(error: BaseException, message: str) -> BaseException:
-    """The exception to raise for a library's error: DamageError, unless it is an interruption."""
-    return error if isinstance(error, KeyboardInterrupt | SystemExit) else DamageError(message)
+    """The exception to raise for a library's error: DamageError, unless it is an interruption, has a message of its own or means that a
+    package is missing."""
+    if isinstance(error, ImportError):
+        return UnavailableError(f"{message.rpartition(':')[0]}: install the package that is missing")
+    return error if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError) else DamageError(message)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return any((folder / name).is_file() for name in ("tokenizer.json", _SENTENCEPIECE, "vocab.json"))
 
 
 def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
-    """transformers' tokenizer of a target. Raises DamageError if it cannot be loaded."""
+    """transformers' tokenizer of a target. Raises DamageError if it cannot be loaded, and UnavailableError for lack of a package."""
     from transformers import AutoTokenizer
 
     try:
-        # The configuration is passed so that config.json is not read again. No code of the checkpoint is run.
-        return AutoTokenizer.from_pretrained(
-            folder, config=transformers_config(config), use_fast=True, trust_remote_code=False, local_files_only=True
-        )
+        with _complete(folder) as complete:
+            # The configuration is passed so that config.json is not read again. No code of the checkpoint is run.
+            return AutoTokenizer.from_pretrained(
+                complete, config=transformers_config(config), use_fast=True, trust_remote_code=False, local_files_only=True
+            )
     except BaseException as error:  # the library raises exceptions of any type for missing converters and damaged files
         raise damaged(error, f"the tokenizer in {folder} cannot be loaded ({reason(error)}): download it again") from None
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[Path]:
+    """The folder, or if SentencePiece's file is all it has, a copy with a tokenizer.json of the same ids. (transformers' own conversion
+    has others for several spaces.)"""
+    if (folder / "tokenizer.json").is_file() or not (folder / _SENTENCEPIECE).is_file():
+        yield folder
+        return
+    from .sentencepiece_bpe import read, tokenizer_of
+    from .special_tokens import surround
+
+    pieces = read(folder / _SENTENCEPIECE)
+    file = folder / "tokenizer_config.json"
+    settings = document(file) if file.exists() else {}
+    tokenizer, tokens = tokenizer_of(pieces), dict[str, str | None]()
+    for name, usual in _USUAL.items():
+        token = settings.get(name, usual if usual in pieces.texts else None)
+        tokens[name] = token.get("content") if isinstance(token, dict) else token
+    surround(
+        tokenizer,
+        tokens["bos_token"] if settings.get("add_bos_token", True) else None,
+        tokens["eos_token"] if settings.get("add_eos_token") else None,
+    )
+    with TemporaryDirectory(prefix="tokenizer-") as name:
+        copy = Path(name)
+        for other in _OLDER + _TEMPLATES:
+            if (folder / other).is_dir():
+                shutil.copytree(folder / other, copy / other)
+            elif (folder / other).is_file():
+                shutil.copyfile(folder / other, copy / other)
+        tokenizer.save(str(copy / "tokenizer.json"))
+        settings |= {**tokens, "tokenizer_class": _CLASSES[0]}
+        (copy / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}), "utf-8")
+        yield copy
 
 
 def surely_loads(folder: Path, vocabulary: int) -> bool:

@@ -48,8 +48,7 @@ def load(
     tokenizer = found.tokenizer
     if tokenizer is None:
         raise InputError(f"target '{source}' has no tokenizer, which training needs: add its tokenizer.json")
-    own = tokenizer.eos_token_id
-    ends = tuple(dict.fromkeys((*found.eos_token_ids, *(() if own is None else (own,)))))
+    ends = found.eos_token_ids
     if not ends:
         raise InputError(f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id")
     model = model_of(found, device, dtype, layer_made)

@@ -35,7 +35,7 @@ def official_taps(layers: int) -> tuple[int, ...]:
 class Eagle3Reader(Reader):
     """fc_bias: whether ``fc`` has a bias. normed: see ``graphs.drafters.eagle3.WideLayer``."""
 
-    family, own_head = EAGLE_3, True
+    family = EAGLE_3
     optional = frozenset((LM_HEAD, "norm.weight", "d2t", "t2d"))
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, overrides: Overrides) -> None:
@@ -55,7 +55,9 @@ class Eagle3Reader(Reader):
                 f"{self.where}: its fc reads {list(fc)[1:]} numbers, not rows of the target of {self.target.hidden_size} each: "
                 "it belongs to another target"
             )
-        if EMBEDDING not in checkpoint:
+        # Without a vocabulary of its own it may read its target's lm_head, as it may its embedding.
+        self.own_head = LM_HEAD in checkpoint or "d2t" in checkpoint
+        if EMBEDDING not in checkpoint or not self.own_head:
             self.require_size("hidden_size", self.config.hidden_size, self.target.hidden_size)
         self.reads = Features(False, self._taps(fc[1] // self.target.hidden_size, self.target.num_hidden_layers))
         self.normed = self._normed()
@@ -108,11 +110,16 @@ class Eagle3Reader(Reader):
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         """See ``Reader``."""
+        expected = super()._expected() | {"norm.weight": (self.shape.hidden,)}
+        if not self.own_head:
+            return expected
         rows = self.checkpoint.shape(LM_HEAD)[:1] if LM_HEAD in self.checkpoint else (self.shape.vocabulary,)
-        return super()._expected() | {"norm.weight": (self.shape.hidden,), LM_HEAD: (*rows, self.shape.hidden)}
+        return expected | {LM_HEAD: (*rows, self.shape.hidden)}
 
     def vocabulary(self) -> DraftVocabulary | None:
         """That of its ``d2t``, what to add to a drafted token to have the target's."""
+        if not self.own_head:
+            return None
         rows = self.checkpoint.shape(LM_HEAD)[0]
         if "d2t" not in self.checkpoint:
             self.require_size("lm_head's number of rows without a d2t", rows, self.shape.vocabulary)

@@ -14,7 +14,7 @@ from graphs.drafter import Drafter
 from graphs.features import NORMED
 from graphs.layer import LlamaShape
 from graphs.tree import TreeConfig
-from runtime.errors import DamageError, InputError
+from runtime.errors import InputError
 
 from ...weights.source import Source
 from ..checkpoint import Checkpoint
@@ -39,7 +39,7 @@ class Overrides:
 
 
 class Reader(ABC):
-    """A drafter's checkpoint. Raises InputError if it does not belong to the target, and DamageError if it lacks tensors.
+    """A drafter's checkpoint. Raises InputError if it does not belong to the target or lacks tensors.
 
     family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. reads: of
     the target's rows. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether it reads tokens.
@@ -84,11 +84,13 @@ class Reader(ABC):
             raise InputError(f"{self.where} does not belong to {self._target}: its {field} is {size}, expected {expected}")
 
     def require_heads(self, wanted: Iterable[str], stored: Mapping[str, str], heads: int) -> None:
-        """Raises DamageError if a parameter of its heads has no tensor, and InputError if the first one has another width than the target.
+        """Raises InputError if a parameter of its heads has no tensor, or the first one has another width than the target.
         wanted: parameters; stored: tensors by parameter."""
         names = list(wanted)
         if missing := next((name for name in names if name not in stored), None):
-            raise DamageError(f"{self.where} lacks what would be '{missing}' of its {heads} heads: download it again")
+            raise InputError(
+                f"{self.where} lacks what would be '{missing}' of its {heads} heads, without which it is not supported: name another"
+            )
         self.require_size("hidden size", (*self.checkpoint.shape(stored[names[0]]), 0)[0], self.shape.hidden)
 
     @cached_property
