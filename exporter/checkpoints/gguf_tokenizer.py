@@ -41,8 +41,10 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     if len(set(tokens)) < len(tokens):
         raise DamageError("the tokenizer has a token twice: download the file again")
 
+    fields = {f"tokenizer.ggml.{name}_token_id": i for name, i in _IDS[kind].items()} | dict(fields)
+
     def token(name: str) -> str | None:
-        index = fields.get(f"tokenizer.ggml.{name}_token_id", _IDS[kind].get(name))
+        index = fields.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
     notes = list[str]()
