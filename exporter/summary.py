@@ -89,9 +89,7 @@ def _remarks(plan: "Plan") -> list[str]:
         lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
     if unfit := plan.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
-        lines.append(
-            f"Not quantized: {unfit[0]}{others}, because their rows are not a multiple of {plan.blocks[4]} numbers long."
-        )
+        lines.append(f"Not quantized: {unfit[0]}{others}, because the length of their rows is no multiple of a block's.")
     lines += _kept(plan)
     if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
         lines.append(

@@ -183,6 +183,7 @@ def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pyt
         values = dequantize(parameters[name], scale, bits)
         assert torch.equal(values, model.get_parameter(name if name == "lm_head.weight" else f"model.{name}")), name
     assert f"Kept: the checkpoint's codes and scales of {len(kept) - len(rounded) - 1} matrices" in said
+    assert "Not quantized" not in said
     assert ("Rounded to int8: layers.1.mlp.down_proj.weight and 1 more (Q4_1, Q5_0); the largest error is 0." in said) == bool(
         rounded
     )

@@ -607,7 +607,7 @@ def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: 
     assert "target lm_head.weight" in plan.unquantized()
     assert cli.main(argv(tmp_path, *BOTH, "--dry-run")) == 0
     assert (
-        f"{len(plan.unquantized()) - 1} more, because their rows are not a multiple of 32 numbers long"
+        f"{len(plan.unquantized()) - 1} more, because the length of their rows is no multiple of a block's"
         in capsys.readouterr().out
     )
     RandomPair(WIDE | {"hidden_size": 64}, heads=1).write(tmp_path / "64")
