@@ -33,6 +33,7 @@ Way = Callable[[Path, random.Random], tuple[str, Apply] | None]  # a whole file,
 
 KINDS = {
     "checkpoint": "tests.hostile_checkpoints",
+    "gguf": "tests.hostile_ggufs",
     "bundle": "tests.hostile_bundles",
     "session": "tests.hostile_sessions",
     "arguments": "tests.hostile_arguments",

@@ -129,7 +129,8 @@ class GgufCheckpoint(Checkpoint):
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
-        self.config = gguf_config.config(architecture, fields, tables.keys(), self._factors(tables), source)
+        with self._damage_errors(self.files[0], " in its metadata"):
+            self.config = gguf_config.config(architecture, fields, tables.keys(), self._factors(tables), source)
         permuted = self._permuted if architecture == "llama" else lambda _, table: table
         self._tables = {_name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS}
         folder = tempfile.TemporaryDirectory(prefix="gguf-")
@@ -149,10 +150,11 @@ class GgufCheckpoint(Checkpoint):
                 )
             with self._damage_errors(file):
                 fields, tensors = gguf_metadata.metadata(file)
-            if (part := (fields.get("split.no", 0), fields.get("split.count") or 1)) != (i, len(self.files)):
+            number, count = fields.get("split.no", 0), fields.get("split.count") or 1
+            if (number, count) != (i, len(self.files)):
                 raise InputError(
-                    f"'{file}' is part {part[0] + 1} of a model in {part[1]} files, and has another name: name them as llama.cpp does, "
-                    f"NAME-00001-of-{part[1]:05}.gguf"
+                    f"'{file}' says that it is part {shown(number)} (from 0) of {shown(count)}, and has another name: name parts as llama.cpp "
+                    "does, NAME-00001-of-00003.gguf"
                 )
             metadata = metadata or fields
             tables |= {tensor.name: _Table.of(tensor, file) for tensor in tensors}
