@@ -224,7 +224,7 @@ class Plan:
         return [
             f"{model} {name}"
             for model, chosen in schemes.items()
-            if self.quantized[model] != AS_IS
+            if self.quantized.get(model) != AS_IS
             for name, source in parameters[model].items()
             if is_matrix(name, source) and chosen[name] and chosen.of(name, source.shape[-1]) is None
         ]
