@@ -4,6 +4,8 @@ import sys
 
 from runtime import load
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 with load(sys.argv[1]) as model:
     for piece in model.generate(sys.argv[2] if len(sys.argv) > 2 else "def main():", max_new_tokens=32):
         print(piece, end="", flush=True)

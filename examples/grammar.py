@@ -4,5 +4,7 @@ import sys
 
 from runtime import Grammar, load
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 with load(sys.argv[1]) as model:
     print("".join(model.generate("version = ", max_new_tokens=16, grammar=Grammar.regex(r"[0-9]\.[0-9]{1,2}"))))

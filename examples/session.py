@@ -4,6 +4,8 @@ import sys
 
 from runtime import load
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 with load(sys.argv[1]) as model:
     session = model.session()
     text = "def read(path):\n"

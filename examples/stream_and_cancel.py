@@ -5,6 +5,8 @@ import threading
 
 from runtime import load
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 with load(sys.argv[1]) as model:
     generation = model.generate("import os\n", max_new_tokens=1000)
     threading.Timer(0.2, generation.cancel).start()

@@ -17,4 +17,6 @@ async def main(bundle: str, prompts: list[str]) -> None:
         print(f"{prompt!r} {continuation!r}")
 
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 asyncio.run(main(sys.argv[1], sys.argv[2:] or ["import ", "def main():"]))

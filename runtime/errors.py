@@ -1,6 +1,36 @@
-"""The exceptions that callers can handle: GumihoError, and a subclass for each kind of cause."""
+"""The exceptions that callers can handle, GumihoError and a subclass for each kind of cause, and other exceptions in words."""
+
+import errno
+import json
 
 _MOST = 1200  # characters
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make its place writable")
+_REMEDIES[errno.EFBIG] = "raise the limit on the size of files"
+
+
+def reason(error: BaseException) -> str:
+    """Why an exception of Python's or a library's was raised, in one line: in words of the cause, and without a file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno} is not JSON" if error.doc.strip() else "it is empty"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, UnicodeEncodeError):
+        return f"character {error.start} cannot be written as {error.encoding}"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def remedy(error: BaseException, otherwise: str = "") -> str:
+    """What to do about a file that cannot be written. otherwise: what else helps. Libraries' own exceptions mostly mean a full disk."""
+    number = error.errno if isinstance(error, OSError) else errno.ENOSPC
+    first = _REMEDIES.get(number or 0, "")
+    return ", or ".join(way for way in (first, otherwise) if way) or "see what the disk lacks"
 
 
 class GumihoError(Exception):

@@ -28,7 +28,7 @@ def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
     if args.raw or not templated:
         return model.encode(prompt)
     try:
-        return model.chat([*opening(args.system), {"role": "user", "content": prompt}])
+        return model.chat([*opening(args.system), {"role": "user", "content": prompt}], special_tokens=args.special_tokens)
     except GumihoError as error:
         raise InputError(f"{error} (--raw continues the prompt without a chat template)") from None
 
@@ -87,7 +87,7 @@ def report(generations: Sequence[Generation], texts: Sequence[str], compared: Co
 def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
     warn_if_lossy(chosen)
     if args.chat and not prompted(args):
-        return TerminalChat(model, chosen, args.system, bool(args.stats)).run()
+        return TerminalChat(model, chosen, args.system, bool(args.stats), args.special_tokens).run()
     prompts = [tokens_of(model, prompt, args) for prompt in read_prompts(args)]
     for i, prompt in enumerate(prompts if args.prompts else ()):
         try:

@@ -12,7 +12,7 @@ from .command import argument_parser
 from .comparison import NEAR_TIE
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
-from .errors import InputError
+from .errors import InputError, reason
 
 _MAX_FILE_BYTES = 256 << 20  # of a file with prompts
 
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="continue the prompts as they are (default: write them in the target's chat template, if it has one)")  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="without a prompt, hold a conversation over standard input; with one, fail if the target has no chat template")  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message in front of the prompt (default: none)")
+    parser.add_argument("--special-tokens", action="store_true", help="special tokens that messages spell out, such as <|im_end|>, keep their meaning (default: they are text)")  # fmt: skip
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
     parser.add_argument("--no-lookup", action="store_true", help="verify only the drafter's proposals, without prompt lookup")
     parser.add_argument("--drafter", metavar="NAME", help="draft with this one of the bundle's drafters (default: the one that has been fastest)")  # fmt: skip
@@ -111,7 +112,7 @@ def read_text(file: Path, what: str) -> str:
     try:
         return read_regular(file, _MAX_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"{what} cannot be read ({error}): give a readable UTF-8 file") from None
+        raise InputError(f"{what} cannot be read ({reason(error)}): give a readable UTF-8 file") from None
 
 
 def _biases(given: Sequence[str]) -> dict[int, float]:
@@ -141,8 +142,9 @@ def settings(args: argparse.Namespace) -> Settings:
         raise InputError("--compare decodes both ways: leave out --no-speculation")
     if args.compare and args.max_seconds < float("inf"):
         raise InputError("--compare needs both texts to end at the same token: leave out --max-seconds")
-    if args.raw and (args.chat or args.system):
-        raise InputError(f"--raw uses no chat template: leave out {'--chat' if args.chat else '--system'}")
+    for option, given in (("--chat", args.chat), ("--system", args.system), ("--special-tokens", args.special_tokens)):
+        if args.raw and given:
+            raise InputError(f"--raw uses no chat template: leave out {option}")
     if args.logprobs is not None and args.stats != "json":
         raise InputError("--logprobs are printed as JSON: add --stats json")
     for option, given in (("--compare", args.compare), ("--check-lossless", args.check_lossless), ("--trace", args.trace),
@@ -175,7 +177,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
                 raise TypeError("turns is a string instead of a list")
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise InputError(
-                f"{args.prompts} is not a file of prompts ({error}): give one JSON object per line, with a 'prompt'"
+                f"{args.prompts} is not a file of prompts ({reason(error)}): give one JSON object per line, with a 'prompt'"
             ) from None
         if not prompts:
             raise InputError(f"{args.prompts} is empty: give one JSON object per line, with a 'prompt'")
@@ -183,6 +185,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if sys.stdin is None:
             raise InputError("there is no standard input to read the prompt from: give --prompt")
+        if sys.stdin.isatty():
+            print("type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
         return [sys.stdin.read()]
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompt cannot be read ({error}): give UTF-8 text") from None
+        raise InputError(f"the prompt cannot be read ({reason(error)}): give UTF-8 text") from None

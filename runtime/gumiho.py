@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: there is no command '{GumihoError(name)}': choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, first, _ = COMMANDS[name]
-    command.through_gumiho = True
+    command.through_gumiho = name
     status: int = import_module(module).main([*first, *arguments])
     return status
 

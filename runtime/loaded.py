@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .backends.onnxruntime_lanes import Lanes
     from .model import Model
     from .text.chat_template import ChatTemplate
+    from .text.special_tokens import SpecialTokens
 
 
 @dataclass(eq=False)
@@ -76,6 +77,14 @@ class Loaded:
         from .text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
 
         return ChatTemplate.of(self.bundle.path)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Those that contents of a conversation may not write."""
+        from .text.special_tokens import SpecialTokens
+
+        written = self.chat_template.all_text if self.chat_template else ""
+        return SpecialTokens(self.bundle.tokenizer, written, self.bundle.manifest.eos_token_ids)
 
     @cached_property
     def matchers(self) -> GrammarMatchers:

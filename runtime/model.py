@@ -14,6 +14,7 @@ from .decoders import Decoders
 from .decoding.checks import check, check_settings
 from .decoding.cycle import Cycle
 from .decoding.decoder import Decoder
+from .decoding.grammar import GrammarMatchers
 from .decoding.settings import Options, Settings
 from .decoding.token_selector import TokenSelector
 from .devices import Host
@@ -139,16 +140,25 @@ class Model:
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, special_tokens: bool = False,
     ) -> list[int]:  # fmt: skip
-        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``. tools: functions
+        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``; a content may be
+        a list of parts, ``{"type": "text", "text": ...}``, which are joined by newlines if the template does not take them. tools: functions
         for templates that know tools, in the form of OpenAI's API. variables: of the template, such as Qwen3's ``enable_thinking``.
+        special_tokens: whether special tokens that are spelled out in all this, such as ``<|im_end|>``, keep their meaning. Otherwise they are
+        text like any other, except in the assistant's messages.
 
         Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """
         if self.chat_template is None:
             raise InputError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
-        return self.encode(self.chat_template.render(messages, tools=tools, variables=variables), special=False)
+        messages, tokenizer = self.chat_template.joined(messages), None
+        if special_tokens:
+            text = self.chat_template.render(messages, tools=tools, variables=variables)
+        else:
+            tokens = self._loaded.special_tokens
+            text, tokenizer = tokens.unmarked(self.chat_template.render(messages, True, tools, variables, tokens.marked))
+        return encode(self.bundle, text, special=False, tokenizer=tokenizer)
 
     def generate(
         self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
@@ -184,6 +194,11 @@ class Model:
         needed = settings.stop or (settings.callback and self.bundle.has_tokenizer)
         matcher = self._loaded.matchers.start(settings.grammar) if settings.grammar else None
         return TokenSelector(settings, prompt, self.bundle.manifest, self.bundle.tokenizer if needed else None, matcher)
+
+    @property
+    def matchers(self) -> GrammarMatchers:
+        """For grammars that several texts follow; all streams share them."""
+        return self._loaded.matchers
 
     def session(self, saved: str | Path | None = None) -> Session:
         """A session: a text over several turns. saved: a file from ``Session.save`` to continue from."""

@@ -2,39 +2,67 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from .decoding.settings import Settings
 from .decoding.stats import Stats
-from .errors import GumihoError, InputError
+from .errors import GumihoError, InputError, reason, remedy
 from .model import Model
 from .stats_table import table
 
+_QUOTES = '"""'  # around a message of several lines
 
-def _lines() -> Iterator[str]:
-    """Messages from standard input, one per line."""
-    if sys.stdin is None:
-        raise InputError("there is no standard input to read messages from: give --prompt")
-    terminal = sys.stdin.isatty()
-    edited = terminal and sys.stdout is not None and sys.stdout.isatty()
-    if edited:
-        with suppress(ImportError):  # not on every system; ``input`` uses it for editing and history
-            import readline  # noqa: F401
-    while True:
+
+class _Input:
+    """Messages and commands from standard input.
+
+    terminal: whether somebody types them.
+    """
+
+    def __init__(self) -> None:
+        """Raises InputError if there is no standard input."""
+        if sys.stdin is None:
+            raise InputError("there is no standard input to read messages from: give --prompt")
+        self.terminal = sys.stdin.isatty()
+        self._edited = self.terminal and sys.stdout is not None and sys.stdout.isatty()
+        if self._edited:
+            with suppress(ImportError):  # not on every system; ``input`` uses it for editing and history
+                import readline
+
+                readline.parse_and_bind(
+                    "set enable-bracketed-paste on"
+                )  # Python turns it off: a pasted line would be a message
+
+    def read(self) -> tuple[str, bool] | None:
+        """The next message or command, without blanks around it, and whether it can be a command: several lines cannot. None at the end.
+
+        Raises InputError if it is not valid UTF-8.
+        """
+        while (line := self._line("> ")) is not None:
+            text = line.strip()
+            if text.startswith(_QUOTES):
+                text = text.removeprefix(_QUOTES)
+                while not text.endswith(_QUOTES) and (line := self._line("... ")) is not None:
+                    text += "\n" + line.rstrip()
+                return text.removesuffix(_QUOTES).strip(), False
+            if text:
+                return text, "\n" not in text
+        return None
+
+    def _line(self, prompt: str) -> str | None:
+        """The next line, or several if they were pasted; None at the end."""
         try:
-            if terminal and not edited:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = f"{input('> ')}\n" if edited else sys.stdin.readline()
+            if self._edited:
+                return input(prompt)
+            if self.terminal:
+                print(prompt, end="", file=sys.stderr, flush=True)
+            return sys.stdin.readline() or None
         except EOFError:
-            return
+            return None
         except UnicodeDecodeError as error:
-            raise InputError(f"the message cannot be read ({error}): give UTF-8 text") from None
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
+            raise InputError(f"the message cannot be read ({reason(error)}): give UTF-8 text") from None
 
 
 def opening(system: str | None) -> list[dict[str, str]]:
@@ -48,34 +76,44 @@ class TerminalChat:
     messages: so far, the system's first if there is one. status: 1 once a message could not be answered.
     """
 
-    def __init__(self, model: Model, settings: Settings, system: str | None, stats: bool) -> None:
-        """stats: whether to print statistics after each answer.
+    def __init__(self, model: Model, settings: Settings, system: str | None, stats: bool, special_tokens: bool = False) -> None:
+        """stats: whether to print statistics after each answer. special_tokens: see ``Model.chat``.
 
         Raises GumihoError if the target has no chat template, or one that refuses a system message.
         """
-        self._model, self._settings, self._always = model, settings, stats
+        self._model, self._settings, self._always, self._special_tokens = model, settings, stats, special_tokens
         self._session, self._last = model.session(), Stats()
         self.messages, self.status, self._ended = opening(system), 0, False
-        model.chat([*self.messages, {"role": "user", "content": ""}])
+        self._encoded([*self.messages, {"role": "user", "content": ""}])
 
     def run(self) -> int:
         """Reads messages and commands until the end of input or /exit. Returns the exit status."""
-        if sys.stdin and sys.stdin.isatty():
-            print("/help lists the commands; Ctrl-C stops an answer", file=sys.stderr)
-        for line in _lines():
-            if line.startswith("/") and not line.startswith("//"):
-                self._command(*line.split(maxsplit=1))
-            else:
-                self._answer([*self.messages, {"role": "user", "content": line.removeprefix("/")}])
-            if self._ended:
-                break
+        given = _Input()
+        if given.terminal:
+            print(
+                f"/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves; {_QUOTES} begins and ends several lines",
+                file=sys.stderr,
+            )
+        while not self._ended:
+            try:
+                if (found := given.read()) is None:
+                    break
+                text, command = found
+                if command and text.startswith("/") and not text.startswith("//"):
+                    self._command(*text.split(maxsplit=1))
+                elif text:
+                    self._answer([*self.messages, {"role": "user", "content": text.removeprefix("/") if command else text}])
+            except KeyboardInterrupt:
+                if not given.terminal:
+                    raise
+                print("\nCtrl-D or /exit leaves", file=sys.stderr)
         return self.status
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
         """Prints the answer to the last message and adds both to the conversation, or neither if there is an error."""
         text = ""
         try:
-            turn = self._session.start(self._model.chat(messages), self._settings)
+            turn = self._session.start(self._encoded(messages), self._settings)
             with suppress(KeyboardInterrupt):  # stops the answer, which is kept
                 for piece in turn:
                     text += piece
@@ -84,10 +122,13 @@ class TerminalChat:
             self.status = 1
             print(f"error: {error} (/new starts a new conversation)", file=sys.stderr)
             return
-        print(flush=True)
         self.messages, self._last = [*messages, {"role": "assistant", "content": text}], turn.stats
+        print(flush=True)
         if self._always:
             self.stats()
+
+    def _encoded(self, messages: list[dict[str, str]]) -> list[int]:
+        return self._model.chat(messages, special_tokens=self._special_tokens)
 
     def _command(self, name: str, argument: str = "") -> None:
         command = _COMMANDS.get(name)
@@ -111,7 +152,7 @@ class TerminalChat:
     def system(self, text: str) -> None:
         messages = [*opening(text), *(message for message in self.messages if message["role"] != "system")]
         try:
-            self._model.chat([*messages, {"role": "user", "content": ""}])
+            self._encoded([*messages, {"role": "user", "content": ""}])
         except GumihoError as error:
             self._refuse(str(error))
         else:
@@ -130,7 +171,7 @@ class TerminalChat:
         except FileExistsError:
             self._refuse(f"'{file}' exists already: name another file")
         except (OSError, ValueError, RuntimeError) as error:
-            self._refuse(f"'{file}' cannot be written ({error}): name another file")
+            self._refuse(f"'{file}' cannot be written ({reason(error)}): {remedy(error, 'name another file')}")
 
     def exit(self) -> None:
         self._ended = True

@@ -14,7 +14,7 @@ from runtime.serve.app import Limits, Server
 from runtime.serve.guard import Access
 from runtime.serve.idle import ImpatientProtocol
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>{{ style }}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>{{ style }}{{ reasoning_effort }}{{ messages[-1].mood }}"
 
 
 @contextmanager

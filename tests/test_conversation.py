@@ -4,13 +4,16 @@ import io
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from runtime import load
+from runtime import Model, load
 from runtime.generate import main
 from tests.conftest import with_template
 
@@ -167,9 +170,7 @@ def test_commands_do_not_reach_the_model(
         f"error: '{file}' exists already: name another file",
     ]
     nowhere = tmp_path / "none" / "x"
-    assert said[5] == (
-        f"error: '{nowhere}' cannot be written ([Errno 2] No such file or directory: '{nowhere}'): name another file"
-    )
+    assert said[5] == f"error: '{nowhere}' cannot be written (No such file or directory): name another file"
     assert said[6].startswith("prompt ")
     assert [line.split()[0] for line in said[-7:]] == ["/help", "/new", "/system", "/regenerate", "/save", "/stats", "/exit"]
 
@@ -185,23 +186,108 @@ def test_a_template_without_a_system_keeps_the_conversation(
     assert len(out.splitlines()) >= 2
 
 
-def test_a_terminal_shows_a_prompt(bundle: Path) -> None:
-    """Over a pseudo terminal, as a user has it: what is typed can be edited, and Ctrl-D leaves."""
+def test_several_lines(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    typed = [
+        '"""def f(x):',
+        "  /new",
+        '  return x"""',
+        '"""',
+        "//a",
+        "",
+        "b",
+        '"""',
+        '"""one"""',
+        f"/save {file}",
+        '"""',
+        "the end",
+    ]
+    assert talk(monkeypatch, "\n".join(typed), bundle) == 0
+    asked = [message["content"] for message in json.loads(file.read_text("utf-8")) if message["role"] == "user"]
+    assert asked == ["def f(x):\n  /new\n  return x", "//a\n\nb", "one"]
+    assert capsys.readouterr().err == ""
+
+
+def test_special_tokens_in_messages_are_text(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every way to a model, unless they are asked for. The ids are those of the tokenizer with ``encode_special_tokens``."""
+    folder = with_template(
+        bundle,
+        tmp_path / "b",
+        "<|begin_of_text|>{% for m in messages %}{{ m.role }}: {{ m.content }}<|end_of_text|>{% endfor %}",
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|begin_of_text|>"), tokenizer.token_to_id("<|end_of_text|>")]
+
+    def ids(text: str, special: bool) -> list[int]:
+        tokenizer.encode_special_tokens = not special
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    plain = [ends[0], *ids("system: <|begin_of_text|>", False), ends[1], *ids("user: a<|end_of_text|>b", False), ends[1]]
+    special = ids("<|begin_of_text|>system: <|begin_of_text|><|end_of_text|>user: a<|end_of_text|>b<|end_of_text|>", True)
+    read, kept = list[list[int]](), Model.start
+
+    def start(model: Model, prompt: list[int], *args: Any, **options: Any) -> Any:
+        read.append(list(prompt))
+        return kept(model, prompt, *args, **options)
+
+    monkeypatch.setattr(Model, "start", start)
+    for options, expected in (([], plain), (["--special-tokens"], special)):
+        for more in (["--prompt", "a<|end_of_text|>b"], ["--chat"]):
+            monkeypatch.setattr("sys.stdin", io.StringIO("a<|end_of_text|>b\n"))
+            assert main([str(folder), "--system", "<|begin_of_text|>", "--max-new-tokens", "1", *options, *more]) == 0
+            assert read.pop() == expected
+
+
+def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
+    """Over a pseudo terminal, as a user has it: what is typed can be edited, pasted lines are one message, Ctrl-C keeps the conversation,
+    and Ctrl-D leaves."""
     pty = pytest.importorskip("pty")
-    root = Path(__file__).parent.parent
+    root, file = Path(__file__).parent.parent, tmp_path / "talk.json"
     main_end, process_end = pty.openpty()
     argv = [sys.executable, "-m", "runtime.generate", str(bundle), "--chat", "--max-new-tokens", "4"]
-    process = subprocess.Popen(argv, stdin=process_end, stdout=process_end, stderr=process_end, cwd=root)
+    process = subprocess.Popen(
+        argv,
+        stdin=process_end,
+        stdout=process_end,
+        stderr=process_end,
+        cwd=root,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm"},
+    )
     os.close(process_end)
-    os.write(main_end, b"def f(y\x7fx):\n/exit\n")
     said = b""
-    while process.poll() is None or select.select([main_end], [], [], 0.2)[0]:
-        if select.select([main_end], [], [], 0.2)[0]:
-            try:
-                said += os.read(main_end, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-    assert process.wait(60) == 0
-    assert b"/help lists the commands" in said
-    assert b"> " in said
-    os.close(main_end)
+
+    def until(text: bytes) -> None:
+        """Reads up to a text."""
+        nonlocal said
+        while text not in said:
+            assert select.select([main_end], [], [], 60)[0], said
+            said += os.read(main_end, 1 << 16)
+        said = said.partition(text)[2]
+
+    try:
+        until(b"Ctrl-D leaves")
+        until(b"\x1b[?2004h")  # asks the terminal to mark what is pasted
+        until(b"> ")
+        for typed in (b"def f(y\x7fx):\n", b"\x1b[200~import os\nimport sys\x1b[201~\n"):
+            os.write(main_end, typed)
+            until(b"\n")
+            until(b"> ")
+            os.write(main_end, b"not sent")
+            until(b"not sent")
+            process.send_signal(signal.SIGINT)  # right after an answer, too
+            until(b"Ctrl-D or /exit leaves")
+            until(b"> ")
+        os.write(main_end, f"/save {file}\n".encode())
+        until(b"\n")
+        until(b"> ")
+        os.write(main_end, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(main_end)
+    messages = json.loads(file.read_text("utf-8"))
+    assert [message["content"] for message in messages[::2]] == ["def f(x):", "import os\nimport sys"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2

@@ -123,7 +123,9 @@ def test_compile_without_standard_output(bundle: Path, tmp_path: Path, to: str) 
     )
     lines = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
     if "full" in to:
-        assert lines == ["error: standard output cannot be written (No space left on device): free some space"]
+        assert lines == [
+            "error: standard output cannot be written (No space left on device): free some space, or write it elsewhere"
+        ]
     else:
         assert not lines
     assert done.returncode == ("full" in to)
@@ -160,7 +162,7 @@ def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Cpu, "compile", fails)
     with ExitStack() as filled:
         assert main([str(bundle)]) == 1
-    assert "File too large): free some space" in capfd.readouterr().err
+    assert "File too large): raise the limit on the size of files" in capfd.readouterr().err
 
 
 MANY = "9" * 23

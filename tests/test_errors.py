@@ -1,6 +1,9 @@
 """Each kind of error, provoked once through the public interface, so that callers can tell input, damage, misuse and absence apart."""
 
+import ast
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +17,22 @@ from runtime.bundle.reader import Bundle
 from runtime.device_check.main import main as device_check
 from runtime.engines.memory_check import require
 from runtime.engines.store import compile_engines, find_engines
-from runtime.errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
+from runtime.errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError, reason
 from runtime.text.chat_template import ChatTemplate
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
 from tests.seal import update
+
+PYTHONS = {
+    "OSError",
+    "ValueError",
+    "UnicodeDecodeError",
+    "UnicodeEncodeError",
+    "KeyError",
+    "IndexError",
+    "TypeError",
+    "RecursionError",
+}
 
 
 @pytest.fixture
@@ -155,3 +169,61 @@ def test_too_little_memory_is_unavailable(bundle: Path, monkeypatch: pytest.Monk
 def test_a_bad_option_of_a_command_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert device_check([str(bundle), "--minutes", "0"]) == 1
     assert capsys.readouterr().err == "error: --minutes is 0.0: give more than 0\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "(No space left on device): free some space, or name another file"),
+        (errno.EROFS, "(Read-only file system): make its place writable, or name another file"),
+        (errno.EACCES, "(Permission denied): make its place writable, or name another file"),
+        (errno.EIO, "(Input/output error): name another file"),
+    ],
+)
+def test_what_to_do_about_a_file_depends_on_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "a file")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(GumihoError) as error, replaced(tmp_path / "x"):
+        pass
+    assert str(error.value) == f"'{tmp_path / 'x'}' cannot be written {says}"
+
+
+@pytest.mark.parametrize(
+    ("provoke", "says"),
+    [
+        (lambda: json.loads(""), "it is empty"),
+        (lambda: json.loads("[1,\n}"), "line 2, column 1 is not JSON"),
+        (lambda: b"ab\xff".decode(), "byte 2 is not UTF-8"),
+        (lambda: "ab\ud800".encode(), "character 2 cannot be written as utf-8"),
+        (lambda: Path("/nowhere/x").read_text(), "No such file or directory"),
+        (lambda: {}["x"], "there is no 'x'"),
+        (lambda: json.loads("[" * 100_000), "it is nested too deeply"),
+        (lambda: int("x\n"), "invalid literal for int() with base 10: 'x\\n'"),
+        (lambda: next(iter(())), "StopIteration"),
+    ],
+)
+def test_causes_in_words(provoke: Callable[[], object], says: str) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        provoke()
+    assert reason(error.value) == says
+
+
+def test_no_message_quotes_an_exception_of_pythons_own() -> None:
+    """``{error}`` in a message is an exception of ours, or of a library that has its own words; all others go through ``reason``."""
+    quoted = set[str]()
+    for file in (file for folder in ("runtime", "exporter") for file in Path(folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ExceptHandler) and node.name:
+                caught = {one.id for one in ast.walk(node.type or ast.Tuple()) if isinstance(one, ast.Name)}
+                shown = {
+                    value.value.id
+                    for value in ast.walk(node)
+                    if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name)
+                }
+                if node.name in shown and caught & PYTHONS:
+                    quoted.add(f"{file}: {', '.join(sorted(caught & PYTHONS))}")
+    assert quoted <= {"runtime/decoding/grammar.py: RecursionError, TypeError, ValueError"}  # json.dumps names the value

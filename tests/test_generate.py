@@ -1,6 +1,8 @@
 """``python -m runtime.generate`` as people type it."""
 
+import io
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,9 @@ import pytest
 
 from runtime import Model, load
 from runtime.generate import main as command
+from runtime.generate_options import parser, read_prompts
+from runtime.gumiho import COMMANDS
+from runtime.gumiho import main as gumiho
 
 PROMPT = "def main(argv=None):\n"
 
@@ -240,6 +245,7 @@ def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.Captu
         (["--system", "be brief"], "has no chat template"),
         (["--system", "be brief", "--raw"], "--raw uses no chat template: leave out --system"),
         (["--chat", "--raw"], "--raw uses no chat template: leave out --chat"),
+        (["--special-tokens", "--raw"], "--raw uses no chat template: leave out --special-tokens"),
         (["--logprobs", "2"], "--logprobs are printed as JSON: add --stats json"),
         (["--logprobs", "-1", "--stats", "json"], "logprobs is -1"),
         (["--logprobs", "0", "--stats", "json", "--accept", "typical"], "accept 'typical' does not compute logprobs"),
@@ -278,3 +284,32 @@ def test_bad_prompts(resident: Path, tmp_path: Path, content: str, capsys: pytes
     status, out, err = here(capsys, resident, "--prompts", tmp_path / "p.jsonl")
     assert (status, out) == (1, "")
     assert "give one JSON object per line, with a 'prompt'" in err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_what_is_waited_for(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.StringIO("a\nb\n")
+    typed.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", typed)
+    assert read_prompts(parser().parse_args(["bundle"])) == ["a\nb\n"]
+    assert capsys.readouterr().err == "type the prompt; Ctrl-D on a line of its own ends it\n" * terminal
+
+
+@pytest.mark.parametrize("name", [name for name, (module, _, _) in COMMANDS.items() if module.startswith("runtime")])
+def test_help_names_the_command_that_was_called(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("runtime.command.through_gumiho", "")
+    with pytest.raises(SystemExit):
+        gumiho([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: gumiho {name} ")
+
+
+@pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda example: example.stem)
+def test_examples_say_what_they_need(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example)])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(example), run_name="__main__")
+    assert f"python {example} BUNDLE" in str(left.value.code)

@@ -19,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from exporter import cli
@@ -30,6 +31,7 @@ from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.training.target import model_of
 from runtime import DamageError, GumihoError, InputError, UnavailableError
+from runtime.text.chat_template import ChatTemplate
 from tests import gguf_files
 from tests.pairs import RandomPair
 
@@ -237,11 +239,31 @@ def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path)
     assert tokenizer.encode("<|im_end|>a").ids[:2] == [1, 2]
     assert tokenizer.decode([1, *tokenizer.encode("a b").ids]) == "a b"
     config = json.loads((opened_folder.folder / "tokenizer_config.json").read_text())
-    assert (config["chat_template"], config["eos_token"]) == ("{{ messages[0].content }}", "<|im_end|>")
+    assert config["eos_token"] == "<|im_end|>"
     assert json.loads((folder.folder / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
 
 
 # --- exports -------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> None:
+    """A default, and one with a name for conversations with tools. Another name cannot leave the folder."""
+    fields = tokenizer_fields(template="plain {{ messages[0].content }}") | {
+        "tokenizer.chat_template.tool_use": "tools {{ tools | length }}",
+        "tokenizer.chat_template.../odd": "odd",
+    }
+    folder = opened_checkpoint = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder.folder), ChatTemplate.of(opened_checkpoint.folder)
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    assert ours is not None
+    for offered in (None, tools):
+        expected = tokenizer.apply_chat_template(messages, tools=offered, tokenize=False)
+        assert ours.render(messages, tools=offered) == expected
+        assert expected == ("tools 1" if offered else "plain hi")
+    assert not list(tmp_path.rglob("odd*"))
 
 
 def test_an_export_of_a_gguf_equals_that_of_the_folder_it_was_made_from(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from jinja2.defaults import DEFAULT_FILTERS
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from runtime.errors import GumihoError
 from runtime.text.chat_template import ChatTemplate
@@ -27,6 +29,8 @@ HOSTILE = [
     "{% set x = 'x' * 99999 %}{{ ([x] * 99999) | join | length }}", "{% set x = 'x' * 99999 %}{{ ''.join([x] * 99999) | length }}",
     "{% set x = 'x' * 99999 %}{{ x.join(x) | length }}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ (1).to_bytes(10**9, 'big') | length }}", "{{ ('x'.encode() * 10**9) | length }}", "{{ 'x'.encode().center(10**9) | length }}",
+    "{{ 1.5 | round(10**9, 'ceil') }}",
     "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}", "{{ ('<!--' * 999999) | striptags }}", "{{ (('\\n' * 99999) | indent(4000)) | length }}",
 ]  # fmt: skip
 
@@ -80,3 +84,39 @@ def test_what_templates_do_is_not_too_much() -> None:
         "{{ m.content.split('\n') | join('\n') | length }}{{ '-' * 40 }}{{ '%s' % m.role }}{{ [1] | tojson(indent=4) }}{% endfor %}", {}, "x",
     )  # fmt: skip
     assert template.render([{"role": "user", "content": text}]) == "<|user|>499999" + "500000" + "-" * 40 + "user[\n    1\n]"
+
+
+def test_every_filter_and_method_with_a_large_number() -> None:
+    """None takes long or much (``memory``), whether it is refused or not; transformers' value is what those give that are not."""
+    values = {"'a b'": "a b", "['a', 'b']": ["a", "b"], "'a'.encode()": b"a", "7": 7, "1.5": 1.5, "{'a': 1}": {"a": 1}}
+    calls = [f"{value} | {name}(10**9)" for value in values for name in DEFAULT_FILTERS]
+    for spelled, value in values.items():
+        names = [name for name in dir(value) if not name.startswith("_") and callable(getattr(value, name))]
+        calls += [
+            f"({spelled}).{name}({given})"
+            for name in names
+            for given in ("10**9", "10**9, 'a'", "'a', 10**9", "'a', 'b', 10**9")
+        ]
+    judge = _compile_jinja_template("").environment
+    same = 0
+    for call in calls:
+        try:
+            ours = ChatTemplate(f"{{{{ {call} }}}}", {}, "x").render(MESSAGES)
+        except GumihoError:
+            continue
+        if "random" in call or " at 0x" in ours:
+            continue
+        assert len(ours) < 999, call
+        assert judge.from_string(f"{{{{ {call} }}}}").render() == ours, call
+        same += 1
+    assert same > 50
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["('word ' * 9) | truncate(100000)", "'a b' | truncate(9999999, True, '')", "'aaa'.replace('a', 'b', 99999)", "'a,b'.split(',', 99999)",
+     "'a' | default(123456)", "[1, 99999] | select('gt', 50000) | list", "'x' | int(99999)", "'abc'.find('c', 0, 99999)"],
+)  # fmt: skip
+def test_large_numbers_that_are_no_sizes(expression: str) -> None:
+    expected = _compile_jinja_template(f"{{{{ {expression} }}}}").render()
+    assert ChatTemplate(f"{{{{ {expression} }}}}", {}, "x").render(MESSAGES) == expected

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import logging
 import re
 import socket
 import threading
@@ -20,13 +21,17 @@ from openai import OpenAI
 
 from runtime import Model, load
 from runtime.decoding.settings import Settings
+from runtime.errors import GumihoError, UnavailableError
 from runtime.serve.app import Limits
-from runtime.serve.bodies import ChatBody, CompletionBody
+from runtime.serve.bodies import Body, ChatBody, CompletionBody
 from runtime.serve.completions import Completions, Request
 from runtime.serve.guard import Access
+from runtime.serve.main import _Printable
 from runtime.serve.metrics import Metrics
+from runtime.serve.problems import FAILED
 from runtime.serve.slots import Slots
-from tests.conftest import examples
+from runtime.text.encode import encode
+from tests.conftest import examples, with_template
 from tests.serving import client, logged, served
 
 USER = [{"role": "user", "content": "def main(argv):"}]
@@ -116,6 +121,93 @@ def test_variables_of_the_chat_template(api: OpenAI, alone: Model) -> None:
     assert answer.usage.prompt_tokens > len(alone.chat(USER))  # type: ignore[arg-type]
 
 
+# Parameters of the API with values that clients send, and what becomes of them: "used", "ignored" (the text is the same) or "refused".
+# The names are those of openai 3.57.0:
+#     from openai.types import completion_create_params as text; from openai.types.chat import completion_create_params as chat
+#     print([*chat.CompletionCreateParamsBase.__annotations__, *text.CompletionCreateParamsBase.__annotations__])
+# Open WebUI's are those that its page sends to its own backend, and to a server directly.
+BOTH: dict[str, tuple[Any, str]] = {
+    "frequency_penalty": (0.5, "used"), "logit_bias": ({"5": 1}, "used"), "max_tokens": (3, "used"), "model": ("demo", "used"), "n": (2, "used"),
+    "presence_penalty": (0.5, "used"), "seed": (1, "used"), "stop": (["x"], "used"), "stream_options": ({"include_usage": True}, "used"),
+    "temperature": (0.5, "used"), "top_p": (0.5, "used"), "user": ({"id": "1", "name": "Ann", "email": "a@example.com", "role": "user"}, "ignored"),
+    # Open WebUI
+    "background_tasks": ({"title_generation": True}, "ignored"), "chat_id": ("1", "ignored"), "features": ({"web_search": False}, "ignored"),
+    "filter_ids": ([], "ignored"), "id": ("1", "ignored"), "model_item": ({"id": "demo"}, "ignored"), "parent_id": (None, "ignored"),
+    "parent_message": ({"id": "1"}, "ignored"), "session_id": ("1", "ignored"), "tool_ids": (["x"], "ignored"), "tool_servers": ([], "ignored"),
+    "variables": ({"{{USER_NAME}}": "Ann"}, "ignored"),
+}  # fmt: skip
+CHAT: dict[str, tuple[Any, str]] = {
+    "audio": ({"format": "wav", "voice": "alloy"}, "refused"), "function_call": ({"name": "f"}, "refused"), "functions": ([{"name": "f"}], "refused"),
+    "logprobs": (True, "used"), "max_completion_tokens": (3, "used"), "messages": (USER, "used"), "metadata": ({"a": 1}, "ignored"),
+    "modalities": (["text", "audio"], "refused"), "moderation": ({"model": "m"}, "refused"), "parallel_tool_calls": (False, "used"),
+    "prediction": ({"type": "content", "content": "x"}, "ignored"), "prompt_cache_key": ("k", "ignored"),
+    "prompt_cache_options": ({"mode": "explicit"}, "ignored"), "prompt_cache_retention": ("24h", "ignored"), "reasoning_effort": ("high", "used"),
+    "response_format": ({"type": "text"}, "used"), "safety_identifier": ("s", "ignored"), "service_tier": ("priority", "ignored"),
+    "store": (True, "ignored"), "tool_choice": ("auto", "used"), "tools": ([], "used"), "top_logprobs": (2, "used"), "verbosity": ("low", "refused"),
+    "web_search_options": ({}, "refused"), "files": ([{"id": "f"}], "refused"), "params": ({"temperature": 0}, "refused"), "echo": (True, "refused"),
+}  # fmt: skip
+TEXT: dict[str, tuple[Any, str]] = {
+    "best_of": (2, "refused"), "echo": (True, "refused"), "logprobs": (2, "used"), "prompt": ("a", "used"), "suffix": ("x", "refused"),
+    "messages": (USER, "refused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "own"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_every_parameter_of_the_api_is_decided(address: str, path: str, own: dict[str, tuple[Any, str]]) -> None:
+    asked = {
+        "model": "demo",
+        "temperature": 0,
+        "max_tokens": 4,
+        **({"prompt": "def main("} if own is TEXT else {"messages": USER}),
+    }
+    _, plain, _ = post(address, json.dumps(asked).encode(), path)
+    docs = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
+    for name, (value, outcome) in (BOTH | own).items():
+        more = {"logprobs": True} if name == "top_logprobs" else {}
+        status, answer, _ = post(address, json.dumps({**asked, **more, name: value}).encode(), path)
+        assert status == (400 if outcome == "refused" else 200), (name, answer)
+        if outcome == "refused":
+            assert name in answer["error"]["message"]
+        elif outcome == "ignored":
+            assert without_names(answer) == without_names(plain), name
+        assert f"`{name}`" in docs
+
+
+def without_names(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in answer.items() if key not in ("id", "created", "usage")}
+
+
+def test_notes_of_clients_are_no_text(api: OpenAI, alone: Model) -> None:
+    """What answers have and clients send back; and what goes to templates that read it."""
+    first = {
+        "role": "user",
+        "content": [{"type": "text", "text": USER[0]["content"], "cache_control": {"type": "ephemeral"}, "id": "1"}],
+    }
+    answer = {
+        "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None, "parsed": {"a": 1}, "reasoning_content": "hm", "name": "Ann",
+    }  # fmt: skip
+    refusal = {"role": "assistant", "content": None, "refusal": "never"}
+    asked = [first, answer, first, refusal, {"role": "user", "content": "x", "mood": "Glad."}]
+    plain = [
+        *USER,
+        {"role": "assistant", "content": "no"},
+        *USER,
+        {"role": "assistant", "content": "never"},
+        {"role": "user", "content": "x"},
+    ]
+    given: Any = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 12, "reasoning_effort": "high"}
+    text = "".join(
+        alone.generate(alone.chat([*plain[:-1], plain[-1] | {"mood": "Glad."}], variables={"reasoning_effort": "high"}), 12)
+    )
+    assert api.chat.completions.create(**given).choices[0].message.content == text
+    own = api.chat.completions.create(**given, extra_body={"chat_template_kwargs": {"reasoning_effort": "low"}})
+    assert own.usage is not None
+    assert own.usage.prompt_tokens == len(
+        alone.chat([*plain[:-1], plain[-1] | {"mood": "Glad."}], variables={"reasoning_effort": "low"})
+    )
+
+
 def test_completions_of_several_prompts(api: OpenAI, alone: Model) -> None:
     prompts = ["import ", "class A:\n"]
     answer = api.completions.create(model="demo", prompt=prompts, n=2, seed=5, max_tokens=12)
@@ -170,7 +262,7 @@ def test_long_work_does_not_keep_others_waiting(model: Model, api: OpenAI, monke
 
         return watched
 
-    monkeypatch.setattr(Model, "encode", outside(Model.encode))
+    monkeypatch.setattr("runtime.model.encode", outside(encode))
     monkeypatch.setattr(Model, "selector", outside(Model.selector))
     api.chat.completions.create(model="demo", messages=USER, max_tokens=1)  # type: ignore[arg-type]
     api.completions.create(model="demo", prompt="a", max_tokens=1)
@@ -221,6 +313,11 @@ def test_sources_name_what_drafted_each_token(api: OpenAI, alone: Model) -> None
     assert "".join(text for text, _ in sources) == expected(alone)
     assert {name for _, name in sources} <= {"target", "serial 1", "serial 2", "head 1", "head 2", "head 3", "lookup"}
     assert len({name for _, name in sources}) > 1
+    ended = api.chat.completions.create(
+        model="demo", messages=USER, max_tokens=3, logit_bias={str(alone.eos_token_ids[0]): 100}, extra_body={"sources": True}  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert ended.choices[0].finish_reason == "stop"
+    assert [text for text, _ in ended.choices[0].model_extra["sources"]] == [""]  # an end of text is no text
 
 
 def test_the_next_part_is_decoded_while_one_is_sent(model: Model) -> None:
@@ -336,7 +433,31 @@ def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
         ({"logit_bias": {"99999": 1}}, "99999"),
         ({"response_format": {"type": "json_schema"}}, "no json_schema"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "exclude"),
-        ({"grammar": "start: ("}, "grammar is wrong"),
+        ({"grammar": "start: a\na: ("}, "the grammar is wrong (line 2"),
+        ({"regex": "(a"}, "the regex is wrong (invalid regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "schema of response_format cannot",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": []}},
+            "response_format.json_schema: Input should be an object",
+        ),
+        ({"tool_choice": 5}, "tool_choice: "),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"stop": ""}, "stop: an empty string"),
+        ({"stop": ["a", ""]}, "stop: an empty string"),
+        ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages.0.colour is not supported"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}]},
+            "messages.0.content.colour",
+        ),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": 5}]}, "messages.1.tool_calls: "),
+        (
+            {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]},
+            "messages.1.function_call",
+        ),
         ({"stop": ["a"] * 17}, "at most 16"),
         ({"stream": "yes"}, "stream"),
         ({"chat_template_kwargs": {"messages": []}}, "messages cannot be a variable of the chat template"),
@@ -361,16 +482,17 @@ def post(address: str, body: bytes, path: str = "/v1/chat/completions", **header
 def test_bodies_that_are_no_requests(model: Model) -> None:
     with served(model, Limits(body=2000, patience=1)) as address:
         for body, status, message in (
-            (b"", 400, "not JSON"), (b"{", 400, "not JSON"), (b"\xff", 400, "not JSON"), (b"[1]", 400, "list instead of a JSON object"),
-            (b'{"temperature": NaN}', 400, "NaN"), (b'{"temperature": 1e999}', 400, "too large"), (b"[" * 1500, 400, "not JSON"),
+            (b"", 400, "not JSON (line 1, column 1)"), (b"{", 400, "not JSON (line 1, column 2)"), (b"a\xff", 400, "byte 1 is not UTF-8"), (b"[1]", 400, "no JSON object"),
+            (b'{"temperature": NaN}', 400, "NaN"), (b'{"temperature": 1e999}', 400, "too large"), (b"[" * 1500, 400, "nested too deeply"),
             (b" " * 2001, 413, "--max-body"),
         ):  # fmt: skip
             found, answer, _ = post(address, body)
             assert (found, message in answer["error"]["message"]) == (status, True), answer
         assert post(address, b"{}", **{"Content-Type": "text/plain"})[0] == 415
         assert post(address, b"{}", path="/v1/models")[0] == 405
-        surrogate = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}).encode()
-        assert post(address, surrogate)[0] == 400
+        for odd in ({"messages": [{"role": "user", "content": "\ud800"}]}, {"messages": USER, "\ud800": 1}):
+            status, answer, _ = post(address, json.dumps({"model": "demo", **odd}).encode())
+            assert (status, answer["error"]["message"].partition(":")[0]) == (400, "the body is not valid Unicode")
         chunked = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         chunked.request(
             "POST", "/v1/completions", iter([b"x" * 1500] * 2), {"Content-Type": "application/json"}, encode_chunked=True
@@ -409,19 +531,23 @@ def test_other_pages_and_other_names(model: Model) -> None:
 
 
 def test_a_full_queue_is_told(model: Model) -> None:
+    """However many requests come at once, as many are taken as there are streams and places."""
     long = {"model": "demo", "prompt": "a", "stream": True, "max_tokens": 20}
     with served(model, Limits(queue=1)) as address:
-        with held(model):  # no stream gets a turn
-            opened = [streaming(address, long) for _ in range(3)]
-            sleep(0.2)
-            opened.append(streaming(address, long))  # waits
-            sleep(0.2)
-            status, answer, headers = post(address, json.dumps(long).encode(), "/v1/completions")
-            assert (status, answer["error"]["code"]) == (429, "queue_full")
-            assert int(headers["retry-after"]) >= 1
-        for connection in opened:
-            assert b"[DONE]" in connection.getresponse().read()
-            connection.close()
+        for _ in range(2):  # places become free again
+            with held(model):  # no stream gets a turn
+                opened = [streaming(address, long) for _ in range(12)]
+                responses = [connection.getresponse() for connection in opened]
+                refused = [response for response in responses if response.status == 429]
+                assert len(refused) == 12 - 3 - 1
+                for response in refused:
+                    error = json.loads(response.read())["error"]
+                    assert (error["code"], "the queue of 1 is full" in error["message"]) == ("queue_full", True)
+                    assert int(response.headers["retry-after"]) >= 1
+            for response in responses:
+                assert response in refused or b"[DONE]" in response.read()
+            for connection in opened:
+                connection.close()
 
 
 def held(model: Model) -> Any:
@@ -507,6 +633,46 @@ def test_the_log_holds_no_prompts(model: Model) -> None:
         assert ("hush" in lines[0]) is told
 
 
+def test_the_log_holds_no_control_characters(model: Model, address: str) -> None:
+    with logged() as lines:
+        assert post(address, b"{}", "/a%1b[31m%0aINFO" + "x" * 999)[1]["error"]["message"].startswith("/a?[31m INFOx")
+    assert re.fullmatch(r"POST /a%1B%5B31m%0AINFOx+ 404 [0-9.]+ s", lines[0])
+    assert len(lines[0]) < 250
+    record = logging.LogRecord("x", logging.ERROR, "x", 1, "failed", (), (ValueError, ValueError("a\x1b[31mb"), None))
+    assert _Printable().format(record) == "failed\nValueError: a\\x1b[31mb"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "error", [GumihoError("/srv/secret is damaged"), UnavailableError("/srv/secret"), ZeroDivisionError("/srv/secret")]
+)
+def test_failures_are_told_without_their_insides(model: Model, address: str, error: Exception, stream: bool) -> None:
+    """They are for the log. A stream that has begun ends with an event."""
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise error
+
+    body = {"model": "demo", "prompt": "a", "stream": stream}
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        patch.setattr(Model, "start", failing)
+        connection = streaming(address, body)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+    status = 503 if isinstance(error, UnavailableError) else 500
+    assert response.status == (200 if stream else status)
+    assert json.loads(content.removeprefix(b"data: "))["error"]["message"] == FAILED
+    assert any("a request failed" in line for line in lines)
+
+
+def test_a_template_that_fails_is_told_without_its_folder(chat_bundle: Path, tmp_path: Path) -> None:
+    folder = with_template(chat_bundle, tmp_path / "demo", "{{ messages.nothing.at_all }}")
+    with load(folder, threads=1) as model, served(model) as address:
+        status, answer, _ = post(address, json.dumps({"model": "demo", "messages": USER}).encode())
+        assert (status, str(tmp_path) in str(answer)) == (400, False)
+        assert "the chat template in chat_template.jinja fails on this conversation" in answer["error"]["message"]
+
+
 def test_metrics(model: Model) -> None:
     with served(model) as address:
         api = client(address)
@@ -533,7 +699,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
 )  # fmt: skip
 NAMES = sorted(
-    {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.UNSUPPORTED, *CompletionBody.UNSUPPORTED} - {"model"}
+    {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.UNSUPPORTED, *CompletionBody.UNSUPPORTED, *Body.IGNORED}
+    - {"model"}
 )
 SANE = st.fixed_dictionaries(
     {"prompt": st.text(max_size=9) | st.lists(st.integers(0, 3000), max_size=9), "messages": st.just(USER)},
@@ -588,6 +755,23 @@ def test_page(browser: Any, address: str, alone: Model) -> None:
     tab.click("#send")
     tab.locator("article.bad", has_text="temperature").wait_for()
     assert tab.locator("article.user").last.text_content() == "<b>x</b>"
+    tab.fill("#temperature", "0")
+    tab.fill("#text", "x")
+    tab.click("#send")
+    tab.locator("article.assistant small", has_text=re.compile("^0 tokens, at the limit")).wait_for()
+    # Emptied fields ask for the API's defaults; another conversation has nothing of an answer that it ended.
+    tab.fill("#most", "")
+    for text in ("while True:", "import"):
+        tab.click("#new")
+        tab.fill("#text", text)
+        with tab.expect_request("**/v1/chat/completions") as asked:
+            tab.keyboard.press("Enter")
+        body = asked.value.post_data_json
+        assert "max_tokens" not in body
+        assert body["messages"] == [{"role": "user", "content": text}]
+        tab.locator("article.assistant .token").first.wait_for(state="attached")
+    tab.click("#send")
+    tab.locator("article.assistant small", has_text="stopped").wait_for()
     assert [one for one in complaints if "400" not in one] == []
 
 

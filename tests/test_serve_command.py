@@ -24,23 +24,32 @@ ROOT = Path(__file__).parent.parent
 
 
 class Running:
-    def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
-        self.process, self.address = process, address
+    """log: its lines, complete once it has ended."""
+
+    def __init__(
+        self, process: "subprocess.Popen[str]", address: str, log: list[str], reading: threading.Thread | None
+    ) -> None:
+        self.process, self.address, self.log, self.reading = process, address, log, reading
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        status = self.process.wait(60)
+        if self.reading:
+            self.reading.join(60)
+        return status
 
 
 @contextmanager
 def started(bundle: Path, *options: str, log: Any = None, **environment: str) -> Iterator[Running]:
     """The command with its log on a pipe, or in a file."""
+    lines, reading = list[str](), None
     argv = [sys.executable, "-m", "runtime.serve", str(bundle), "--port", "0", "--threads", "1", *options]
     if log is None:
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | environment)
         assert process.stderr
         line = next((line for line in process.stderr if "OpenAI's API on" in line), "")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        reading = threading.Thread(target=lines.extend, args=[process.stderr], daemon=True)
+        reading.start()
         address = line.split(" on ")[1].split(",")[0]
     else:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -49,7 +58,7 @@ def started(bundle: Path, *options: str, log: Any = None, **environment: str) ->
         process = subprocess.Popen(argv, stderr=log, text=True, cwd=ROOT, env=os.environ | environment)
         address = f"http://127.0.0.1:{port}"
     try:
-        yield Running(process, address)
+        yield Running(process, address, lines, reading)
     finally:
         process.kill()
         process.wait()
@@ -76,14 +85,36 @@ def test_running_requests_end_before_the_server_does(chat_bundle: Path) -> None:
 
 
 def test_grace_ends(chat_bundle: Path) -> None:
-    """A client that never finishes does not keep the server."""
-    with started(chat_bundle, "--grace", "1", "--patience", "1000") as running:
+    """Clients that never finish do not keep the server; they are told, and the log has a line for each. Neither does one that sends no HTTP."""
+    with started(chat_bundle, "--grace", "1", "--patience", "1000", "--streams", "1", "--max-seconds", "1000") as running:
         port = int(running.address.rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port)) as waiting:
-            waiting.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-            )
+
+        def opened(body: bytes, length: bytes, kind: bytes = b"application/json") -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            head = (b"POST /v1/completions HTTP/1.1", b"Host: localhost", b"Content-Type: " + kind, length, b"", b"")
+            connection.sendall(b"\r\n".join(head) + body)
+            return connection
+
+        content = json.dumps({"model": "demo", "prompt": ["a"] * 16, "stream": True, "max_tokens": 190, "logprobs": 5}).encode()
+        with opened(b"ZZ\r\n", b"Transfer-Encoding: chunked") as invalid:
+            assert b" 400 " in invalid.recv(1000)
+        with opened(b"", b"Transfer-Encoding: chunked", b"text/plain") as invalid:
+            assert b" 415 " in invalid.recv(1000)  # an answer that leaves the body unread
+            invalid.sendall(b"ZZ\r\n")
+            while invalid.recv(1000):
+                pass
+        with opened(b"{", b"Content-Length: 9") as waiting, opened(content, b"Content-Length: %d" % len(content)) as streaming:
+            received = streaming.recv(1000)
             assert running.stop() == 0
+            while more := streaming.recv(1 << 20):
+                received += more
+            told = waiting.recv(1000)
+    assert b" 503 " in told
+    for answer in (told, received):
+        assert b'"code":"server_ending"' in answer
+    assert received.endswith(b"\r\n0\r\n\r\n")
+    assert [line.split(" ", 4)[3:] for line in running.log if "Traceback" in line or " ERROR " in line] == []
+    assert any("--grace 1 is over: 2 requests are broken off" in line for line in running.log)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -124,6 +155,8 @@ def test_keys(chat_bundle: Path, tmp_path: Path) -> None:
         (["--queue", "-1"], "--queue is -1"),
         (["--patience", "0"], "--patience"),
         (["--max-seconds", "nan"], "--max-seconds"),
+        (["--patience", "inf"], "--patience is inf"),
+        (["--grace", "99999999999"], "--grace is 99999999999"),
         (["--api-key", "é"], "API key"),
         (["--api-key-file", "/nowhere"], "API keys cannot be read"),
         (["--backend", "nothing"], "there is no backend"),

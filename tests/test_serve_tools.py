@@ -4,18 +4,21 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from openai import OpenAI
 
 from runtime import Model, load
 from runtime.decoding.grammar import GrammarMatchers
 from runtime.errors import InputError
-from runtime.serve.tools import Call, Function, Hermes, Llama, Mistral, Splitter, Tool, Tools, recognized
+from runtime.serve.answers import ChatAnswer, Part, Usage
+from runtime.serve.tools import Allowance, Call, Function, Hermes, Llama, Mistral, NamedTool, Splitter, Tool, Tools, recognized
 from tests.conftest import with_template
 from tests.serving import TEMPLATE, client, served
 
@@ -33,6 +36,16 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+NOTHING: list[dict[str, Any]] = [
+    {"arguments": ""},
+    {"arguments": " "},
+    {"arguments": None},
+    {"arguments": "null"},
+    {"arguments": "{}"},
+    {},
+]
+UNHELD = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+SECRET = {"type": "object", "properties": {"word": {"type": "string", "format": "password"}}}
 # Written like the templates of Qwen 2.5, Llama 3.2 and Mistral 7B v0.3, as far as the format of calls goes.
 HERMES = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools> answer <tool_call>\n{...}\n</tool_call>\n{% endif %}"
@@ -45,6 +58,14 @@ LLAMA = (
 )
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[INST]{{ m.content }}{% endfor %}{# [TOOL_CALLS] #}"
 USER = [{"role": "user", "content": "Paris?"}]
+
+
+def function(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +95,9 @@ def test_a_required_call_is_one_that_the_schema_allows(
 ) -> None:
     """The demo model knows no tools: only the grammar makes it write a call."""
     _, api = servers[name]
-    tools = [WEATHER] if choice == "required" else [CLOCK, WEATHER]
+    one = {"tools": [WEATHER], "parallel_tool_calls": False} if choice == "required" else {"tools": [CLOCK, WEATHER]}
     for seed in range(2):
-        asked: Any = {
-            "model": "demo", "messages": USER, "tools": tools, "tool_choice": choice, "max_tokens": 120, "seed": seed,
-            "parallel_tool_calls": False,
-        }  # fmt: skip
+        asked: Any = {"model": "demo", "messages": USER, "tool_choice": choice, "max_tokens": 120, "seed": seed, **one}
         answer = api.chat.completions.create(**asked).choices[0]
         assert answer.finish_reason == "tool_calls"
         assert answer.message.content is None
@@ -94,26 +112,27 @@ def test_a_required_call_is_one_that_the_schema_allows(
 
 
 def test_the_template_is_told_of_tools_and_results(servers: dict[str, tuple[Model, OpenAI]]) -> None:
-    model, api = servers["hermes"]
+    _, api = servers["hermes"]
     told: list[str] = []
-    encode = model.encode
 
-    def watched(text: str, special: bool = True) -> list[int]:
+    def watched(bundle: Any, text: str, *args: Any, **options: Any) -> list[int]:
         told.append(text)
-        return encode("x", special)
+        return [1]
 
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+    clocks = [{"id": "b", "type": "function", "function": {"name": "clock", **given}} for given in NOTHING]
     messages = [
         *USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call, *clocks]},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "encode", watched)
+        patch.setattr("runtime.model.encode", watched)
         api.chat.completions.create(model="demo", messages=messages, tools=[WEATHER], max_tokens=1)  # type: ignore[arg-type]
         api.chat.completions.create(model="demo", messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=1)  # type: ignore[arg-type]
     assert json.loads(told[0].split("<tools>")[1].split("</tools>")[0]) == WEATHER
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>' in told[0]
+    assert told[0].count('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>') == len(NOTHING)
     assert "<tool>sunny" in told[0]
     assert "<tools>" not in told[1]
 
@@ -140,11 +159,26 @@ def test_what_cannot_be_called_is_refused(servers: dict[str, tuple[Model, OpenAI
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "no tool 'nobody'"),
         ({"response_format": {"type": "json_object"}}, "tools exclude"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]}, "grammar is wrong"),
+        ({"tools": [CLOCK, function("f", {"type": "nonsense"})]}, "tool 'f' are of type \"nonsense\""),
+        (
+            {"tools": [CLOCK, function("f", {"properties": {"x": {"type": "nonsense"}}})]},
+            "'f' cannot be enforced .*nonsense.*: correct",
+        ),
+        ({"tools": [CLOCK, function("f", UNHELD)], "tool_choice": "required"}, "'f' cannot be enforced .*uniqueItems"),
+        ({"tools": [CLOCK, function("f", UNHELD, strict=True)]}, "'f' cannot be enforced .*uniqueItems.*leave strict out"),
+        ({"tools": [CLOCK, function("f", SECRET)], "tool_choice": named("f")}, "'f' cannot be enforced .*password"),
+        ({"tools": [], "tool_choice": "required"}, "there are no tools"),
+        ({"tools": [], "tool_choice": named("f")}, "there are no tools"),
     ):
         asked: Any = {"model": "demo", "messages": USER, "tools": [WEATHER], "max_tokens": 5, **more}
         with pytest.raises(openai.BadRequestError, match=message):
             api.chat.completions.create(**asked)
+    # If the model chooses, they are notes for it.
+    answer = api.chat.completions.create(
+        model="demo", messages=USER, tools=[function("f", UNHELD), function("g", SECRET)], max_tokens=5
+    )  # type: ignore[arg-type, list-item]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
 
 
 def test_formats_are_recognized() -> None:
@@ -156,6 +190,7 @@ def test_formats_are_recognized() -> None:
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 HERMES_CALL = f"<tool_call>\n{CALL}\n</tool_call>"
 
 
@@ -179,6 +214,8 @@ def matchers(demo_bundle: Path) -> GrammarMatchers:
         (Hermes(), False, True, HERMES_CALL.replace("2", "12"), False),
         (Hermes(), True, True, "It rains", False),
         (Hermes(), True, True, HERMES_CALL, True),
+        (Hermes(), True, True, CLOCK_CALL, True),
+        (Hermes(), True, True, CLOCK_CALL.replace("{}", '{"a": 1}'), False),
         (Llama(), False, True, "", True),
         (Llama(), False, True, "It rains {", True),
         (Llama(), False, True, CALL.replace("arguments", "parameters"), True),
@@ -207,9 +244,127 @@ def test_what_the_grammar_allows(
     if allowed and text.rstrip("]").endswith(("}}", "</tool_call>")):
         splitter = Splitter(tools)
         splitter.push(text)
-        _, calls = splitter.end()
+        _, calls = splitter.end(cut=False)
         assert calls
-        assert {(call.name, call.arguments) for call in calls} == {("weather", '{"city": "Rome", "days": 2}')}
+        expected = ("clock", "{}") if "clock" in text else ("weather", '{"city": "Rome", "days": 2}')
+        assert {(call.name, call.arguments) for call in calls} == {expected}
+
+
+class Wheel(pydantic.BaseModel):
+    spokes: Literal[24, 36]
+
+
+class Engine(pydantic.BaseModel):
+    electric: bool
+    parts: "list[Engine | Wheel]"
+
+
+class Car(pydantic.BaseModel):
+    engine: Engine
+    wheel: Wheel | None
+
+
+NUMBER, WORD = {"type": "integer"}, {"enum": ["a"]}
+ENGINE = {"electric": True, "parts": [{"spokes": 24}, {"electric": False, "parts": []}]}
+# Two tools whose references have the same text, and arguments for either: each means its own schema.
+PAIRS: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
+    *(
+        (
+            {"properties": {"x": {"$ref": f"#/{place}/{pointer}"}}, place: {name: NUMBER, "y": WORD}},
+            {"properties": {"x": {"$ref": f"#/{place}/{pointer}"}}, place: {name: WORD, "y": NUMBER}},
+            [{"x": 1}, {"x": "a"}],
+        )
+        for place in ("$defs", "definitions")
+        for name, pointer in (("y", "y"), ("a/b~c", "a~1b~0c"), ("Page[int] é", "Page%5Bint%5D%20%C3%A9"))
+    ),
+    (
+        {"properties": {"x": {"$ref": "#/properties/y"}, "y": NUMBER}},
+        {"properties": {"x": {"$ref": "#/properties/y"}, "y": WORD}},
+        [{"x": 1}, {"x": "a"}],
+    ),
+    (
+        {"properties": {"x": {"$ref": "#"}}},
+        {"properties": {"x": {"$ref": "#"}, "y": NUMBER}},
+        [{"x": {}}, {"x": {"x": {"x": {}}}}, {"x": {"y": 1}}, {"x": 1}, {"y": 1}],
+    ),
+    (
+        {"$ref": "#/$defs/T", "$defs": {"T": {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}}},
+        {"$ref": "#/$defs/T", "$defs": {"T": {"type": "object", "properties": {"x": WORD}, "required": ["x"], "additionalProperties": False}}},
+        [{"x": 1}, {"x": "a"}, {}],
+    ),
+    (
+        openai.pydantic_function_tool(Car)["function"]["parameters"],
+        openai.pydantic_function_tool(Engine)["function"]["parameters"],
+        [{"engine": ENGINE, "wheel": None}, {"engine": ENGINE, "wheel": {"spokes": 36}}, {"engine": {"spokes": 24}, "wheel": None}, ENGINE,
+         {"electric": True, "parts": [{"spokes": 1}]}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_references_mean_what_they_mean_alone(matchers: GrammarMatchers, demo_bundle: Path, required: bool) -> None:
+    """By jsonschema, and for models of the API's own client."""
+    with load(demo_bundle) as model:
+        for *schemas, candidates in PAIRS:
+            # A root that is a reference closes itself.
+            closed = [
+                schema if "$ref" in schema else {"additionalProperties": False, "type": "object", **schema}
+                for schema in schemas
+            ]
+            guide = Tools(
+                Llama(), [Function(name=f"f{i}", parameters=one) for i, one in enumerate(closed)], required, False
+            ).guide()
+            assert guide is not None
+            verdicts = set()
+            for i, schema in enumerate(closed):
+                for arguments in candidates:
+                    matcher = matchers.start(guide)
+                    text = f'{{"name": "f{i}", "parameters": {json.dumps(arguments)}}}'
+                    try:
+                        for token in model.encode(text, special=False):
+                            matcher.accept(token)
+                        allowed = matcher._may_end()
+                    except InputError:
+                        allowed = False
+                    assert allowed is Draft202012Validator(schema).is_valid(arguments), (schema, arguments)
+                    verdicts.add(allowed)
+            assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments", "rest"),
+    [
+        (Hermes(), HERMES_CALL + '\n<tool_call>\n{"name": "wea', 1, '\n<tool_call>\n{"name": "wea'),
+        (Hermes(), f"{HERMES_CALL}\n{HERMES_CALL}", 2, ""),
+        (Hermes(), HERMES_CALL[:-3], 0, HERMES_CALL[:-3]),
+        (Hermes(), HERMES_CALL.replace("Rome", "</tool_call>"), 1, ""),
+        (Hermes(), HERMES_CALL.replace("Rome", r"\ud800"), 1, ""),
+        (Hermes(), HERMES_CALL.replace("2", "1e999"), 0, HERMES_CALL.replace("2", "1e999")),
+        (Hermes(), HERMES_CALL.replace("2", "[" * 200_000), 0, HERMES_CALL.replace("2", "[" * 200_000)),
+        (Hermes(), f"{HERMES_CALL} It rains.", 1, " It rains."),
+        (Llama(), CALL.replace("arguments", "parameters"), 1, ""),
+        (Llama(), '{"name": "weather", "param', 0, '{"name": "weather", "param'),
+        (Mistral(), f"[{CALL}, {CALL}]", 2, ""),
+        (Mistral(), f"[{CALL}, {CALL[:-5]}", 1, f", {CALL[:-5]}"),
+        (Mistral(), "[1] It rains", 0, "[1] It rains"),
+    ],
+)
+def test_complete_calls_are_kept(demo_bundle: Path, form: Any, text: str, arguments: int, rest: str) -> None:
+    """Also at the limit of tokens, where the piece of another call is left out, whole and streamed alike."""
+    tools = Tools(form, [Function(**WEATHER["function"])], True, True)  # type: ignore[arg-type]
+    calls, left = tools.calls(text)
+    assert (len(calls), left) == (arguments, rest)
+    for call in calls:
+        call.arguments.encode()
+        assert set(json.loads(call.arguments)) == {"city", "days"}
+    for reason in ("length", "stop"):
+        answer = ChatAnswer("demo", None, tools=tools)  # type: ignore[arg-type]
+        whole = answer.whole([[Part(text, finish_reason=reason)]], Usage())["choices"][0]
+        deltas = [chunk["choices"][0] for chunk in answer.chunks(0, Part(text, finish_reason=reason))]
+        assert len(whole["message"].get("tool_calls", ())) == arguments
+        assert whole["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls and reason == "stop" else reason)
+        said = "" if calls and reason == "length" else rest
+        assert (whole["message"]["content"] or "") == "".join(one["delta"].get("content", "") for one in deltas) == said
 
 
 @given(st.data())
@@ -224,14 +379,15 @@ def test_a_stream_is_split_like_the_whole(data: st.DataObject) -> None:
     text = "".join(parts)
     tools = Tools(form, [Function(**WEATHER["function"])], False, True)  # type: ignore[arg-type]
     at_once, in_pieces = Splitter(tools), Splitter(tools)
-    expected = at_once.push(text), at_once.end()
+    expected = at_once.push(text), at_once.end(cut=False)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     free = "".join(in_pieces.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
-    rest, calls = in_pieces.end()
+    rest, calls = in_pieces.end(cut=False)
     assert (free + rest, calls) == (expected[0] + expected[1][0], expected[1][1])
     if calls:
         assert calls == [Call("weather", '{"city": "Rome", "days": 2}')] * len(calls)
-        assert free + rest + whole * len(calls) == text.rstrip("\n") or whole in text
+        assert text.count(whole) >= len(calls)
+        assert set(text) - set(whole) <= set(free + rest + "\n")
     else:
         assert free + rest == text or not (free + rest).strip()
 
@@ -244,6 +400,14 @@ def test_tools_of_a_request() -> None:
     assert auto is not None
     assert auto.mark == ""
     assert auto.guide() is None
+    assert Tools.of([], "auto", True, HERMES) is None
+    named_one = Tools.of(tools, NamedTool(**named("clock")), True, HERMES)
+    assert named_one is not None
+    assert ([one.name for one in named_one.functions], named_one.required, named_one.several) == (["clock"], True, False)
+    allowed = {"mode": "required", "tools": [named("clock")]}
+    listed = Tools.of(tools, Allowance(type="allowed_tools", allowed_tools=allowed), True, HERMES)  # type: ignore[arg-type]
+    assert listed is not None
+    assert ([one.name for one in listed.functions], listed.required, listed.several) == (["clock"], True, True)
     required = Tools.of(tools, "required", True, MISTRAL)
     assert required is not None
     assert required.mark == "[TOOL_CALLS]"

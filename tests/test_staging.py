@@ -164,7 +164,9 @@ def test_standard_output_may_be_full(
     with pytest.raises(OSError, match="No space left"):
         full.close()
     error = capsys.readouterr().err
-    assert error == "error: standard output cannot be written (No space left on device): free some space\n"
+    assert (
+        error == "error: standard output cannot be written (No space left on device): free some space, or write it elsewhere\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])

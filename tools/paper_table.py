@@ -17,7 +17,7 @@ from typing import Any
 from runtime import Model, load
 from runtime.bundle.reader import Bundle
 from runtime.command import run
-from runtime.errors import InputError
+from runtime.errors import InputError, reason
 from tools.measure import distinct
 
 WAYS = {
@@ -45,7 +45,7 @@ def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, l
             found = [line["turns"] if "turns" in line else [line["prompt"]] for line in lines[:count]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"'{file}' cannot be read as prompts ({error}): give JSON objects with 'turns' or 'prompt'"
+                f"'{file}' cannot be read as prompts ({reason(error)}): give JSON objects with 'turns' or 'prompt'"
             ) from None
         yield from ((file.stem, number, turns) for number, turns in enumerate(found))
 

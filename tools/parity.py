@@ -22,7 +22,7 @@ from runtime.backends import backend
 from runtime.bundle.reader import Bundle
 from runtime.command import run
 from runtime.engines.store import compile_engines, find_engines
-from runtime.errors import InputError
+from runtime.errors import InputError, reason
 
 DEVICES = {"migraphx": ("", "ref")}  # devices to compare; "" is the backend's default
 
@@ -37,7 +37,7 @@ def read(file: Path) -> list[str]:
         return [str(line["turns"][0] if "turns" in line else line.get("text") or line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{file} cannot be read as prompts ({error}): give a .txt, or JSONL with a field 'text', 'turns' or 'prompt'"
+            f"{file} cannot be read as prompts ({reason(error)}): give a .txt, or JSONL with a field 'text', 'turns' or 'prompt'"
         ) from None
 
 

@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runtime.errors import DamageError, GumihoError, InputError, UnavailableError
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason
 
 from ..weights.source import Coded, Source, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
-from .json_config import document, reason, shown
+from .json_config import document, shown
 
 _SLICE_ELEMENTS = 16 << 20
 _SMALL = 1 << 24  # bytes up to which a pickled file is read whole, since opening it for every tensor takes longer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import DamageError, InputError
+from runtime.errors import DamageError, InputError, reason
 
 _PIECE = 1 << 20  # characters tokenized at once; a token across the boundary of two pieces may be counted as two
 
@@ -104,7 +104,7 @@ def _texts(file: Path) -> Iterator[str]:
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror or error}): give another --draft-text") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text ({error}): give another --draft-text") from None
+        raise InputError(f"{file} is not UTF-8 text ({reason(error)}): give another --draft-text") from None
 
 
 def _fields(line: str, where: str) -> list[str]:

@@ -23,7 +23,7 @@ _NO_PRE = (
 
 
 def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
-    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and additional_chat_templates; nothing if the metadata has no
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates; nothing if the metadata has no
     tokenizer. Returns what its user should know, as clauses.
 
     Raises InputError for a kind of tokenizer that is not supported, and DamageError for metadata that contradicts itself.
@@ -69,9 +69,8 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **{name: token(stored) for name, stored in names.items()}}
-    config["chat_template"] = fields.get("tokenizer.chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
-    _write_templates(fields, folder / "additional_chat_templates")
+    _write_templates(fields, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens(fields, tokens)}), "utf-8")
     return notes
 
@@ -99,10 +98,14 @@ def _byte_level(merges: Sequence[str], tokens: Sequence[str], pre: PreTokenizer)
 
 
 def _write_templates(fields: Mapping[str, Any], folder: Path) -> None:
-    """The chat templates that have a name, ``tokenizer.chat_template.NAME``."""
-    prefix = "tokenizer.chat_template."
-    named = {key.removeprefix(prefix): text for key, text in fields.items() if key.startswith(prefix) and isinstance(text, str)}
-    for name, text in named.items():
-        if name.isidentifier():  # a file's name too
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.jinja").write_text(text, "utf-8")
+    """The chat template, and those that have a name, ``tokenizer.chat_template.NAME``."""
+    key, others = "tokenizer.chat_template", folder / "additional_chat_templates"
+    files = {key: folder / "chat_template.jinja"}
+    for name in fields:
+        own = name.removeprefix(f"{key}.")
+        if own != name and own.isidentifier():  # a file's name too
+            files[name] = others / f"{own}.jinja"
+    for name, file in files.items():
+        if isinstance(fields.get(name), str):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(fields[name], "utf-8")

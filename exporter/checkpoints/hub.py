@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.errors import InputError, UnavailableError
-
-from .json_config import reason
+from runtime.errors import InputError, UnavailableError, reason
 
 # The released drafters and the targets they were trained for, from the model table of the official repository.
 TARGETS = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import DamageError, InputError
+from runtime.errors import DamageError, InputError, reason
 
 from .architectures import ARCHITECTURES, Architecture
 
@@ -32,12 +32,6 @@ _ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "original_max_position_embeddings": (1, 1 << 31),
     },
 }  # fmt: skip
-
-
-def reason(error: BaseException) -> str:
-    """The message of a library's exception in one line, or its type if it has no message."""
-    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the file's name
-    return " ".join(message.split())[:500] or type(error).__name__
 
 
 def shown(value: object) -> str:

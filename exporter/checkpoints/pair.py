@@ -15,14 +15,14 @@ from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
-from runtime.errors import InputError
+from runtime.errors import InputError, reason
 
 from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint, require_tensors, tensor_indices
 from .draft_vocabulary import DraftVocabulary
 from .drafters import Overrides, reader_of
 from .drafters.reader import LM_HEAD
-from .json_config import document, end_ids, reason, shown
+from .json_config import document, end_ids, shown
 from .llama import LlamaConfig, llama_config, llama_shape, rotary_sources
 from .tokenizer import damaged, has_tokenizer, load_tokenizer, surely_loads
 

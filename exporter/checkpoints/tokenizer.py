@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runtime.bundle.files import read_regular
-from runtime.errors import DamageError, GumihoError, UnavailableError
+from runtime.errors import DamageError, GumihoError, UnavailableError, reason
 
-from .json_config import document, reason
+from .json_config import document
 from .llama import LlamaConfig, transformers_config
 
 # Files of older layouts, which transformers merges into the tokenizer.

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.errors import InputError
+from runtime.errors import InputError, reason
 
-from ..checkpoints.json_config import reason
 from .store import ANSWER, Text
 
 _PIECE = 1 << 20  # characters tokenized at once

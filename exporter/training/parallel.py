@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.errors import InputError, UnavailableError
+from runtime.errors import InputError, UnavailableError, reason
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=2)  # the others wait while the first one reads --data, fits the first drafter, or evaluates
@@ -54,7 +54,7 @@ def joined(device: str) -> Iterator[str]:
         dist.init_process_group("gloo" if own == "cpu" else "cpu:gloo,cuda:nccl", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UnavailableError(
-            f"the {count} processes that RANK and WORLD_SIZE name do not find each other ({error}): start them with torchrun "
+            f"the {count} processes that RANK and WORLD_SIZE name do not find each other ({reason(error)}): start them with torchrun "
             "--nproc-per-node N, or unset both variables"
         ) from None
     try:

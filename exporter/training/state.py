@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.errors import DamageError, InputError, UnavailableError
+from runtime.errors import DamageError, InputError, UnavailableError, reason, remedy
 
-from ..checkpoints.json_config import reason
 from .model import Drafter
 
 
@@ -33,7 +32,7 @@ def replace(file: Path, write: Callable[[Path], object]) -> None:
         os.replace(beside, file)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for failing writes
         raise UnavailableError(
-            f"'{file}' cannot be written ({reason(error)}): free some space; the one before it is intact"
+            f"'{file}' cannot be written ({reason(error)}): {remedy(error)}; the one before it is intact"
         ) from None
     finally:
         beside.unlink(missing_ok=True)

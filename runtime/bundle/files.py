@@ -13,7 +13,7 @@ from typing import IO
 
 import numpy as np
 
-from ..errors import InputError, UnavailableError
+from ..errors import InputError, UnavailableError, reason, remedy
 
 HEADERS = 1 << 20  # bytes that an archive may have in addition to its arrays
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,7 +83,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         os.replace(partial, target)
     except OSError as error:
         kind = UnavailableError if error.errno in _NO_SPACE else InputError
-        raise kind(f"'{path}' cannot be written ({error.strerror or error}): free some space, or name another file") from None
+        raise kind(f"'{path}' cannot be written ({reason(error)}): {remedy(error, 'name another file')}") from None
     finally:
         if partial:
             with suppress(OSError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DamageError, InputError
+from ..errors import DamageError, InputError, reason
 from .files import read_regular
 from .hashes import first_damaged
 from .manifest import MANIFEST, Manifest
@@ -46,7 +46,7 @@ class Bundle:
             self._text = read_regular(manifest, _MOST)
             self.manifest = parse_manifest(self._text.decode("utf-8"), manifest)
         except (OSError, UnicodeDecodeError) as error:
-            raise DamageError(f"{manifest} cannot be read ({error}): copy the bundle again") from None
+            raise DamageError(f"{manifest} cannot be read ({reason(error)}): copy the bundle again") from None
         for name, expected in self.manifest.files.items():
             file = self.path / name
             if not file.is_file():
@@ -96,7 +96,7 @@ class Bundle:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises plain Exception, and its panics derive from BaseException
-            raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
+            raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
 
     def weights(self) -> int:
         """Bytes of all weight files."""

@@ -15,6 +15,8 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..errors import reason
+
 SEAL = "sha256"
 _SHOWN = 60  # characters of a wrong value that a message quotes
 T = TypeVar("T")
@@ -56,7 +58,7 @@ def parse(text: str | bytes) -> Any:
     except Damage:
         raise
     except ValueError as error:
-        raise Damage(f"it is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise Damage(reason(error)) from None
 
 
 def _constant(name: str) -> float:

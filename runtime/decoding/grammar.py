@@ -2,22 +2,26 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
-from ..errors import InputError, MisuseError, UnavailableError
-from .token_bytes import spell
+from ..errors import InputError, MisuseError, UnavailableError, reason
+from .grammar_child import COMPILE_SECONDS, MEMORY, STEP_SECONDS, TEXT_SECONDS
+from .grammar_process import EndedError, GrammarProcess
+from .grammar_vocabulary import Vocabulary
 
-# By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
-# model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the grammar.
-_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_MOST = 1 << 20  # characters of a grammar
+_T = TypeVar("_T")
+_CLOSED = "this grammar is closed: prepare another"
 # The line and column at the beginning of a message; meaningless in a grammar that the user has not written.
-_PLACE = r"^(at )?\d+\(\d+\): "
+_PLACE = r"^(at )?(?P<line>\d+)\(\d+\): "
 _NOTHING = "the grammar allows no next token, so nothing can follow: stop here, or change it to what this vocabulary can spell"
 # The upper bounds of eight tokens' logits, by the byte that holds their bits: float32 [256, 8], inf if allowed, otherwise -inf.
 _BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
@@ -53,37 +57,27 @@ class Grammar:
         return cls("lark", text)
 
 
-class _Vocabulary:
-    """The tokenizer in the library's form. Built once, because that takes long for a large vocabulary.
+class GrammarError(InputError):
+    """A grammar that the library refuses. reason: why. line: of the grammar's text, from 1; 0 if it is about none."""
 
-    size: width of a row of logits. ends, end_ids: the ids that end a text, as a tuple and as int64. library_ids: int64 [size],
-    the id that the library has for each token: the lowest id with the same spelling, -1 for a token without a spelling.
-    duplicates: int64, the ids whose library id is another one; originals: int64, that other id. spellable: int32 [words], a bit
-    for each id that the library may allow.
-    """
+    def __init__(self, message: str, reason: str, line: int) -> None:
+        super().__init__(message)
+        self.reason, self.line = reason, line
 
-    def __init__(self, tokenizer_json: str, size: int, ends: Sequence[int]) -> None:
-        llguidance = _library()
-        self.size, self.ends = size, tuple(sorted({end for end in ends if 0 <= end < size}))
-        self.library_ids = np.full(size, -1, np.int64)
-        first_ids: dict[bytes, int] = {}
-        for token, spelled in sorted(spell(tokenizer_json).items()):
-            # The byte 0xff occurs in no UTF-8 text, and the library uses it as a mark.
-            if 0 <= token < size and token not in self.ends and spelled and not spelled.startswith(b"\xff"):
-                self.library_ids[token] = first_ids.setdefault(spelled, token)
-        is_first = np.zeros((size // 32 + 1) * 32, bool)
-        is_first[:size] = self.library_ids == np.arange(size)
-        self.spellable = np.packbits(is_first, bitorder="little").view(np.int32)
-        self.duplicates = np.flatnonzero((self.library_ids >= 0) & ~is_first[:size])
-        self.originals, self.end_ids = self.library_ids[self.duplicates], np.array(self.ends, np.int64)
-        # The library needs one token that ends a text, and it must not be one of the model's: it gets an additional id after
-        # them. Its name begins with the mark of special tokens, so no grammar can contain it.
-        tokens = [b""] * size + [b"\xffend"]
-        for spelled, token in first_ids.items():
-            tokens[token] = spelled
-        vocabulary = SimpleNamespace(tokens=tokens, eos_token_id=size, bos_token_id=None, special_token_ids=())
-        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
-        tokens.clear()  # the library has copied the tokens, but keeps a reference to the list
+
+@dataclass(frozen=True, eq=False)
+class PreparedGrammar(Grammar):
+    """A grammar that is compiled once, for any number of texts. In settings it is used like another."""
+
+    compiled: "_Compiled" = field(repr=False)
+
+    def prepare(self) -> None:
+        """Compiles it. Raises what ``GrammarMatchers.start`` does."""
+        self.compiled.prepare()
+
+    def close(self) -> None:
+        """Ends all that is done for it, in any thread: a compilation that runs, and texts that follow it."""
+        self.compiled.close()
 
 
 class GrammarMatchers:
@@ -94,36 +88,93 @@ class GrammarMatchers:
         self._source = (tokenizer_json, vocabulary, tuple(ends))
 
     @cached_property
-    def _vocabulary(self) -> _Vocabulary:
-        return _Vocabulary(*self._source)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(*self._source)
 
     def start(self, grammar: Grammar) -> "GrammarMatcher":
         """A matcher for one generation.
 
-        Raises InputError for a wrong grammar, UnavailableError without llguidance, and GumihoError for a tokenizer whose tokens
-        have no spelling of their own.
+        Raises InputError for a grammar that is wrong, or takes more than it may; UnavailableError without llguidance, and GumihoError
+        for a tokenizer whose tokens have no spelling of their own.
         """
-        llguidance = _library()
-        text, limits = _lark(grammar), llguidance.LLParserLimits(verbose_errors=False)
-        vocabulary = self._vocabulary
+        if isinstance(grammar, PreparedGrammar):
+            return grammar.compiled.start()
+        return GrammarMatcher(*self.compiled(Grammar(grammar.kind, _checked(grammar))))
 
-        def new_state() -> Any:
-            return llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+    def prepared(self, grammar: Grammar) -> PreparedGrammar:
+        """A grammar for several texts. It is compiled by ``prepare``, or with the first text. Raises InputError for one that is too long
+        or no JSON."""
+        grammar = Grammar(grammar.kind, _checked(grammar))
+        return PreparedGrammar(grammar.kind, grammar.text, _Compiled(self, grammar))
 
-        first = new_state()
-        if first.is_error():
-            place = "" if grammar.kind == "lark" else _PLACE
-            raise InputError(f"the {grammar.kind} grammar is wrong ({_brief(first.get_error(), place)}): correct it")
-        return GrammarMatcher(vocabulary, new_state, first)
+    def compiled(
+        self, grammar: Grammar, opened: Callable[[GrammarProcess], None] = lambda process: None
+    ) -> tuple[Vocabulary, GrammarProcess]:
+        """grammar: checked. opened: called with the process before it compiles. Raises what ``start`` does."""
+        _require_library()
+        process = self._vocabulary.processes.start()
+        opened(process)
+        try:
+            process.compile(grammar.kind, grammar.text)
+        except EndedError:
+            raise InputError(
+                f"the {grammar.kind} grammar takes more than {COMPILE_SECONDS:g} s or {MEMORY >> 20} MiB to compile, or is chained or "
+                "nested too deeply: simplify it"
+            ) from None
+        if process.problem:
+            raise _refused(grammar, process.problem)
+        return self._vocabulary, process
+
+
+class _Compiled:
+    """A grammar's process, and copies of it that follow texts."""
+
+    def __init__(self, matchers: GrammarMatchers, grammar: Grammar) -> None:
+        self._matchers, self._grammar = matchers, grammar
+        self._compiling, self._changing = threading.Lock(), threading.Lock()
+        self._found: tuple[Vocabulary, GrammarProcess] | None = None
+        self._processes = WeakSet[GrammarProcess]()
+        self._closed = False
+
+    def prepare(self) -> tuple[Vocabulary, GrammarProcess]:
+        with self._compiling:
+            try:
+                self._found = self._found or self._matchers.compiled(self._grammar, self._add)
+            except InputError:
+                if self._closed:
+                    raise InputError(_CLOSED) from None
+                raise
+            return self._found
+
+    def start(self) -> "GrammarMatcher":
+        vocabulary, process = self.prepare()
+        with self._compiling:
+            try:
+                copy = process.copy()
+            except EndedError:
+                raise InputError(_CLOSED) from None
+        self._add(copy)
+        return GrammarMatcher(vocabulary, copy)
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            for process in self._processes:
+                process.close()
+
+    def _add(self, process: GrammarProcess) -> None:
+        with self._changing:
+            self._processes.add(process)
+            if self._closed:
+                process.close()
 
 
 class GrammarMatcher:
     """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too."""
 
-    def __init__(self, vocabulary: _Vocabulary, new_state: Callable[[], Any], first: Any) -> None:
-        """``GrammarMatchers.start`` creates one. new_state: creates a state of the library, at the start of the text; first:
-        such a state."""
-        self._vocabulary, self._new_state, self._state = vocabulary, new_state, first
+    def __init__(self, vocabulary: Vocabulary, process: GrammarProcess) -> None:
+        """``GrammarMatchers.start`` creates one. process: at the start of the text."""
+        self._vocabulary, self._process = vocabulary, process
         self._accepted: list[int] = []
         self._ended = False
         self._bits = np.zeros_like(vocabulary.spellable)  # the allowed tokens, if they are current
@@ -161,11 +212,8 @@ class GrammarMatcher:
                 f"{count} tokens cannot be taken back, because {len(self._accepted)} were accepted: take back no more"
             )
         remaining = self._accepted[: len(self._accepted) - count]
-        # The library never saw the token that ended the text. Grammars that limit the number of tokens cannot go back: they
-        # start anew.
-        if not self._state.rollback(count - (self._ended and count > 0)):
-            self._state = self._new_state()
-            self._state.consume_tokens([int(self._vocabulary.library_ids[token]) for token in remaining])
+        if seen := count - (self._ended and count > 0):  # the library never saw the token that ended the text
+            self._do(lambda: self._process.rollback(seen))
         self._accepted, self._ended, self._current = remaining, self._ended and count == 0, False
 
     @property
@@ -177,54 +225,67 @@ class GrammarMatcher:
         library_id = int(self._vocabulary.library_ids[token]) if 0 <= token < self._vocabulary.size else -1
         if self._ended or library_id < 0:
             return False
-        accepted = bool(self._state.try_consume_tokens([library_id]))
-        self._check()
+        accepted = self._do(lambda: self._process.consume(library_id))
         self._current = self._current and not accepted
         return accepted
 
     def _may_end(self) -> bool:
-        return not self._ended and bool(self._state.is_accepting())
+        return not self._ended and self._process.may_end
 
     def _allowed(self) -> np.ndarray:
         if not self._current:
-            self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            self._check()
+            self._do(lambda: self._process.mask(self._bits))
             self._bits &= self._vocabulary.spellable
             self._current = True
         return self._bits
 
-    def _check(self) -> None:
+    def _do(self, work: Callable[[], _T]) -> _T:
+        try:
+            done = work()
+        except EndedError:
+            raise InputError(
+                f"the grammar cannot be followed further (a token takes more than {STEP_SECONDS:g} s, or the text {TEXT_SECONDS} s or "
+                f"{MEMORY >> 20} MiB): simplify it"
+            ) from None
         # A state with an error allows the end of the text anywhere, so it must not be used.
-        if self._state.is_error():
-            problem = _brief(self._state.get_error())
+        if problem := _brief(self._process.problem):
             dead = problem.startswith("NoExtensionBias")
             raise InputError(_NOTHING if dead else f"the grammar cannot be followed further ({problem}): simplify it")
+        return done
 
 
-def _library() -> Any:
+def _require_library() -> None:
     try:
-        import llguidance
-    except ImportError:
-        raise UnavailableError("guided decoding needs llguidance: pip install 'llguidance>=1.1.2'") from None
-    return llguidance
+        found = find_spec("llguidance")
+    except ValueError:
+        found = None
+    if not found:
+        raise UnavailableError("guided decoding needs llguidance: pip install 'llguidance>=1.1.2'")
 
 
-def _lark(grammar: Grammar) -> str:
+def _checked(grammar: Grammar) -> str:
+    """The text as the library takes it. Raises InputError."""
+    if grammar.kind not in ("json", "regex", "lark"):
+        raise InputError(f"'{grammar.kind}' is not a kind of grammar: give json, regex or lark")
+    if len(grammar.text) > _MOST:
+        raise InputError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and may have {_MOST}: shorten it")
     if grammar.kind == "json":
         try:
-            schema = json.dumps(json.loads(grammar.text))
+            return json.dumps(json.loads(grammar.text))
         except ValueError as error:
-            raise InputError(f"the JSON schema is not JSON ({error}): correct it") from None
+            raise InputError(f"the JSON schema is not JSON ({reason(error)}): correct it") from None
         except RecursionError:
             raise InputError("the JSON schema is nested too deeply: make it flatter") from None
-        return f"start: %json {schema}{_OPTIONS}"
-    if grammar.kind == "regex":
-        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
-            raise InputError("the regex grammar ends with a backslash that escapes nothing: double it or remove it")
-        return f"start: /{_library().regex_to_lark(grammar.text, '')}/{_OPTIONS}"
-    if grammar.kind == "lark":
-        return grammar.text + _OPTIONS
-    raise InputError(f"'{grammar.kind}' is not a kind of grammar: give json, regex or lark")
+    if grammar.kind == "regex" and (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+        raise InputError("the regex grammar ends with a backslash that escapes nothing: double it or remove it")
+    return grammar.text
+
+
+def _refused(grammar: Grammar, problem: str) -> GrammarError:
+    place = re.match(_PLACE, problem)
+    said = _brief(problem, "" if grammar.kind == "lark" else _PLACE)
+    reason = _brief(problem, _PLACE).removeprefix("failed to compile JSON schema: ")
+    return GrammarError(f"the {grammar.kind} grammar is wrong ({said}): correct it", reason, int(place["line"]) if place else 0)
 
 
 def _brief(problem: str, place: str = "") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DamageError
+from ..errors import DamageError, reason
 
 FILE = "costs.json"
 _SIZES = 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64
@@ -103,7 +103,7 @@ class Costs:
                 raise ValueError("threads or cores is not a number of them")
             return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads, cores)
         except (OSError, ValueError, RecursionError) as error:
-            raise DamageError(f"{file} is damaged ({error}): compile the engines again") from None
+            raise DamageError(f"{file} is damaged ({reason(error)}): compile the engines again") from None
 
     @staticmethod
     def load(folder: Path, rows: int = 0, suffix: str = "") -> "Costs | None":

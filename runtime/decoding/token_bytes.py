@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import GumihoError
+from ..errors import GumihoError, reason
 
 # How byte-level tokenizers write bytes as characters (GPT-2's table): printable Latin-1 as itself, the others from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -28,7 +28,7 @@ def spell(tokenizer_json: str) -> dict[int, bytes]:
         decode = _decoder(raw.get("decoder") or {"type": "none"})
         return {i: decode(text) for i, text in texts.items() if i not in special}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise GumihoError(f"the tokenizer is damaged ({type(error).__name__}: {error}): copy the bundle again") from None
+        raise GumihoError(f"the tokenizer is damaged ({reason(error)}): copy the bundle again") from None
 
 
 def _decoder(raw: Mapping[str, Any]) -> Callable[[str], bytes]:

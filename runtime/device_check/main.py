@@ -27,7 +27,7 @@ from ..bundle.records import Damage, parse, sealed, unsealed
 from ..command import argument_parser
 from ..command import run as run_command
 from ..engines.store import RECORD, find_engines
-from ..errors import DamageError, GumihoError, InputError
+from ..errors import DamageError, GumihoError, InputError, reason
 from . import pieces as device_pieces
 from . import report as device_report
 from . import times as device_times
@@ -109,7 +109,7 @@ class Report:
         except FileNotFoundError:
             return {}
         except (OSError, Damage, KeyError, TypeError, AttributeError) as error:
-            raise DamageError(f"{file} is damaged ({error}): start over with --again") from None
+            raise DamageError(f"{file} is damaged ({reason(error)}): start over with --again") from None
 
     def save(self) -> None:
         # In the order of PIECES, wherever an earlier run stopped.

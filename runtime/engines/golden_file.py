@@ -15,7 +15,7 @@ from ..bundle.files import read_arrays
 from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage
-from ..errors import DamageError
+from ..errors import DamageError, reason
 
 TREE = ("tokens", "depth", "parent", "mask", "score")  # parts of a tree
 _MAX_BYTES = 64 << 20
@@ -40,7 +40,7 @@ def read(bundle: Bundle) -> dict[str, np.ndarray]:
         _check(run, bundle.manifest)
         return run
     except (OSError, Damage) as error:
-        raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
+        raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
 
 
 def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:

@@ -21,7 +21,7 @@ from ..bundle.reader import Bundle
 from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
 from ..devices import Device
-from ..errors import DamageError, GumihoError, UnavailableError
+from ..errors import DamageError, GumihoError, UnavailableError, reason, remedy
 from . import golden_replay as golden
 from .memory_check import require
 from .pass_times import measure
@@ -95,7 +95,7 @@ def compile_engines(
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise UnavailableError(
-            f"writing engines to {root} failed ({error.strerror or error}): free some space or make the bundle writable"
+            f"writing engines to {root} failed ({reason(error)}): {remedy(error, 'copy the bundle elsewhere')}"
         ) from None
 
 

@@ -102,7 +102,7 @@ class ChatAnswer(_Headed):
         if self.tools:
             splitter = Splitter(self.tools)
             free = splitter.push(text)
-            rest, calls = splitter.end()
+            rest, calls = splitter.end(cut=reason == "length")
             text = free + rest
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -125,7 +125,7 @@ class ChatAnswer(_Headed):
             splitter = self._splitters.setdefault(choice, Splitter(self.tools))
             text = splitter.push(text)
             if part.finish_reason:
-                rest, calls = splitter.end()
+                rest, calls = splitter.end(cut=_FINISH[part.finish_reason] == "length")
                 text += rest
         if text or part.logprobs or part.sources:
             found.append(self._delta(choice, {"content": text}, self._listed(part.logprobs), **_sources([part])))

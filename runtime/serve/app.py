@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from time import time
@@ -17,13 +17,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from ..decoding.grammar import Grammar
+from ..decoding.grammar import Grammar, GrammarError
 from ..model import Model
 from .allocator import return_regularly
 from .answers import Answer, ChatAnswer, Part, TextAnswer
 from .bodies import Body, ChatBody, CompletionBody, decoded
 from .completions import Completions, Request
 from .connection import EventStream, read, unless_gone
+from .grammars import Grammars
 from .guard import Access, Guard, Line
 from .metrics import Metrics
 from .problems import Problem
@@ -62,6 +63,7 @@ class Server:
         """name: of the model in requests. log_prompts: log texts too."""
         self._model, self._name, self._limits, self._access, self._log_prompts = model, name, limits, access, log_prompts
         self._slots = Slots(model.streams, limits.queue)
+        self._grammars = Grammars(model.matchers, len(model.streams), limits.queue)
         self._metrics = Metrics(self._slots)
         self._completions = Completions(model, self._slots, self._metrics)
         self._spelling = Spelling(model.bundle.tokenizer)
@@ -87,6 +89,7 @@ class Server:
             returning = asyncio.create_task(return_regularly())
             yield
             returning.cancel()
+            self._grammars.close()
             self._slots.close()
 
         return Starlette(
@@ -98,10 +101,10 @@ class Server:
 
     async def _refused(self, request: HttpRequest, error: Exception) -> Response:
         """Of paths and methods that there are not."""
-        problem = Problem(404, f"{request.url.path} is not supported: see docs/serving.md", code="unsupported_path")
+        problem = Problem(404, f"{request.scope['path']} is not supported: see docs/serving.md", code="unsupported_path")
         if isinstance(error, HTTPException) and error.status_code == 405:
             problem = Problem(
-                405, f"{request.url.path} does not take {request.method}: see docs/serving.md", headers=error.headers or {}
+                405, f"{request.scope['path']} does not take {request.method}: see docs/serving.md", headers=error.headers or {}
             )
         self._guard.ended(request, Line(), problem.status)
         return problem.response()
@@ -136,16 +139,23 @@ class Server:
         body = ChatBody.of(await self._body(request, line))
         self._require_model(body.model)
         template = self._model.chat_template
-        tools = body.offered(template.text if template else None)
+        if template is None:
+            raise Problem(
+                400, "this model has no chat template: send a prompt to /v1/completions", "messages", "unsupported_parameter"
+            )
+        tools = body.offered(template.with_tools.text)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
         # In a thread, as all that can take long: meanwhile others are answered.
-        messages, variables = [message.plain() for message in body.messages], body.chat_template_kwargs
-        prompt = await asyncio.to_thread(self._model.chat, messages, listed, variables)
+        messages = body.conversation(template.all_text)
+        prompt = await asyncio.to_thread(self._model.chat, messages, listed, body.variables, body.special_tokens)
         if tools and tools.mark:
             prompt += self._model.encode(tools.mark, special=False)
         asked = self._asked(body, [prompt], body.limit, tools.guide() if tools else body.guide())
         answer = ChatAnswer(self._name, self._spelling, body.logprobs, body.streams_usage, tools=tools)
-        return await self._answer(request, line, body, asked, answer)
+        try:
+            return await self._answer(request, line, body, asked, answer)
+        except GrammarError as error:
+            raise (tools or body).refused(error) from None
 
     async def _text(self, request: HttpRequest, line: Line) -> Response:
         body = CompletionBody.of(await self._body(request, line))
@@ -154,9 +164,11 @@ class Server:
         prompts = [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
         asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
-        return await self._answer(
-            request, line, body, asked, TextAnswer(self._name, self._spelling, listed, body.streams_usage)
-        )
+        answer = TextAnswer(self._name, self._spelling, listed, body.streams_usage)
+        try:
+            return await self._answer(request, line, body, asked, answer)
+        except GrammarError as error:
+            raise body.refused(error) from None
 
     async def _body(self, request: HttpRequest, line: Line) -> Any:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -182,8 +194,8 @@ class Server:
 
     async def _answer(self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer) -> Response:
         line.asked, line.streams = asked, body.stream
-        await asyncio.to_thread(self._completions.check, asked)
-        self._slots.require_room(asked.choices)
+        await unless_gone(request.receive, self._check(asked, line))
+        line.held.callback(self._slots.admit(asked.choices))
         if body.stream:
             return EventStream(self._chunks(body, asked, answer), self._limits.patience)
         choices: list[list[Part]] = [[] for _ in range(asked.choices)]
@@ -194,6 +206,13 @@ class Server:
 
         await unless_gone(request.receive, whole())
         return JSONResponse(answer.whole(choices, asked.usage))
+
+    async def _check(self, asked: Request, line: Line) -> None:
+        """Raises InputError if it cannot be decoded. Compiles its grammar."""
+        if guide := asked.settings[0].grammar:
+            prepared = await self._grammars.prepare(guide, line.held)
+            asked.settings = [replace(settings, grammar=prepared) for settings in asked.settings]
+        await asyncio.to_thread(self._completions.check, asked)
 
     async def _chunks(self, body: Body, asked: Request, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         for index in range(asked.choices):

@@ -1,25 +1,28 @@
 """Bodies of requests: the parameters of the API, and a few of our own (``Extensions``).
 
-What is not supported is refused by name. Parameters that ask for nothing (null, or the API's default) pass.
+What cannot change the text is ignored, by name; everything else that is not supported is refused. Parameters that ask for nothing (null, or the
+API's default) pass.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ..decoding.grammar import Grammar
+from ..decoding.grammar import Grammar, GrammarError
 from ..decoding.settings import Settings
 from ..errors import InputError
+from .messages import Message
 from .problems import Problem
 from .tools import Choice, Tool, Tools
 
 _MOST_STOPS = 16
 _BIAS_BANS = -100.0  # the API's bias that excludes a token, and at 100 the one that forces it
 _COMPACT = {"whitespace_flexible": False}  # small models otherwise write blanks without end
+_OBJECTS = ("dict_type", "model_type", "model_attributes_type")  # pydantic's names of errors whose messages name Python's types
 _B = TypeVar("_B", bound="Body")
 
 
@@ -49,6 +52,13 @@ class Body(_Strict):
 
     # Name -> the values that ask for nothing.
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # Who asks, what shall be kept or cached, how soon an answer is wanted, and what Open WebUI keeps for itself: nothing that changes the text.
+    IGNORED: ClassVar[Set[str]] = {
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+        "store", "user",
+        "background_tasks", "chat_id", "features", "filter_ids", "id", "model_item", "parent_id", "parent_message", "session_id", "tool_ids",
+        "tool_servers", "variables",
+    }  # fmt: skip
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
@@ -62,7 +72,6 @@ class Body(_Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    user: str | None = None
 
     # Extensions: names that llama.cpp's server and vLLM have for the same, ``sources``: what drafted each token,
     # and ``drafter``: the one to draft with, if the bundle has several.
@@ -78,22 +87,24 @@ class Body(_Strict):
     def of(cls: type[_B], raw: Any) -> _B:
         """Raises Problem for what is not valid, or not supported."""
         if not isinstance(raw, dict):
-            raise Problem(400, f"the body is {type(raw).__name__} instead of a JSON object: send {{...}}")
-        given = {name: value for name, value in raw.items() if value is not None}
+            raise Problem(400, "the body is no JSON object: send {...}")
+        given = {name: value for name, value in raw.items() if value is not None and name not in cls.IGNORED}
         for name, neutral in cls.UNSUPPORTED.items():
             if name in given and given.pop(name) not in neutral:
                 raise Problem(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise _problem(error, cls) from None
+            raise _problem(error, given) from None
 
     @field_validator("stop")
     @classmethod
     def _few(cls, stop: str | list[str]) -> str | list[str]:
         if isinstance(stop, list) and len(stop) > _MOST_STOPS:
             raise ValueError(f"at most {_MOST_STOPS} strings")
-        return [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+        if "" in stop or stop == "":
+            raise ValueError("an empty string would stop every text: leave it out")
+        return stop
 
     @property
     def streams_usage(self) -> bool:
@@ -101,11 +112,17 @@ class Body(_Strict):
 
     def guide(self) -> Grammar | None:
         """The grammar that the text must match, if any. Raises Problem if several are given."""
-        given = [("grammar", Grammar.lark), ("regex", Grammar.regex)]
-        found = [make(text) for name, make in given if (text := getattr(self, name)) is not None]
-        if len(found) > 1:
+        if self.grammar is not None and self.regex is not None:
             raise Problem(400, "grammar and regex exclude each other: leave one of them out", "regex")
-        return found[0] if found else None
+        if self.grammar is not None:
+            return Grammar.lark(self.grammar)
+        return None if self.regex is None else Grammar.regex(self.regex)
+
+    def refused(self, error: GrammarError) -> Problem:
+        """The library's refusal of ``guide``, by the parameter that it is about."""
+        name = "grammar" if self.grammar is not None else "regex"
+        where = f"line {error.line}: " if error.line and name == "grammar" else ""
+        return Problem(400, f"the {name} is wrong ({where}{error.reason}): correct it", name, "invalid_value")
 
     def settings(self, most: int, seconds: float, guide: Grammar | None, choice: int = 0) -> Settings:
         """most: new tokens. seconds: of the generation. choice: the index among ``n``, each with a seed of its own."""
@@ -124,37 +141,12 @@ class Body(_Strict):
         raise NotImplementedError
 
 
-class Message(BaseModel):
-    """A message; keys that the API does not have go to the chat template as they are."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it. Raises Problem for content that is no text."""
-        message = self.model_dump(exclude_none=True)
-        message["role"] = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, list):
-            odd = next((part.get("type") for part in self.content if part.get("type") not in ("text", "refusal")), "")
-            if odd != "" or not all(isinstance(part.get("text", ""), str) for part in self.content):
-                raise Problem(400, f"content of type {odd or 'text'!r} is not supported: send text", "messages")
-            message["content"] = "\n".join(part.get("text", "") for part in self.content)
-        elif self.content is None:
-            message["content"] = ""
-        for call in message.get("tool_calls") or ():
-            with suppress(KeyError, TypeError, ValueError):  # templates want objects, the API sends them as text
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return message
-
-
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "prediction": (),
-        "prompt_cache_retention": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
-        "verbosity": ("medium",), "web_search_options": (),
+        "audio": (), "files": ([],), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "moderation": (),
+        "params": ({},), "verbosity": ("medium",), "web_search_options": (),
     }  # fmt: skip
 
     messages: list[Message] = Field(min_length=1)
@@ -165,11 +157,9 @@ class ChatBody(Body):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # an extension, named as in vLLM
-    # Notes of the caller's, for nobody here.
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    special_tokens: bool = False  # an extension: whether those that messages spell out keep their meaning
 
     @property
     def alternatives(self) -> int | None:
@@ -181,6 +171,16 @@ class ChatBody(Body):
     def limit(self) -> int | None:
         """New tokens that the request allows."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
+    def conversation(self, template: str) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them. Raises Problem."""
+        return [message.plain(f"messages.{i}", template) for i, message in enumerate(self.messages)]
 
     def offered(self, template: str | None) -> Tools | None:
         """The tools that the text may call, if any. Raises Problem. template: the model's chat template."""
@@ -200,6 +200,16 @@ class ChatBody(Body):
         if asked.json_schema is None:
             raise Problem(400, "response_format has no json_schema", "response_format")
         return Grammar.json({"x-guidance": _COMPACT, **asked.json_schema.schema_})
+
+    def refused(self, error: GrammarError) -> Problem:
+        if self.response_format is None or self.response_format.json_schema is None:
+            return super().refused(error)
+        return Problem(
+            400,
+            f"the schema of response_format cannot be enforced ({error.reason}): change it",
+            "response_format",
+            "invalid_value",
+        )
 
 
 class CompletionBody(Body):
@@ -234,9 +244,21 @@ def decoded(content: bytes) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
     try:
-        return json.loads(content.decode("utf-8"), parse_constant=constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise Problem(400, f"the body is not JSON ({error}): send a JSON object in UTF-8") from None
+        found = json.loads(content.decode("utf-8"), parse_constant=constant, parse_float=_finite)
+        if b"\\ud" in content.lower():  # the escape of half a character
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:
+        raise Problem(400, "the body is not valid Unicode: send text without lone surrogates") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise Problem(400, f"the body is not JSON ({reason}): send a JSON object in UTF-8")
 
 
 def _finite(text: str) -> float:
@@ -252,13 +274,19 @@ def _token(name: str) -> int:
         raise InputError(f"logit_bias names token {name!r}: give token ids") from None
 
 
-def _problem(error: ValidationError, body: type[Body]) -> Problem:
+def _problem(error: ValidationError, given: Mapping[str, Any]) -> Problem:
     first = error.errors(include_url=False, include_input=False)[0]
-    place = [str(part) for part in first["loc"]]
+    # Of the place, what is in the body: the library also names the alternatives that it tried.
+    place, value = list[str](), cast(Any, given)
+    for part in first["loc"]:
+        with suppress(LookupError, TypeError):
+            value = value[part]
+            place.append(str(part))
     name = place[0] if place else None
     if first["type"] == "extra_forbidden":
         return Problem(400, f"there is no parameter {'.'.join(place)}: leave it out", name, "unknown_parameter")
     if first["type"] == "missing":
-        return Problem(400, f"{'.'.join(place)} is missing: it is required", name, "missing_required_parameter")
-    where = ".".join(part for part in place if part in body.model_fields or part.isdigit() or "[" not in part)
-    return Problem(400, f"{where}: {first['msg']}", name, "invalid_value")
+        place.append(str(first["loc"][-1]))
+        return Problem(400, f"{'.'.join(place)} is missing: it is required", place[0], "missing_required_parameter")
+    says = "Input should be an object" if first["type"] in _OBJECTS else first["msg"].removeprefix("Value error, ")
+    return Problem(400, f"{'.'.join(place)}: {says}", name, "invalid_value")

@@ -72,7 +72,7 @@ class Completions:
         self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
     ) -> AsyncGenerator[Part, None]:
         """One choice. first: of its prompt, whose tokens are counted once."""
-        async with self._slots.slot(prompt) as slot:
+        async with self._slots.slot(prompt, settings.grammar is not None) as slot:
             generation = await slot.run(lambda: slot.stream.start(prompt, settings, resume=True))
             began: float | None = None
             try:
@@ -92,7 +92,7 @@ class Completions:
         """The next part is decoded while one is sent."""
         cycles: list[Cycle] = []
         pieces = generation.pieces(cycles.append)
-        tokens = DecodeStream(ids=generation.prompt, skip_special_tokens=False) if settings.trace else None
+        tokens = DecodeStream(ids=generation.prompt, skip_special_tokens=True) if settings.trace else None
         listed = 0
 
         def step() -> tuple[Part, bool]:

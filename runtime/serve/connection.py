@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -11,8 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import GumihoError
-from .problems import Problem
+from .problems import ENDING, FAILED, Problem
 
+_log = logging.getLogger("gumiho.serve")
+_LAST_SECONDS = 1.0  # for a client to read that the server ends
 _T = TypeVar("_T")
 
 
@@ -76,10 +79,14 @@ class EventStream(Response):
         self._chunks, self._patience = chunks, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send_all(send))
+        await self._write(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except asyncio.CancelledError:  # only the end of the server cancels a request
+            self._patience = min(self._patience, _LAST_SECONDS)
+            await self._last(send, _event(ENDING.body))
 
     async def _send_all(self, send: Send) -> None:
-        await self._write(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         last = b"data: [DONE]\n\n"
         try:
             async for chunk in self._chunks:
@@ -88,7 +95,15 @@ class EventStream(Response):
             last = _event(problem.body)
         except GumihoError as error:
             last = _event(Problem.of(error).body)
-        await self._body(send, last)
+        except GoneError:
+            raise
+        except Exception:
+            _log.exception("a request failed")
+            last = _event(Problem(500, FAILED).body)
+        await self._last(send, last)
+
+    async def _last(self, send: Send, content: bytes) -> None:
+        await self._body(send, content)
         await self._body(send, b"", more=False)
 
     async def _body(self, send: Send, content: bytes, more: bool = True) -> None:

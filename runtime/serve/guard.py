@@ -1,11 +1,14 @@
 """What every request goes through: who may ask, errors in the API's form, a line in the log."""
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,9 +18,10 @@ from ..errors import GumihoError
 from .completions import Request
 from .connection import GoneError
 from .metrics import Metrics
-from .problems import Problem
+from .problems import ENDING, FAILED, Problem
 
 _log = logging.getLogger("gumiho.serve")
+_MOST_OF_PATH = 200  # characters in the log
 _GONE = 499  # nginx's status for a client that has closed the connection, in logs and metrics
 
 
@@ -33,11 +37,12 @@ class Access:
 
 
 class Line:
-    """The log line of one request. asked: the texts that it asks for, if any. body: to be logged too."""
+    """The log line of one request. asked: the texts that it asks for, if any. body: to be logged too. held: closed when it is written."""
 
     def __init__(self) -> None:
         self.begun, self.body, self.streams = perf_counter(), b"", False
         self.asked: Request | None = None
+        self.held = ExitStack()
 
     def __str__(self) -> str:
         said = ""
@@ -75,9 +80,11 @@ class Guard:
 
     def ended(self, request: HttpRequest, line: Line, status: int) -> None:
         """A request has ended, with a status of HTTP."""
+        line.held.close()
         path = getattr(request.scope.get("route"), "path", "other")
         self._metrics.requests.labels(path, str(status)).inc()
-        _log.info("%s %s %d %.3f s%s", request.method, request.url.path, status, perf_counter() - line.begun, line)
+        said = quote(request.scope["path"], errors="replace")[:_MOST_OF_PATH]
+        _log.info("%s %s %d %.3f s%s", request.method, said, status, perf_counter() - line.begun, line)
 
 
 class _Guarded:
@@ -111,6 +118,8 @@ class _Guarded:
             return Problem.of(error).response()
         except GoneError:
             raise
+        except asyncio.CancelledError:  # only the end of the server cancels a request
+            return ENDING.response()
         except Exception:
             _log.exception("a request failed")
-            return Problem(500, "the server failed, and its log says why: report it").response()
+            return Problem(500, FAILED).response()

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any, ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
@@ -26,6 +27,13 @@ class ImpatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP. Nothing can be said once the answer to the request has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _forget(self) -> None:
         if self._deadline is not None:

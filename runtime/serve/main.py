@@ -1,6 +1,7 @@
 """Serves a bundle over HTTP with OpenAI's API."""
 
 import argparse
+import asyncio
 import logging
 import os
 import socket
@@ -19,7 +20,9 @@ from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")
 _SWITCH_SECONDS = 0.0002
+_AFTER_GRACE = 5  # seconds for requests that were broken off to say so
 _KEY = "GUMIHO_API_KEY"
+_LONGEST = 1_000_000  # seconds that timers of the event loop take
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,10 +88,19 @@ def _check(args: argparse.Namespace) -> None:
                         ("grace", 0)):  # fmt: skip
         if not getattr(args, name) >= least:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give {least} or more")
-    if not args.patience > 0:
-        raise InputError(f"--patience is {args.patience:g}: give more than 0 seconds")
+    if not 0 < args.patience <= _LONGEST:
+        raise InputError(f"--patience is {args.patience:g}: give more than 0 seconds, and {_LONGEST} at most")
+    if args.grace > _LONGEST:
+        raise InputError(f"--grace is {args.grace}: give {_LONGEST} seconds at most")
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"--port is {args.port}: give 0 to 65535")
+
+
+class _Printable(logging.Formatter):
+    """Without control characters, which texts of clients in tracebacks may have and terminals obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in super().format(record))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -121,7 +133,9 @@ def serve(args: argparse.Namespace) -> int:
     # A pass that ends waits so long for threads that write to clients: Python's 5 ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.raiseExceptions = False  # where the log cannot be written, serving goes on
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     hosts = {"localhost", "127.0.0.1", "[::1]", args.host.lower(), f"[{args.host.lower()}]", *map(str.lower, args.allow_host)}
     checked = args.allow_host or (not keys and _local(args.host))
@@ -148,9 +162,20 @@ def serve(args: argparse.Namespace) -> int:
                 address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 _log.info("%s on %s, OpenAI's API on %s/v1", name, address, address)
 
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                ending = asyncio.get_running_loop().call_later(args.grace, self._break_off)
+                await super().shutdown(sockets)
+                ending.cancel()
+
+            def _break_off(self) -> None:
+                """Each request says that the server ends; uvicorn would write a traceback for each."""
+                _log.warning("--grace %d is over: %d requests are broken off", args.grace, len(self.server_state.tasks))
+                for task in self.server_state.tasks:
+                    task.cancel()
+
         config = uvicorn.Config(
             app, http=ImpatientProtocol, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=max(5, int(args.patience)), timeout_graceful_shutdown=args.grace,
+            timeout_keep_alive=max(5, int(args.patience)), timeout_graceful_shutdown=args.grace + _AFTER_GRACE,
         )  # fmt: skip
         Uvicorn(config).run(sockets=[listening])
     return 0

@@ -1,5 +1,6 @@
 """What is wrong with a request, in the API's own form (https://platform.openai.com/docs/guides/error-codes)."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ from starlette.responses import JSONResponse
 
 from ..errors import GumihoError, InputError, UnavailableError
 
+_log = logging.getLogger("gumiho.serve")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
           429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # fmt: skip
@@ -20,7 +22,8 @@ class Problem(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] = {}
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, str(GumihoError(message)), param, code, headers
+        self.status, self.message, self.code, self.headers = status, str(GumihoError(message)), code, headers
+        self.param = None if param is None else str(GumihoError(param))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -32,7 +35,13 @@ class Problem(Exception):
 
     @staticmethod
     def of(error: GumihoError) -> "Problem":
-        """An error of the runtime: the caller's fault if it is about what it was given."""
+        """An error of the runtime: the caller's fault if it is about what it was given. Others are about this machine, whose paths and libraries
+        are for its log."""
         if isinstance(error, InputError):
             return Problem(400, str(error))
-        return Problem(503 if isinstance(error, UnavailableError) else 500, str(error))
+        _log.error("a request failed: %s", error)
+        return Problem(503 if isinstance(error, UnavailableError) else 500, FAILED)
+
+
+FAILED = "the server failed, and its log says why: report it"
+ENDING = Problem(503, "the server is ending: try again later", code="server_ending")

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from ..model import Model
@@ -43,7 +43,8 @@ class Slots:
     def __init__(self, streams: Sequence[Model], longest_queue: int) -> None:
         self._free = [Slot(stream) for stream in streams]  # the least recently used one first
         self._all, self._longest_queue = tuple(self._free), longest_queue
-        self._waiting = deque[asyncio.Future[Slot]]()
+        self._waiting, self._admitted = deque[asyncio.Future[Slot]](), 0
+        self._guided = asyncio.Semaphore(max(1, len(streams) - 1))
 
     @property
     def count(self) -> int:
@@ -57,23 +58,31 @@ class Slots:
     def queued(self) -> int:
         return len(self._waiting)
 
-    def require_room(self, wanted: int) -> None:
-        """Raises Problem if so many more texts do not fit into slots and queue."""
-        if len(self._free) + self._longest_queue - len(self._waiting) < wanted:
+    def admit(self, texts: int) -> Callable[[], None]:
+        """Counts so many texts as decoded or waiting, until what is returned is called. Raises Problem if they do not fit."""
+        if self._admitted + texts > len(self._all) + self._longest_queue:
             raise Problem(
-                429, f"all {len(self._all)} streams are busy and {len(self._waiting)} texts wait: try again later", code="queue_full",
+                429, f"all {len(self._all)} streams are busy and the queue of {self._longest_queue} is full: try again later", code="queue_full",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
+        self._admitted += texts
+
+        def ended() -> None:
+            self._admitted -= texts
+
+        return ended
 
     @asynccontextmanager
-    async def slot(self, prompt: Sequence[int]) -> AsyncIterator[Slot]:
-        """A slot for a prompt, when it is its turn. Freed once the slot's thread is idle."""
-        slot = self._best(prompt) if self._free and not self._waiting else await self._wait()
-        try:
-            await slot.run(lambda: self._adopt(slot, prompt))
-            yield slot
-        finally:
-            slot.after(lambda: self._release(slot))
+    async def slot(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Slot]:
+        """A slot for a prompt, when it is its turn. Freed once the slot's thread is idle. guided: whether the text follows a grammar: such
+        texts leave one of several slots to others, since a grammar may take long for every token."""
+        async with self._guided if guided else nullcontext():
+            slot = self._best(prompt) if self._free and not self._waiting else await self._wait()
+            try:
+                await slot.run(lambda: self._adopt(slot, prompt))
+                yield slot
+            finally:
+                slot.after(lambda: self._release(slot))
 
     def _best(self, prompt: Sequence[int]) -> Slot:
         """The slot that shares the longest beginning with a prompt, unless most of another conversation would be lost for it."""

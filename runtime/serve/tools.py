@@ -8,45 +8,68 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ..decoding.grammar import Grammar
+from ..decoding.grammar import Grammar, GrammarError
 from .problems import Problem
 
 # Spaces as in the JSON that templates show.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class Function(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Function(_Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def bound(self, enforced: bool) -> dict[str, Any]:
+        """The schema of its arguments. enforced: whether what the grammar cannot hold is an error; otherwise it is a note for the model. Raises Problem for
+        parameters that are no object."""
+        given, spaces = self.parameters, _SPACES if enforced or self.strict else {**_SPACES, "lenient": True}
+        if given is None:
+            given = {"properties": {}, "additionalProperties": False}
+        kinds = given.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise Problem(
+                400, f'the parameters of tool {self.name!r} are of type {json.dumps(kinds)}: give "type": "object"', "tools", "invalid_value"
+            )  # fmt: skip
+        return {**given, "type": "object", "x-guidance": spaces}
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+
+class Tool(_Strict):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class NamedFunction(_Strict):
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class NamedTool(_Strict):
     type: Literal["function"]
     function: NamedFunction
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(_Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class Allowance(_Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool | Allowance
 
 
 @dataclass(frozen=True)
@@ -64,77 +87,70 @@ class Call:
 
 class Format:
     """How a family of models writes calls. ARGUMENTS: the key of their arguments. BEGIN: what text that may be a call begins with; ANYWHERE:
-    whether after other text too."""
+    whether after other text too. OPEN, CLOSE: patterns before and after each call; END: after the last."""
 
     ARGUMENTS: ClassVar[str] = "arguments"
     BEGIN: ClassVar[str]
     ANYWHERE: ClassVar[bool] = False
-
-    def call(self, functions: Sequence[Function]) -> dict[str, Any]:
-        """The schema of one call."""
-        return {"anyOf": [self._one(function) for function in functions]}
-
-    def _one(self, function: Function) -> dict[str, Any]:
-        properties = {"name": {"const": function.name}, self.ARGUMENTS: function.parameters or {"type": "object"}}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    OPEN: ClassVar[str]
+    CLOSE: ClassVar[str] = ""
+    END: ClassVar[str] = ""
 
     def grammar(self, functions: Sequence[Function], required: bool, several: bool) -> str | None:
-        """What the whole text must match, in llguidance's Lark; None if it cannot be bound."""
+        """What the whole text must match, in llguidance's Lark; None if it cannot be bound. Line i holds the schema of function i, from 1. Each
+        is a schema of its own, so that its references mean what its author meant."""
+        if (start := self.start(required, several)) is None:
+            return None
+        begins = [f'{{"name": {json.dumps(one.name, ensure_ascii=False)}, "{self.ARGUMENTS}": ' for one in functions]
+        calls = [f'{json.dumps(begin, ensure_ascii=False)} args_{i} "}}"' for i, begin in enumerate(begins)]
+        schemas = [f"args_{i}: %json {json.dumps(one.bound(required))}" for i, one in enumerate(functions)]
+        return "\n".join([*schemas, f"call: {' | '.join(calls)}", start]) + "\n"
+
+    def start(self, required: bool, several: bool) -> str | None:
+        """The rules above ``call``, one call as JSON."""
         raise NotImplementedError
 
-    def written(self, text: str) -> list[Any]:
-        """The calls in a text that begins like one, as JSON. Raises ValueError."""
-        raise NotImplementedError
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
+    def written(self, text: str) -> Iterator[tuple[Any, str]]:
+        """The calls that a text begins with, as JSON, each with the text that follows it."""
+        while begin := re.match(rf"\s*{self.OPEN}\s*", text):
+            try:
+                one, at = json.JSONDecoder().raw_decode(text, begin.end())
+            except (ValueError, RecursionError):
+                return
+            if not (end := re.compile(rf"\s*{self.CLOSE}").match(text, at)):
+                return
+            text = text[end.end() :]
+            yield one, re.sub(rf"^\s*{self.END}\s*$", "", text)
 
 
 class Hermes(Format):
-    BEGIN, ANYWHERE = "<tool_call>", True
+    BEGIN, ANYWHERE, OPEN, CLOSE = "<tool_call>", True, "<tool_call>", "</tool_call>"
 
-    def grammar(self, functions: Sequence[Function], required: bool, several: bool) -> str | None:
-        more = ' ("\\n<tool_call>\\n" object "\\n</tool_call>")*' if several else ""
-        calls = f'object "\\n</tool_call>"{more}\nobject: {_json(self.call(functions))}\n'
+    def start(self, required: bool, several: bool) -> str | None:
+        more = ' ("\\n<tool_call>\\n" call "\\n</tool_call>")*' if several else ""
+        calls = f'call "\\n</tool_call>"{more}'
         if required:
             return f'start: "<tool_call>\\n" {calls}'
         return (
-            f'start: PROSE | lead {calls}lead[suffix="<tool_call>\\n"]: /(?s:.*)/\nPROSE: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/\n'
+            f'start: PROSE | lead {calls}\nlead[suffix="<tool_call>\\n"]: /(?s:.*)/\nPROSE: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/'
         )
-
-    def written(self, text: str) -> list[Any]:
-        found = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
-        if re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL).strip() or not found:
-            raise ValueError("a call is not complete")
-        return [json.loads(one) for one in found]
 
 
 class Llama(Format):
-    ARGUMENTS, BEGIN = "parameters", "{"
+    ARGUMENTS, BEGIN, OPEN = "parameters", "{", r"(?=\{)"
 
-    def grammar(self, functions: Sequence[Function], required: bool, several: bool) -> str | None:
-        start = "start: object\n" if required else "start: PROSE? | object\nPROSE: /[^{](?s:.*)/\n"
-        return f"{start}object: {_json(self.call(functions))}\n"
-
-    def written(self, text: str) -> list[Any]:
-        return [json.loads(text)]
+    def start(self, required: bool, several: bool) -> str | None:
+        return "start: call" if required else "start: PROSE? | call\nPROSE: /[^{](?s:.*)/"
 
 
 class Mistral(Format):
     """Its mark is a special token, which no grammar can hold: it is put behind the prompt if a call is required."""
 
-    BEGIN, MARK = "[", "[TOOL_CALLS]"
+    BEGIN, MARK, OPEN, END = "[", "[TOOL_CALLS]", r"[\[,]", r"\]"
 
-    def grammar(self, functions: Sequence[Function], required: bool, several: bool) -> str | None:
-        listed = {"type": "array", "items": self.call(functions), "minItems": 1, **({} if several else {"maxItems": 1})}
-        return f"start: {_json(listed)}\n" if required else None
-
-    def written(self, text: str) -> list[Any]:
-        found = json.loads(text)
-        if not isinstance(found, list) or not found:
-            raise ValueError("no list of calls")
-        return found
+    def start(self, required: bool, several: bool) -> str | None:
+        more = ' (", " call)*' if several else ""
+        return f'start: "[" call{more} "]"' if required else None
 
 
 def recognized(template: str) -> Format | None:
@@ -160,6 +176,8 @@ class Tools:
     @staticmethod
     def of(tools: Sequence[Tool], choice: Choice | None, several: bool, template: str | None) -> "Tools | None":
         """None if there are none, or none may be called. Raises Problem if the model cannot have tools, or the choice is none of them."""
+        if not tools and choice not in (None, "none", "auto"):
+            raise Problem(400, "tool_choice asks for a call and there are no tools: give tools, or leave it out", "tool_choice")
         if not tools or choice == "none":
             return None
         if template is None or (form := recognized(template)) is None:
@@ -167,14 +185,16 @@ class Tools:
                 400, "this model's chat template has no tools, or calls them in a form that is not supported: leave tools out", "tools",
                 "unsupported_parameter",
             )  # fmt: skip
-        functions = [tool.function for tool in tools]
+        given = {tool.function.name: tool.function for tool in tools}
+        names, required = list(given), choice == "required"
         if isinstance(choice, NamedTool):
-            functions = [function for function in functions if function.name == choice.function.name]
-            if not functions:
-                raise Problem(
-                    400, f"there is no tool {choice.function.name!r}: tool_choice must name one of tools", "tool_choice"
-                )
-        return Tools(form, functions, isinstance(choice, NamedTool) or choice == "required", several)
+            names, required, several = [choice.function.name], True, False
+        elif isinstance(choice, Allowance):
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+            required = choice.allowed_tools.mode == "required"
+        if unknown := [name for name in names if name not in given]:
+            raise Problem(400, f"there is no tool {unknown[0]!r}: tool_choice must name one of tools", "tool_choice")
+        return Tools(form, [given[name] for name in names], required, several) if names else None
 
     @property
     def mark(self) -> str:
@@ -185,15 +205,41 @@ class Tools:
         grammar = self.format.grammar(self.functions, self.required, self.several)
         return Grammar.lark(grammar) if grammar else None
 
-    def calls(self, text: str) -> list[Call]:
-        """The calls that a text is. Raises ValueError if it is none, or one of another function."""
+    def refused(self, error: GrammarError) -> Problem:
+        """The library's refusal of the grammar, by the tool that it is about."""
+        if not 0 < error.line <= len(self.functions):
+            return Problem(
+                400, f"the tools cannot be enforced ({error.reason}): simplify their parameters", "tools", "invalid_value"
+            )
+        function = self.functions[error.line - 1]
+        way_out = (
+            "change them, or leave strict out and the choice to the model"
+            if self.required or function.strict
+            else "correct them"
+        )
+        return Problem(
+            400,
+            f"the parameters of tool {function.name!r} cannot be enforced ({error.reason}): {way_out}",
+            "tools",
+            "invalid_value",
+        )
+
+    def calls(self, text: str) -> tuple[list[Call], str]:
+        """The calls of given functions that a text begins with, and the rest of it."""
         names, key = {function.name for function in self.functions}, self.format.ARGUMENTS
-        found = []
-        for one in self.format.written(text):
+        found, rest = list[Call](), text
+        for one, after in self.format.written(text):
             if not isinstance(one, dict) or one.get("name") not in names or not isinstance(one.get(key), dict):
-                raise ValueError("no call of a function that was given")
-            found.append(Call(one["name"], json.dumps(one[key], ensure_ascii=False)))
-        return found
+                break
+            try:
+                arguments = json.dumps(one[key], ensure_ascii=False, allow_nan=False)
+            except ValueError:  # a number that became infinite
+                break
+            # Lone surrogates cannot be sent in UTF-8 but as escapes.
+            arguments = re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", arguments)
+            found.append(Call(one["name"], arguments))
+            rest = after
+        return found, rest if rest.strip() else ""
 
 
 class Splitter:
@@ -218,9 +264,7 @@ class Splitter:
         self._said = self._said or bool(free)
         return free
 
-    def end(self) -> tuple[str, list[Call]]:
-        """What is left: text, or calls."""
-        try:
-            return "", self._tools.calls(self._held) if self._held.strip() else []
-        except ValueError:
-            return self._held, []
+    def end(self, cut: bool) -> tuple[str, list[Call]]:
+        """What is left: text, and calls. cut: whether the text ended at a limit, so that what follows complete calls is a piece of another."""
+        calls, rest = self._tools.calls(self._held)
+        return "" if calls and cut else rest, calls

@@ -5,8 +5,11 @@ Templates are programs from a checkpoint, so they run in Jinja's sandbox. Their 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +20,28 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from ..errors import DamageError, GumihoError, InputError
+from .special_tokens import MARKS
+from .template_files import special_tokens, templates
 from .template_sandbox import Sandbox
 
-_CONFIG = "tokenizer_config.json"
-_SPECIAL = "special_tokens_map.json"
 # Converts an instance of a subclass to the plain type, even if the subclass overrides the conversion.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
+# But for the marks, which stand for characters of special tokens.
+_NOT_ASCII = re.compile(f"[^\0-~{chr(MARKS[0])}-{chr(MARKS[-1])}]+")
+_PROBE, _NO_KEY = "a probe", "no key of parts"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A compiled chat template. Safe to use from any thread."""
+    """A compiled chat template, and the one for conversations with tools if that is another one. Safe to use from any thread."""
 
-    def __init__(self, text: str, variables: Mapping[str, str], source: str) -> None:
+    def __init__(self, text: str, variables: Mapping[str, str], source: str, with_tools: "ChatTemplate | None" = None) -> None:
         """text: the template; variables: more variables that it can use; source: its file, for messages.
 
         Raises DamageError if the template does not parse.
         """
         self.text, self._variables, self._source = text, dict(variables), source
+        self.with_tools = with_tools or self
         try:
             self._template = _environment().compiled(text)
         except TemplateSyntaxError as error:
@@ -44,21 +51,47 @@ class ChatTemplate:
 
     @staticmethod
     def of(folder: Path) -> "ChatTemplate | None":
-        """The template of a bundle: ``chat_template.jinja``, else the one in ``tokenizer_config.json``; None without either.
-
-        Raises DamageError for damaged files, for several templates without a default, and for a template that does not parse.
-        """
-        file, config = folder / "chat_template.jinja", _read_json(folder / _CONFIG)
-        if file.is_file():
-            return ChatTemplate(_read(file), _special_tokens(folder, config), str(file))
-        file, text = folder / _CONFIG, config.get("chat_template")
-        if isinstance(text, list):
-            text = _default(text, file)
-        if text is None:
+        """The template of a bundle, as transformers chooses it; None without any. Raises DamageError for damaged files, and for a
+        template that does not parse."""
+        found = templates(folder)
+        if not found:
             return None
-        if not isinstance(text, str):
-            raise DamageError(f"{file} is damaged (its chat_template is not a string): copy the bundle again")
-        return ChatTemplate(text, _special_tokens(folder, config), str(file))
+        variables = special_tokens(folder)
+        with_tools = ChatTemplate(found["tool_use"][0], variables, found["tool_use"][1]) if "tool_use" in found else None
+        if "default" in found:
+            return ChatTemplate(*found["default"][:1], variables, found["default"][1], with_tools)
+        only = f"there are only templates named {', '.join(sorted(found))}: write the one to use to chat_template.jinja"
+        return ChatTemplate(
+            f"{{{{ raise_exception({json.dumps(only)}) }}}}", variables, next(iter(found.values()))[1], with_tools
+        )
+
+    @property
+    def all_text(self) -> str:
+        """Of both templates."""
+        return self.text if self.with_tools is self else f"{self.text}\0{self.with_tools.text}"
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether a message's content can be a list of parts, ``{"type": "text", "text": ...}``."""
+
+        messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE, _NO_KEY: ""}]}]
+        with suppress(GumihoError):
+            shown = self.render(messages, add_generation_prompt=False)
+            return _PROBE in shown and _NO_KEY not in shown  # which is in lists that are written as they are
+        return False
+
+    def joined(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages with parts of text joined by newlines, as llama.cpp's server and vLLM do, unless the template takes them as they are."""
+        parts = [
+            isinstance(message, Mapping) and isinstance(content := message.get("content"), list) and all(map(_is_text, content))
+            for message in messages
+        ]
+        if not any(parts) or self.takes_parts:
+            return messages
+        return [
+            {**message, "content": "\n".join(part["text"] for part in message["content"])} if joins else message
+            for message, joins in zip(messages, parts, strict=True)
+        ]
 
     def render(
         self,
@@ -66,22 +99,32 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        written: Callable[[str, bool], str] | None = None,
     ) -> str:
         """The conversation as text that includes special tokens: encode it with ``add_special_tokens=False``.
 
         messages: each with a ``role``, a ``content`` and other keys that the template reads, in JSON's types.
         add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. tools: JSON
         schemas of functions, for templates that know tools. variables: others that the template knows, such as Qwen3's
-        ``enable_thinking``, in JSON's types.
+        ``enable_thinking``, in JSON's types. written: gives the text that stands for one of the caller's, and is told whether an assistant's
+        message holds it.
 
         Raises InputError if there is no message, if one is not a mapping of JSON's types, for a variable that is not of these types or
         has a name of its own here, and if the template refuses the conversation (with its own message) or fails on it.
         """
-        prepared = [_prepared(message, index) for index, message in enumerate(messages)]
+        if tools is not None and self.with_tools is not self:
+            return self.with_tools.render(messages, add_generation_prompt, tools, variables, written)
+        by_user, by_assistant = ((lambda text, own=own: written(text, own)) if written else None for own in (False, True))
+        prepared = [
+            _prepared(message, index, by_assistant if _role(message) == "assistant" else by_user)
+            for index, message in enumerate(messages)
+        ]
         if not prepared:
             raise InputError("the conversation is empty: give at least one message")
-        listed = None if tools is None else [_plain(tool, f"tool {index}") for index, tool in enumerate(tools)]
-        more = {str(name): _plain(value, f"the template's variable {name!r}") for name, value in (variables or {}).items()}
+        listed = None if tools is None else [_plain(tool, f"tool {index}", by_user) for index, tool in enumerate(tools)]
+        more = {
+            str(name): _plain(value, f"the template's variable {name!r}", by_user) for name, value in (variables or {}).items()
+        }
         conversation = {
             "messages": prepared,
             "tools": listed,
@@ -96,7 +139,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program that can raise any exception
             raise InputError(
-                f"{self._name()} fails on this conversation ({_described(error)}): "
+                f"the chat template in {Path(self._source).name} fails on this conversation ({_described(error)}): "
                 "change the messages, or give the prompt as text or token ids"
             ) from None
 
@@ -108,70 +151,38 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamageError(f"{file} cannot be read ({error}): copy the bundle again") from None
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file. Raises DamageError."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise DamageError(f"{file} is damaged ({error}): copy the bundle again") from None
-    if not isinstance(content, dict):
-        raise DamageError(f"{file} is damaged (it is not a JSON object): copy the bundle again")
-    return content
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _default(templates: list[Any], file: Path) -> Any:
-    try:
-        named = {entry["name"]: entry["template"] for entry in templates}
-    except (KeyError, TypeError):
-        raise DamageError(
-            f"{file} is damaged (its chat_template is not a list of names and templates): copy the bundle again"
-        ) from None
-    if "default" not in named:
-        raise DamageError(
-            f"{file} has no default chat template (only {', '.join(map(str, named)) or 'an empty list'}): "
-            "write the template to use to chat_template.jinja"
-        )
-    return named["default"]
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Variables such as ``bos_token``. The exporter writes the map, which includes the tokens that transformers adds to the
-    configuration.
-    """
-    named = {name: value for name, value in config.items() if name.endswith("_token")} | _read_json(folder / _SPECIAL)
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
-
-
-def _prepared(message: Any, index: int) -> dict[str, Any]:
+def _prepared(message: Any, index: int, written: Callable[[str], str] | None) -> dict[str, Any]:
     """A message as templates expect it: without values of None, and with the assistant's reasoning under each of its names."""
     if not isinstance(message, Mapping):
         raise InputError(f"message {index} is {_type_name(message)}: give a mapping with a role and a content")
-    plain: dict[str, Any] = _plain({key: value for key, value in message.items() if value is not None}, f"message {index}")
+    place = f"message {index}"
+    plain = {
+        key: _plain(value, place, None if key == "role" else written) for key, value in message.items() if value is not None
+    }
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
 
 
-def _plain(value: Any, holder: str) -> Any:
-    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. holder: of the value, for messages."""
+def _plain(value: Any, holder: str, written: Callable[[str], str] | None = None) -> Any:
+    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. holder: of the value, for messages.
+    written: what stands for its strings."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key, holder): _plain(entry, holder) for key, entry in value.items()}
+        return {_plain(key, holder, written): _plain(entry, holder, written) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(_plain(entry, holder) for entry in value)
+        return (tuple if isinstance(value, tuple) else list)(_plain(entry, holder, written) for entry in value)
     for kind, convert in _SCALARS:
         if isinstance(value, kind):
-            return convert(value)
+            return written(convert(value)) if written and kind is str else convert(value)
     raise InputError(f"{holder} holds {_type_name(value)}: give text, numbers, lists and mappings")
 
 
@@ -226,7 +237,8 @@ def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(x, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _strftime_now(format: str) -> str:

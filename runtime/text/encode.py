@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 from ..bundle.reader import Bundle
 from ..errors import DamageError, InputError
 
 
-def encode(bundle: Bundle, text: str, special: bool = True) -> list[int]:
-    """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id.
+def encode(bundle: Bundle, text: str, special: bool = True, tokenizer: Any = None) -> list[int]:
+    """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id. tokenizer: if not the bundle's.
 
     Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another model.
     """
-    tokenizer = bundle.tokenizer
+    tokenizer = tokenizer or bundle.tokenizer
     try:
         ids = list(tokenizer.encode(text, add_special_tokens=special).ids)
-    except (UnicodeEncodeError, TypeError) as error:
-        raise InputError(f"the prompt is not valid Unicode ({error}): give text without lone surrogates") from None
+    except (UnicodeEncodeError, TypeError):
+        raise InputError("the prompt is not valid Unicode: give text without lone surrogates") from None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException

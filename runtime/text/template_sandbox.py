@@ -20,8 +20,11 @@ SECONDS = 3.0  # the longest time of a rendering
 _MOST = 1 << 23  # characters of a string, or entries of a list
 _BITS = 1 << 14  # of an integer
 _WIDTH = 1 << 12  # of padding, indentation and the like
+# What makes as much as a number among its arguments says, or takes as long.
+_SIZED = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson", "zfill"}
 _SLOW = {"striptags", "urlize", "wordwrap", "xmlattr", "pprint", "urlencode"}  # filters whose time can grow quadratically
 _SLOW_MOST = 1 << 16  # characters that such a filter may get
+_SEQUENCES = (str, bytes, list, tuple)
 _WIDE_SPEC = re.compile(r"\d{4,}|\*")
 _deadline = local()
 
@@ -42,7 +45,7 @@ def _require(size: int) -> None:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict)) else 1
+    return len(value) if isinstance(value, (*_SEQUENCES, dict)) else 1
 
 
 def _concat(pieces: Any) -> str:
@@ -74,7 +77,7 @@ def _operate(operator: str, left: Any, right: Any) -> None:
                 raise _refused("makes a number that is too large")
         elif isinstance(left, int) or isinstance(right, int):
             count, sequence = (left, right) if isinstance(left, int) else (right, left)
-            _require(_size(sequence) * max(0, count) if isinstance(sequence, (str, list, tuple)) else 0)
+            _require(_size(sequence) * max(0, count) if isinstance(sequence, _SEQUENCES) else 0)
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _BITS:
             raise _refused("makes a number that is too large")
@@ -93,7 +96,7 @@ def _arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, A
     tick()
     values = [*args, *kwargs.values()]
     largest = max((abs(number) for number in values if isinstance(number, int) and not isinstance(number, bool)), default=0)
-    if largest > _WIDTH and name not in ("round", "default", "d", "index", "append", "insert", "count", "get"):
+    if largest > _WIDTH and name in _SIZED:
         raise _refused(f"gives {name} a number that is too large")
     if isinstance(value, str):
         if name == "replace" and len(args) >= 2:
@@ -164,7 +167,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(obj, "__self__", None)
-        if isinstance(owner, (str, list, tuple)):
+        if isinstance(owner, (*_SEQUENCES, int)):
             _arguments(obj.__name__, owner, args, kwargs)
         else:
             tick()

@@ -1,0 +1,69 @@
+"""Messages of a conversation, as the API sends them and as chat templates take them."""
+
+import json
+import re
+from contextlib import suppress
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from .problems import Problem
+
+# Notes that clients keep with messages and parts, or that answers have and clients send back: they are no text.
+NOTES = {"annotations", "cache_control", "id", "index", "parsed", "prompt_cache_breakpoint", "provider_specific_fields"}
+
+
+class Message(BaseModel):
+    """A message. Other keys go to the chat template, if it knows their names."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    # The assistant's reasoning under the names that servers have for it; templates get it under each of theirs.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+
+    def plain(self, place: str, template: str) -> dict[str, Any]:
+        """As chat templates take it. Raises Problem for content that is no text, and for keys that would have no effect. place: of the message, such
+        as ``messages.0``; template: the chat template's text."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, []) and name not in NOTES and not re.search(rf"\b{re.escape(name)}\b", template):
+                raise Problem(400, f"{place}.{name} is not supported: leave it out", "messages", "unsupported_parameter")
+        message = self.model_dump(exclude_none=True, exclude=NOTES | {"refusal"})
+        message["role"] = "system" if self.role == "developer" else self.role
+        given = (self.refusal or "") if self.content is None else self.content
+        message["content"] = (
+            given if isinstance(given, str) else [{"type": "text", "text": _text(part, place)} for part in given]
+        )
+        for call in self.tool_calls or ():
+            _with_arguments(call)
+        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+
+
+def _text(part: dict[str, Any], place: str) -> str:
+    kind = part.get("type")
+    text = part.get(kind, "") if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise Problem(400, f"content of type {kind or 'text'!r} is not supported: send text", "messages")
+    if odd := next(
+        (name for name, value in part.items() if name not in {"type", kind, *NOTES} and value not in (None, [])), None
+    ):
+        raise Problem(400, f"{place}.content.{odd} is not supported: leave it out", "messages", "unsupported_parameter")
+    return text
+
+
+def _with_arguments(call: dict[str, Any]) -> None:
+    """Templates want objects, the API sends them as text; nothing is the text of a call without arguments."""
+    if isinstance(function := call.get("function"), dict):
+        given = function.get("arguments")
+        if given is None or (isinstance(given, str) and not given.strip()):
+            given = {}
+        if isinstance(given, str):
+            with suppress(ValueError, RecursionError):
+                given = {} if (parsed := json.loads(given)) is None else parsed
+        function["arguments"] = given

@@ -1,0 +1,199 @@
+"""Serves a bundle to clients whose grammars crash a parser, fill memory or take hours, and watches what others notice of them.
+
+    python -m tools.hostile_grammars BUNDLE --minutes 5
+
+starts ``gumiho serve``, whose clients send such grammars for chats and completions, in three forms and several sizes, and leave after some seconds
+or wait for an answer. Beside them a client asks for short texts without a grammar. BUNDLE needs a chat template. Memory is what the server and its
+processes alone hold (RssAnon). Prints what happened; exit status 1 if the server ends or does not answer, if a short text takes a second
+longer than without the others, or if memory is not back within 50 MB of what it was before them within ten seconds.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from time import monotonic, sleep
+from typing import Any
+
+MOST_DELAY, MOST_GROWTH = 1.0, 50 << 20  # seconds, bytes
+_PAUSE_SECONDS = 10.0
+Body = dict[str, Any]
+
+
+def _schema(schema: Any) -> Body:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def _chain(n: int) -> Body:
+    definitions: Body = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]} for i in range(n)}
+    return _schema({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{n}": {"type": "integer"}}})
+
+
+def _contains(n: int) -> str:
+    return " & ".join(f"/(?s:.*)x{i}(?s:.*)/" for i in range(n))
+
+
+KINDS: dict[str, Callable[[int], Body]] = {
+    "chained definitions": lambda n: _chain(1500 * n),
+    "chained references": lambda n: _schema({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000 * n)} | {str(4000 * n): {}}}),
+    "chained rules": lambda n: {"grammar": "start: r0\n" + "".join(f'r{i}: "x" r{i + 1}\n' for i in range(5000 * n)) + f'r{5000 * n}: "y"'},
+    "chained terminals": lambda n: {"grammar": "start: R0\n" + "".join(f'R{i}: "x" R{i + 1}\n' for i in range(9000 * n)) + f'R{9000 * n}: "y"'},
+    "optional properties": lambda n: _schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000 * n)}}),
+    "long expression": lambda n: {"regex": "ab" * (500_000 * n)},
+    "longer expression": lambda n: {"regex": "ab" * (3_700_000)},
+    "nested expression": lambda n: {"regex": "(" * (100 * n) + "a" + ")*" * (100 * n)},
+    "alternatives": lambda n: {"regex": "|".join(f"w{i}x" for i in range(40_000 * n))},
+    "multiple": lambda n: _schema({"type": "integer", "multipleOf": 4_194_303 - n}),
+    "conjunctions": lambda n: {"grammar": f"start: A\nA: {_contains(16 + 4 * n)}"},
+    "hidden conjunctions": lambda n: {"grammar": f'start: A\nA: "x" B | "z"\nB: {_contains(14 + 2 * n)}'},
+    "patterns": lambda n: _schema({"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(18 + 4 * n)]}),
+    "ambiguous": lambda n: {"grammar": f"start: s\ns: s s{' s' * (30 * n)} | \"a\" | \"\""},
+    "nested schema": lambda n: _schema(json.loads('{"items":' * (100 * n) + "true" + "}" * (100 * n))),
+    "many schemas": lambda n: {"grammar": "start: " + " ".join(f"a{i}" for i in range(3000 * n)) + "\n" + "".join(f'a{i}: %json {{"type":"object"}}\n' for i in range(3000 * n))},
+}  # fmt: skip
+
+
+class Server:
+    """port: where it listens. process: of ``gumiho serve``."""
+
+    def __init__(self, bundle: str) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "runtime.gumiho", "serve", bundle, "--port", str(self.port), "--model-name", "x"]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def ask(self, body: Body, patience: float) -> tuple[int, str]:
+        """Status and content, or 0 if the client leaves before an answer. Raises OSError and HTTPException without an answer."""
+        body = {"model": "x", **body}
+        path = "/v1/chat/completions" if "response_format" in body else "/v1/completions"
+        body |= {"messages": [{"role": "user", "content": "hi"}]} if "response_format" in body else {"prompt": "hi"}
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=patience)) as connection:
+            try:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                return response.status, response.read().decode()
+            except TimeoutError:
+                return 0, ""
+
+    def memory(self) -> int:
+        """Bytes that it and its processes hold for themselves."""
+        return sum(_own(process) for process in _family(self.process.pid))
+
+
+def _family(process: int) -> Iterator[int]:
+    parents: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                parents.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(name))
+        except OSError:
+            continue
+    waiting = [process]
+    while waiting:
+        yield (one := waiting.pop())
+        waiting += parents.get(one, [])
+
+
+def _own(process: int) -> int:
+    try:
+        with open(f"/proc/{process}/status") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+    except OSError:
+        return 0
+
+
+def short(server: Server) -> float:
+    """Seconds of a short text."""
+    begun = monotonic()
+    status, content = server.ask({"max_tokens": 4, "temperature": 0}, 120)
+    if status != 200:
+        raise ValueError(f"a short text was answered with status {status}: {content[:200]}")
+    return monotonic() - begun
+
+
+def hostile(server: Server, seed: int, until: float, counts: "Counter[str]") -> None:
+    draw = random.Random(seed)
+    while monotonic() < until:
+        sleep(1)  # what a client takes to write a grammar is not to be measured
+        name = draw.choice([*KINDS])
+        status, content = server.ask(
+            {**KINDS[name](draw.choice([1, 1, 2, 4])), "max_tokens": 200}, draw.choice([0.2, 1, 5, 30])
+        )
+        counts[f"{name}: {status or 'left'}"] += 1
+        if status >= 500:
+            raise ValueError(f"{name} was answered with status {status}: {content[:200]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--clients", type=int, default=8)
+    args = parser.parse_args()
+    server, problems, counts = Server(args.bundle), list[str](), Counter[str]()
+
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except (OSError, HTTPException, ValueError) as error:
+                problems.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if not probe.connect_ex(("127.0.0.1", server.port)):
+                    break
+            sleep(0.1)
+        # The first grammar starts the process that has read the vocabulary, and every stream gets its caches.
+        many = [guarded(lambda: print(server.ask({"regex": "[ab]+", "max_tokens": 20}, 60)[0], end=" ")) for _ in range(8)]
+        for thread in many:
+            thread.join()
+        before, usual = server.memory(), sorted(short(server) for _ in range(20))[-2]
+        until = monotonic() + args.minutes * 60
+        threads = [guarded(lambda seed=i: hostile(server, seed, until, counts)) for i in range(args.clients)]  # type: ignore[misc]
+        seconds, most = [], 0
+        while monotonic() < until and not problems:
+            seconds.append(short(server))
+            most = max(most, server.memory())
+            sleep(0.3)
+        for thread in threads:
+            thread.join()
+        end = monotonic() + _PAUSE_SECONDS
+        while (after := server.memory()) > before + MOST_GROWTH and monotonic() < end:
+            sleep(0.5)
+        if server.process.poll() is not None:
+            problems.append(f"the server has ended with status {server.process.returncode}")
+        if max(seconds) > usual + MOST_DELAY:
+            problems.append(f"a short text took {max(seconds):.2f} s instead of {usual:.2f}")
+        if after > before + MOST_GROWTH:
+            problems.append(f"memory grew from {before >> 20} to {after >> 20} MiB")
+    except (OSError, HTTPException, ValueError) as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait()
+    for name, count in sorted(counts.items()):
+        print(f"{count:5} {name}")
+    ordered = sorted(seconds)
+    print(f"{len(ordered)} short texts: median {ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f}, before {usual:.2f}")
+    print(f"memory: {before >> 20} MiB before, at most {most >> 20}, {after >> 20} after")
+    print(*problems or ["nothing found"], sep="\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
