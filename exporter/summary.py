@@ -33,6 +33,7 @@ def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
         *(line for own in plan.further.values() for line in _drafter(own.pair, own.tree)),
         f"Capacity: {plan.capacity} positions for prompt and text together.",
         f"Precision: {DTYPE_NAMES[plan.dtype]}, except what is quantized.",
+        *([f"Ends: a text ends at {', '.join(pair.spelled(pair.eos_token_ids))}."] if pair.eos_token_ids else []),
         *_schemes(plan),
         *_remarks(plan),
         "Weight files:",
@@ -84,7 +85,7 @@ def _schemes(plan: "Plan") -> list[str]:
 def _remarks(plan: "Plan") -> list[str]:
     """What a manifest does not say: the origin of the draft vocabulary, the matrices that are not quantized though their model is,
     combinations that are bad for a backend, and how much is linked."""
-    lines, drafted = _ends(plan.pair), plan.pair.draft_vocabulary
+    lines, drafted = _warnings(plan.pair), plan.pair.draft_vocabulary
     if drafted:
         lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
     if unfit := plan.unquantized():
@@ -104,22 +105,23 @@ def _remarks(plan: "Plan") -> list[str]:
     return lines
 
 
-def _ends(pair: "Pair") -> list[str]:
-    """At which tokens a text ends, and what the target's files lack."""
+def _warnings(pair: "Pair") -> list[str]:
+    """What the target's files lack."""
     from .checkpoints.end_tokens import end_of_turn
 
     ends, edit = pair.eos_token_ids, "add it to eos_token_id in the target's generation_config.json, and export again"
-    if ends:
-        lines = [f"Ends: a text ends at {', '.join(pair.spelled(ends))}."]
-    else:
-        lines = [f"Warning: no token ends a text, so that every text goes on to its largest length. If you know one, {edit}."]
+    lines = [f"Warning: {note}." for note in pair.target.notes]
+    if not ends:
+        lines.append(
+            f"Warning: no token ends a text, so that every text goes on to its largest length. If you know one, {edit}."
+        )
     # In a dry run no template is run.
     turn = end_of_turn(pair.tokenizer) if pair.__dict__.get("tokenizer") else None
     if turn is not None and turn not in ends:
         lines.append(
             f"Warning: the chat template ends an answer with {pair.spelled([turn])[0]}, at which texts do not end: {edit}."
         )
-    return lines + [f"Warning: {note}." for note in pair.target.notes]
+    return lines
 
 
 def _kept(plan: "Plan") -> list[str]:

@@ -23,6 +23,8 @@ def reason(error: BaseException) -> str:
         return f"there is no {error}"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return "a number has too many digits"
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 

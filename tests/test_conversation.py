@@ -267,14 +267,18 @@ def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
             said += os.read(main_end, 1 << 16)
         said = said.partition(text)[2]
 
+    def ready() -> None:
+        """Reads up to where a message can be typed, whatever an answer holds: there the terminal is asked to mark what is pasted."""
+        until(b"\x1b[?2004h")
+        until(b"> ")
+
     try:
         until(b"Ctrl-D leaves")
-        until(b"\x1b[?2004h")  # asks the terminal to mark what is pasted
-        until(b"> ")
+        ready()
         for typed in (b"def f(y\x7fx):\n", b"\x1b[200~import os\nimport sys\x1b[201~\n"):
             os.write(main_end, typed)
             until(b"\n")
-            until(b"> ")
+            ready()
             os.write(main_end, b"not sent")
             until(b"not sent")
             process.send_signal(signal.SIGINT)  # right after an answer, too

@@ -3,7 +3,7 @@
 ``gumiho-export`` and ``gumiho doctor`` print these same sentences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..backends import Backend
@@ -39,7 +39,14 @@ def content(bundle: Bundle) -> list[str]:
         f"weights: {'; '.join(weights)}; KV caches {manifest.dtype}",
         rows,
         *others,
+        *([f"a text ends at {', '.join(_spelled(bundle, manifest.eos_token_ids))}"] if manifest.eos_token_ids else []),
     ]
+
+
+def _spelled(bundle: Bundle, ids: Sequence[int]) -> list[str]:
+    """Tokens as messages name them."""
+    texts = [bundle.tokenizer.id_to_token(i) for i in ids] if bundle.has_tokenizer else [None] * len(ids)
+    return [f"{text!r} ({i})" if text else str(i) for text, i in zip(texts, ids, strict=True)]
 
 
 def measured(bundle: Bundle, folder: Path) -> dict[str, Costs | None]:
