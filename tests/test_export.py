@@ -25,9 +25,9 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import exporter.bundle
 import exporter.staging
@@ -38,6 +38,7 @@ import runtime.bundle.hashes
 import runtime.engines.golden_replay
 import runtime.engines.store
 from exporter.backends import specs as forms
+from exporter.checkpoints.end_tokens import end_of_turn
 from exporter.cli import main
 from exporter.options import open_pair, parser, plan
 from exporter.precision import recommendation
@@ -50,6 +51,7 @@ from runtime.errors import GumihoError, UnavailableError
 from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter
 from tests.seal import update
+from tests.test_tokenizer import PLAIN, written
 
 ROOT = Path(__file__).parents[1]
 # Head sizes 16 and 8 take different dialects on ONNX Runtime.
@@ -971,6 +973,45 @@ def test_ends_of_text(tiny: Path, tmp_path: Path, generation: dict[str, Any] | N
     if generation is not None:
         file.write_text(json.dumps(generation))
     assert wanted(tmp_path / "pair", tmp_path / "out").pair.eos_token_ids == expected
+
+
+def test_the_tokenizer_s_own_end_counts_too(tiny: Path, tmp_path: Path) -> None:
+    """As in vLLM, whatever generation_config.json says."""
+    shutil.copytree(tiny, tmp_path / "pair")
+    target = written(tmp_path / "pair" / "target")  # whose eos_token is its token 0
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    found = wanted(tmp_path / "pair", tmp_path / "out").pair
+    assert found.eos_token_ids == (2, 7, 0)
+    assert found.spelled(found.eos_token_ids) == ["'<s>' (2)", "7", "'a' (0)"]
+
+
+def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    target = written(tmp_path / "pair" / "target", PLAIN | {"eos_token": None})
+    said = {}
+    for ends in ([2], []):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert main([*options(tmp_path / "pair", tmp_path / "out"), "--dry-run"]) == 0
+        said[len(ends)] = capsys.readouterr().out
+    assert "Ends: a text ends at '<s>' (2)." in said[1]
+    assert "Warning: no token ends a text" in said[0]
+    assert "Warning" not in said[1]
+    assert "Ends:" not in said[0]
+
+
+@pytest.mark.parametrize(("template", "expected"), [
+    ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<s>{% endfor %}", 2),
+    ("{% for m in messages %}{{ m.content }}b<s>{% endfor %}", 2),
+    ("{% for m in messages %}{{ m.content }} {% endfor %}", None),
+    ("{{ raise_exception('no') }}", None),
+    (None, None),
+])  # fmt: skip
+def test_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, expected: int | None) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "<s>": 2}, "a"))
+    tokenizer.add_tokens([AddedToken("<s>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
+    assert end_of_turn(loaded) == expected
 
 
 def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:
