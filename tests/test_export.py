@@ -1001,14 +1001,14 @@ def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("template", "expected"), [
     ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<s>{% endfor %}", 2),
-    ("{% for m in messages %}{{ m.content }}b<s>{% endfor %}", 2),
+    ("<b>{% for m in messages %}{{ m.content }}a<s>{% endfor %}", 2),
     ("{% for m in messages %}{{ m.content }} {% endfor %}", None),
     ("{{ raise_exception('no') }}", None),
     (None, None),
 ])  # fmt: skip
 def test_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, expected: int | None) -> None:
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "<s>": 2}, "a"))
-    tokenizer.add_tokens([AddedToken("<s>", special=True)])
+    tokenizer = Tokenizer(WordLevel({"a": 0, "<b>": 1, "<s>": 2}, "a"))
+    tokenizer.add_tokens([AddedToken("<b>", special=True), AddedToken("<s>", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
     assert end_of_turn(loaded) == expected
