@@ -136,6 +136,12 @@ FAULTS = (
           "torch.cat((codes >> 4, codes & 15)", "tests/test_as_is.py::test_a_gguf_s_codes_scales_and_logits"),
     Fault("gptq-zero-point-as-stored", "exporter/checkpoints/quantized.py", 'int(version == "gptq")', "0",
           "tests/test_quantized_checkpoints.py::test_numbers_and_codes_are_those_that_were_packed"),
+    Fault("sentencepiece-merges-by-id-alone", "exporter/checkpoints/sentencepiece_bpe.py", "(-pieces.scores[i], i, -at,", "(0.0, -i, -at,",
+          "tests/test_sentencepiece_bpe.py::test_ids_are_sentencepiece_s"),
+    Fault("gguf-factor-without-a-type-dropped", "exporter/checkpoints/gguf_config.py", '"rope.scaling.type", "linear"',
+          '"rope.scaling.type", "none"', "tests/test_gguf.py::test_rotary_scaling_is_what_llama_cpp_reads"),
+    Fault("eos-of-the-tokenizer-ignored", "exporter/checkpoints/pair.py", "return named if own is None or", "return named if True or",
+          "tests/test_export.py::test_the_tokenizer_s_own_end_counts_too"),
     # --- bundles
     Fault("hash-not-checked-when-loading", "runtime/loader.py", "    opened.verify(quick=True)\n", "",
           "tests/test_bundle.py::test_damaged_files_are_refused_when_loading"),
@@ -174,8 +180,8 @@ FAULTS = (
           "tests/test_serve.py::test_completions_of_several_prompts"),
     Fault("last-chunk-of-a-stream-lost", "runtime/serve/app.py", "        if body.streams_usage:\n",
           "        if body.streams_usage and not asked.usage.completion:\n", "tests/test_serve.py::test_settings"),
-    Fault("stop-string-lost-in-a-request", "runtime/serve/bodies.py", "isinstance(stop, str) else stop) if one]",
-          "isinstance(stop, str) else stop[1:]) if one]", "tests/test_serve.py::test_settings"),
+    Fault("stop-string-lost-in-a-request", "runtime/serve/bodies.py", "stop=self.stop,",
+          "stop=self.stop[1:],", "tests/test_serve.py::test_settings"),
 )  # fmt: skip
 
 
