@@ -987,7 +987,8 @@ def test_the_tokenizer_s_own_end_counts_too(tiny: Path, tmp_path: Path) -> None:
 
 def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny, tmp_path / "pair")
-    target = written(tmp_path / "pair" / "target", PLAIN | {"eos_token": None})
+    words = Tokenizer(WordLevel({"a": 0, "None": 1, "<s>": 2}, "a"))  # one that is spelled like no end
+    target = written(tmp_path / "pair" / "target", PLAIN | {"eos_token": None}, words)
     said = {}
     for ends in ([2], []):
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -1,7 +1,7 @@
 """Tools: what the model is told, what it may write, and what clients are told of it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -201,6 +201,17 @@ def matchers(demo_bundle: Path) -> GrammarMatchers:
         return GrammarMatchers(model.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
 
 
+def complete(matchers: GrammarMatchers, guide: Any, ids: Sequence[int]) -> bool:
+    """Whether a grammar takes tokens as a whole text."""
+    matcher = matchers.start(guide)
+    try:
+        for token in ids:
+            matcher.accept(token)
+    except InputError:
+        return False
+    return matcher._may_end()
+
+
 @pytest.mark.parametrize(
     ("form", "required", "several", "text", "allowed"),
     [
@@ -232,15 +243,8 @@ def test_what_the_grammar_allows(
     tools = Tools(form, [Function(**WEATHER["function"]), Function(name="clock")], required, several)  # type: ignore[arg-type]
     guide = tools.guide()
     assert guide is not None
-    matcher = matchers.start(guide)
     with load(demo_bundle) as model:
-        try:
-            for token in model.encode(text, special=False):
-                matcher.accept(token)
-            complete = matcher._may_end()
-        except InputError:
-            complete = False
-    assert complete is allowed
+        assert complete(matchers, guide, model.encode(text, special=False)) is allowed
     if allowed and text.rstrip("]").endswith(("}}", "</tool_call>")):
         splitter = Splitter(tools)
         splitter.push(text)
@@ -318,14 +322,8 @@ def test_references_mean_what_they_mean_alone(matchers: GrammarMatchers, demo_bu
             verdicts = set()
             for i, schema in enumerate(closed):
                 for arguments in candidates:
-                    matcher = matchers.start(guide)
                     text = f'{{"name": "f{i}", "parameters": {json.dumps(arguments)}}}'
-                    try:
-                        for token in model.encode(text, special=False):
-                            matcher.accept(token)
-                        allowed = matcher._may_end()
-                    except InputError:
-                        allowed = False
+                    allowed = complete(matchers, guide, model.encode(text, special=False))
                     assert allowed is Draft202012Validator(schema).is_valid(arguments), (schema, arguments)
                     verdicts.add(allowed)
             assert verdicts == {True, False}

@@ -26,4 +26,4 @@ class LoneTarget(Pair):
         layers = ((i,) for i in range(self.target_shape.layers))
         require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
         self.target.require(self._expected_target)
-        self._vocabulary(self.target.folder)
+        _ = self._tokens

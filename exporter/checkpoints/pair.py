@@ -15,7 +15,7 @@ from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
-from runtime.errors import InputError, reason
+from runtime.errors import InputError
 
 from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint, require_tensors, tensor_indices
@@ -95,7 +95,7 @@ class Pair:
         require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
         self.target.require(self._expected_target)
         self.drafter.require(self.reader.expected, self.reader.optional)
-        draft, full = self._vocabulary(self.drafter.folder), self._vocabulary(self.target.folder)
+        draft, full = self._vocabulary(self.drafter.folder), self._tokens
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)
             raise InputError(
@@ -113,6 +113,11 @@ class Pair:
         """Size of the draft vocabulary."""
         return len(self.draft_vocabulary.ids) if self.draft_vocabulary else self.target_shape.vocabulary
 
+    @cached_property
+    def _tokens(self) -> dict[str, int] | None:
+        """Ids by token in the target's tokenizer.json; None without one."""
+        return self._vocabulary(self.target.folder)
+
     def _vocabulary(self, folder: Path) -> dict[str, int] | None:
         from tokenizers import Tokenizer
 
@@ -122,7 +127,7 @@ class Pair:
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except BaseException as error:  # the library raises Exception itself, and BaseException when its Rust code panics
-            raise damaged(error, f"{file} is damaged ({reason(error)}): download it again") from None
+            raise damaged(error, f"{file} is damaged") from None
         self._check_ids(tokenizer, folder)
         return tokenizer.get_vocab()
 
@@ -157,7 +162,7 @@ class Pair:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the target, or None if its folder has neither tokenizer.json nor tokenizer.model."""
+        """transformers' tokenizer of the target, or None if its folder has no file of one."""
         folder = self.target.folder
         if not has_tokenizer(folder):
             return None
@@ -179,15 +184,14 @@ class Pair:
         """The token that the tokenizer itself calls the end of a text, if possible without importing transformers."""
         folder = self.target.folder
         if "tokenizer" not in self.__dict__ and surely_loads(folder, self.target_shape.vocabulary):
-            return (self._vocabulary(folder) or {}).get(str(document(folder / "tokenizer_config.json").get("eos_token")))
+            text = document(folder / "tokenizer_config.json").get("eos_token")
+            return None if text is None else (self._tokens or {}).get(text)
         found: int | None = self.tokenizer.eos_token_id if self.tokenizer else None
         return found
 
     def spelled(self, ids: Iterable[int]) -> list[str]:
         """Tokens as messages name them."""
-        vocabulary = (
-            self.tokenizer.get_vocab() if self.__dict__.get("tokenizer") else self._vocabulary(self.target.folder) or {}
-        )
+        vocabulary = self.tokenizer.get_vocab() if self.__dict__.get("tokenizer") else self._tokens or {}
         texts = {i: text for text, i in vocabulary.items()}
         return [f"{shown(texts[i])} ({i})" if i in texts else str(i) for i in ids]
 

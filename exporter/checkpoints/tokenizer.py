@@ -14,11 +14,10 @@ from runtime.errors import DamageError, GumihoError, UnavailableError, reason
 from .json_config import document
 from .llama import LlamaConfig, transformers_config
 
-# Files of older layouts, which transformers merges into the tokenizer.
-_SENTENCEPIECE = "tokenizer.model"
+_SENTENCEPIECE, _TEMPLATE = "tokenizer.model", "chat_template.jinja"
 _USUAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # those of Llama, where a folder does not say
+# Files of older layouts, which transformers merges into the tokenizer.
 _OLDER = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
-_TEMPLATES = ("chat_template.jinja",)
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # both take tokenizer.json as it is
 # Fields of tokenizer_config.json: special tokens, and others with the types of values with which loading cannot fail.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -33,12 +32,15 @@ _MOST_BYTES = 1 << 20  # of a chat template
 _LARGEST = 100_000  # tokens; transformers looks for known defects of larger ones
 
 
-def damaged(error: BaseException, message: str) -> BaseException:
+def damaged(error: BaseException, what: str) -> BaseException:
     """The exception to raise for a library's error: DamageError, unless it is an interruption, has a message of its own or means that a
-    package is missing."""
+    package is missing. what: is the matter, without the cause."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError):
+        return error
+    said = f"{what} ({reason(error)})"
     if isinstance(error, ImportError):
-        return UnavailableError(f"{message.rpartition(':')[0]}: install the package that is missing")
-    return error if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError) else DamageError(message)
+        return UnavailableError(f"{said}: install the package that is missing")
+    return DamageError(f"{said}: download it again")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -56,7 +58,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
                 complete, config=transformers_config(config), use_fast=True, trust_remote_code=False, local_files_only=True
             )
     except BaseException as error:  # the library raises exceptions of any type for missing converters and damaged files
-        raise damaged(error, f"the tokenizer in {folder} cannot be loaded ({reason(error)}): download it again") from None
+        raise damaged(error, f"the tokenizer in {folder} cannot be loaded") from None
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def _complete(folder: Path) -> Iterator[Path]:
     )
     with TemporaryDirectory(prefix="tokenizer-") as name:
         copy = Path(name)
-        for other in _OLDER + _TEMPLATES:
+        for other in (*_OLDER, _TEMPLATE):
             if (folder / other).is_dir():
                 shutil.copytree(folder / other, copy / other)
             elif (folder / other).is_file():
@@ -104,7 +106,7 @@ def surely_loads(folder: Path, vocabulary: int) -> bool:
         return False
     try:
         settings, tokenizer = document(folder / "tokenizer_config.json"), document(folder / "tokenizer.json")
-        if (template := folder / "chat_template.jinja").exists():
+        if (template := folder / _TEMPLATE).exists():
             read_regular(template, _MOST_BYTES).decode("utf-8")
     except (OSError, ValueError, GumihoError):
         return False
