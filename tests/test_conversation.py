@@ -272,6 +272,15 @@ def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
         until(b"\x1b[?2004h")
         until(b"> ")
 
+    def interrupt() -> None:
+        """Ctrl-C, again if nothing happens: Python's readline overlooks one that comes after it handled a key and before it waits for the
+        next, which a process sees far more often than a person."""
+        for _ in range(12):
+            process.send_signal(signal.SIGINT)
+            if select.select([main_end], [], [], 5)[0]:
+                break
+        until(b"Ctrl-D or /exit leaves")
+
     try:
         until(b"Ctrl-D leaves")
         ready()
@@ -281,8 +290,7 @@ def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
             ready()
             os.write(main_end, b"not sent")
             until(b"not sent")
-            process.send_signal(signal.SIGINT)  # right after an answer, too
-            until(b"Ctrl-D or /exit leaves")
+            interrupt()  # right after an answer, too
             until(b"> ")
         os.write(main_end, f"/save {file}\n".encode())
         until(b"\n")
