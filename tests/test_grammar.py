@@ -1,11 +1,13 @@
 """Guides against brute force over small vocabularies, and what they let through against parsers of its language."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache, reduce
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -593,6 +595,32 @@ def test_the_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnavailableError, match="pip install 'llguidance>=1.1.2'"):
         TINY.start(Grammar.regex("a"))
+
+
+def test_grammars_leave_the_processor_to_decoding() -> None:
+    """By niceness, and by that of the scheduler's group where the system has such groups: each session has one."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc")
+    matcher = TINY.start(Grammar.regex("a"))
+    processes = [
+        path.name
+        for path in Path("/proc").glob("[0-9]*")
+        if f"PPid:\t{os.getpid()}\n" in _read(path / "status") and "grammar_child" in _read(path / "cmdline")
+    ]
+    assert processes
+    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    for process in processes:
+        assert os.getpriority(os.PRIO_PROCESS, int(process)) == nice
+        if group := _read(Path(f"/proc/{process}/autogroup")):
+            assert group.split()[-1] == str(nice)
+    assert matcher.done is False
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return ""
 
 
 def test_nothing_heavy_is_imported() -> None:

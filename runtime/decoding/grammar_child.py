@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ FALSE, TRUE, FAILED = 0, 1, 2
 STEP_SECONDS, COMPILE_SECONDS, TEXT_SECONDS = 1.0, 10.0, 60  # of processor time
 MEMORY = 256 << 20  # bytes that a grammar may take
 _STACK = 64 << 20
+_NICENESS = 10  # a ninth of the processor time that decoding gets where both want it
 # By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
 # model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the grammar.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -137,8 +139,20 @@ def _limit() -> None:
             file.write("1000")  # where the machine has no memory left, this process goes, and not the one that it works for
 
 
+def _yield_to_decoding() -> None:
+    """An engine's pass takes as long as its slowest thread, so one grammar that takes a core's half doubles it."""
+    if not hasattr(os, "nice"):
+        return
+    niceness = os.nice(_NICENESS)
+    # With a session of its own a process is in a group of its own (sched(7), "autogroup"), and niceness counts among a group's processes.
+    with suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(niceness))
+
+
 def main() -> None:
     import llguidance
+
+    _yield_to_decoding()
 
     control = socket.socket(fileno=int(sys.argv[1]))
     # With the process that this one works for it ends by its connection, and not in the middle of a text.
