@@ -13,12 +13,13 @@ import onnx_ir as ir
 import torch
 
 from graphs.dialects.plain import Plain
+from graphs.drafter import Drafter as DrafterModule
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.bundle.graphs import Form, Graph, TensorSpec, Weight
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeShape
-from runtime.bundle.reader import golden_of
+from runtime.bundle.reader import draft_tokens_of, golden_of
 from runtime.text.template_files import TEMPLATES
 
 from . import golden_recorder as golden
@@ -207,6 +208,8 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
                 weights.fill(drafter, locations[codes][f"draft{suffix}"])
             run = golden.record(target, drafter, own.tree, io_dtype(plan.dtype))  # type: ignore[arg-type]
             np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
+            if isinstance(drafter, DrafterModule) and drafter.noisy and (drafted := own.pair.draft_vocabulary):
+                np.savez(folder / draft_tokens_of(suffix), ids=drafted.ids.to(torch.int32).numpy())
 
     write_tokenizer(pair, folder)
 

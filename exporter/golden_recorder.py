@@ -18,7 +18,7 @@ from graphs.dialects.quantization import bits_of, dequantize, input_major
 from graphs.drafter import Drafter
 from graphs.target import Target
 from graphs.tree import TreeConfig
-from runtime.engines.golden_file import TREE
+from runtime.engines.golden_file import TREE, noise
 from runtime.errors import DamageError
 
 from .signature import signature
@@ -223,9 +223,13 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     if drafter is None:
         return {name: value.numpy() for name, value in run.items()}
 
+    drawn = torch.from_numpy(noise(tree.depth, drafter.drafted)) if drafter.noisy else None
+
     def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
         with _log_probs(drafter) if tree.is_chain else nullcontext() as levels:
-            outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches)
+            outputs = drafter(
+                read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches, drawn if name == "next" else None
+            )
         run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
         if levels:
             best = torch.cat(levels).topk(min(_TOP, levels[0].shape[1]), dim=-1)

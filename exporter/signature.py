@@ -62,7 +62,10 @@ def signature(
     rows = spec("hidden", dtype, "rows", width=module.width or module.features)
     count: Input = ("count", torch.ones(1, dtype=torch.int64), {})
     tree = ["tree_tokens", "tree_depth", "tree_parent", "tree_mask", "tree_score"] if module.tree else []
-    return [tokens, rows, path, count, length, *cached], [*tree, *written]
+    noise: list[Input] = []
+    if module.noisy and module.tree:
+        noise = [("noise", torch.zeros(module.tree.depth, module.drafted), {})]
+    return [tokens, rows, path, count, length, *cached, *noise], [*tree, *written]
 
 
 def _shared_signature(module: SharedTarget, dtype: torch.dtype) -> tuple[list[Input], list[str]]:
@@ -105,5 +108,5 @@ def arguments(module: nn.Module, values: Mapping[str, Any]) -> list[Any]:
     if isinstance(module, Target) and not isinstance(module, SharedTarget):
         taken = {"tokens": None, "depth": None, "mask": None, "wanted": None} | taken  # the module's order
     if isinstance(module, Drafter):
-        taken.setdefault("caches", [])
+        taken = {"tokens": None, "hidden": None, "path": None, "count": None, "past_length": None, "caches": []} | taken
     return list(taken.values())

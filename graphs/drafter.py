@@ -17,7 +17,7 @@ class Drafter(nn.Module):
     """The drafter of a pair; ``graphs.drafters`` has one for each family. Without a tree it only extends its caches.
 
     features: numbers of a row of the target that it reads. columns: where they are in the rows of the target's output ``hidden``, () if these
-    hold nothing else; width: numbers of such a row, 0 for ``features``. ahead: rows that a pass reads behind the accepted ones, whose keys and values the next pass
+    hold nothing else; drafted: tokens of the draft vocabulary; width: numbers of such a row, 0 for ``features``. ahead: rows that a pass reads behind the accepted ones, whose keys and values the next pass
     computes again.
     """
 
@@ -38,6 +38,7 @@ class Drafter(nn.Module):
         """
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
+        self.drafted = trimmed or shape.vocabulary
         if embeds:
             self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         if layers:
@@ -65,22 +66,34 @@ class Drafter(nn.Module):
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Any:
         """What the first layer takes. tokens: int64 [n]; hidden: [n, H], what ``read`` or the step before returned."""
 
-    def log_probs(self, y: Tensor) -> Tensor:
-        """Log-probabilities of the draft vocabulary. y: [n, H], of a step -> fp32 [n, V], or [n, trimmed]."""
-        return self.lm_head(y).float().log_softmax(-1)
+    @property
+    def noisy(self) -> bool:
+        """Whether it takes noise: whether it has a tree, and not the official code's."""
+        return self.tree is not None and not self.tree.reference
 
-    def head_log_probs(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
-        """``tree.Heads``."""
+    def logits(self, y: Tensor) -> Tensor:
+        """Logits of the draft vocabulary. y: [n, H], of a step -> fp32 [n, V], or [n, trimmed]."""
+        return self.lm_head(y).float()
+
+    def head_logits(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+        """``tree.Heads``, but logits, fp32."""
         raise NotImplementedError
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, path: Tensor, count: Tensor, past_length: Tensor, caches: list[Tensor]
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        path: Tensor,
+        count: Tensor,
+        past_length: Tensor,
+        caches: list[Tensor],
+        noise: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Extends the caches with the newly accepted tokens, then grows the tree of the next cycle.
 
         tokens: int64 [A], the token after each accepted row; hidden: [R, width], the target's output; path: int64 [A], the
         accepted rows; count: int64 [1], how many of the A rows are not padding; past_length: int64 [1]; caches: key and value
-        of the serial layers, layer by layer, each [1, kv heads, S, d]. Returns the outputs of ``tree.grow`` if it has a tree,
+        of the serial layers, layer by layer, each [1, kv heads, S, d]; noise: fp32 [tree.depth, V], added to the logits of each level. Returns the outputs of ``tree.grow`` if it has a tree,
         then the keys and values that the dialect's ``attend`` returns.
         """
         row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
@@ -103,7 +116,16 @@ class Drafter(nn.Module):
 
         pending, last = self.ops.gather(tokens, count - 1), self.ops.gather(x, read - 1)
         y, step = self.begin(pending, last), self.step_behind(past_length + read, pasts)
-        return *grow(self.tree, pending, y, self.log_probs, step, self.head_log_probs, self.token_ids, self.ops), *present
+
+        def log_probs(y: Tensor, level: int) -> Tensor:
+            logits = self.logits(y)
+            return (logits if noise is None else logits + noise[level - 1]).log_softmax(-1)
+
+        def heads(first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+            logits, level = self.head_logits(first, h1, second, h2, count), self.tree.serial_steps  # type: ignore[union-attr]
+            return (logits if noise is None else logits + noise[level : level + count, None]).log_softmax(-1)
+
+        return *grow(self.tree, pending, y, log_probs, step, heads, self.token_ids, self.ops), *present
 
     def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
         """A serial step. Its keys and values are not written to the caches, as they are only needed in this cycle. length: int64 [1], the

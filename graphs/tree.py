@@ -150,13 +150,14 @@ class _Nodes:
 
 
 def grow(
-    tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor], Tensor], step: Step, heads: Heads,
+    tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor, int], Tensor], step: Step, heads: Heads,
     token_ids: Tensor | None = None, ops: type[Plain] = Plain,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Grows the draft tree from the pending token.
 
-    pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] -> fp32 [n, V].
-    token_ids: int64 [V], the target's token ids of the V columns if the drafter has its own vocabulary, else None.
+    pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] and the level that
+    they draft, from 1 on -> fp32 [n, V]. token_ids: int64 [V], the target's token ids of the V columns if the drafter has its own vocabulary,
+    else None.
     Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32 [R]); parents come before children.
     """
     device = pending.device
@@ -182,7 +183,7 @@ def grow(
     # Index of the level's first node, and the hidden row that drafted each token.
     first, token, score, drafted_by = 0, pending, nodes.score[0], hidden
     if tree.serial_steps:  # level 1: the best tokens of the serial step that has just read the accepted tokens
-        score, token = ops.top_k(log_probs(hidden), tree.tokens_per_node(1))
+        score, token = ops.top_k(log_probs(hidden, 1), tree.tokens_per_node(1))
         if tree.paths:
             score, token, _ = select(score, token, 1)
         else:
@@ -201,7 +202,7 @@ def grow(
         visible = torch.cat((ancestors, siblings), dim=1)
         y = step(token[:width], drafted_by[:width], visible)
         previous = token, drafted_by
-        log_p, tokens = ops.top_k(log_probs(y), tree.tokens_per_node(depth))
+        log_p, tokens = ops.top_k(log_probs(y, depth), tree.tokens_per_node(depth))
         score, token, parent = select(score[:width, None] + log_p, tokens, depth)
         nodes.add(token, score, parent + first, depth)
         first += previous[0].shape[0]

@@ -41,7 +41,9 @@ class Decoders:
 
     def choose(self, settings: Settings) -> Decoder:
         """The decoder for a text: with the drafter that the settings name, or else the one that has been fastest."""
-        return self.use(settings.drafter or (self._loaded.choice.next() if settings.speculate else self.drafter))
+        return self.use(
+            settings.drafter or (self._loaded.choices[settings.temperature > 0].next() if settings.speculate else self.drafter)
+        )
 
     def close(self, engines: bool) -> None:
         """See ``Decoder.close``; engines: all of the bundle's."""

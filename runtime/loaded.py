@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Loaded:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    choice: which drafter a text gets that names none. shares: whether passes of the target take rows of several streams; otherwise each
+    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the target take rows of several streams; otherwise each
     stream takes a turn for a whole cycle. streams: those that exist, the first one the model that owns the engines. Weak, since each of
     them holds this. numbers: of streams to come. closed: the engines are freed.
     """
@@ -53,13 +53,13 @@ class Loaded:
     closed: bool = False
 
     @cached_property
-    def choice(self) -> DrafterChoice:
-        return DrafterChoice(self.bundle.manifest.each)
+    def choices(self) -> tuple[DrafterChoice, DrafterChoice]:
+        return DrafterChoice(self.bundle.manifest.each), DrafterChoice(self.bundle.manifest.each)
 
     def decoder(self, drafter: str, stream: int, others: Callable[[], bool], beside: Decoder | None = None) -> Decoder:
         """A stream's decoder with one drafter. stream: its number; others, beside: see ``Decoder``."""
         engines, costs = self.engines_of(stream), self.costs.get(drafter)
-        return Decoder.with_drafter(drafter, self.bundle.manifest, self.form, engines, self.device, costs, others, beside)
+        return Decoder.with_drafter(drafter, self.bundle, self.form, engines, self.device, costs, others, beside)
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""

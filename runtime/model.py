@@ -227,7 +227,8 @@ class Model:
                     if cycle.finish_reason:
                         self._loaded.teams.forget(self._number)
                         if generation.settings.speculate:
-                            self._loaded.choice.record(generation.drafter, generation.stats)
+                            drawn = generation.settings.temperature > 0
+                            self._loaded.choices[drawn].record(generation.drafter, generation.stats)
                         _log.debug("generation ended: %s", generation.stats.summary())
                 return cycle
             except BaseException as error:

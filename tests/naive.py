@@ -40,6 +40,34 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class Noisy:
+    """A drafter whose tokens are drawn: noise, fp32 [levels, V], is added to the logits of each level. steps: levels before the heads'.
+
+    A feature is the model's own and the level that it drafts.
+    """
+
+    model: Model
+    noise: np.ndarray
+    steps: int
+
+    def first(self) -> Feature:
+        return self.model.first(), 0
+
+    def serial(self, rows: Sequence[tuple[int, Feature]], depth: Sequence[int]) -> list[Feature]:
+        found = self.model.serial([(token, own) for token, (own, _) in rows], depth)
+        return [(feature, d + 1) for feature, d in zip(found, depth, strict=True)]
+
+    def head(self, i: int, pair: tuple[tuple[int, Feature], tuple[int, Feature]]) -> Feature:
+        (first, (h1, _)), (second, (h2, _)) = pair
+        return self.model.head(i, ((first, h1), (second, h2))), self.steps + i
+
+    def log_probs(self, feature: Feature) -> np.ndarray:
+        own, level = feature
+        drawn = self.model.log_probs(own).astype(np.float64) + self.noise[level]
+        return (drawn - np.logaddexp.reduce(drawn)).astype(np.float32)
+
+
+@dataclass(frozen=True)
 class Node:
     path: Path
     score: np.float32

@@ -47,6 +47,7 @@ from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
+from runtime.decoding import sampling
 from runtime.errors import GumihoError, UnavailableError
 from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter
@@ -284,11 +285,19 @@ def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
     n, path = len(run["prompt.tokens"]), run["next.path"]
     tokens = torch.tensor(np.concatenate((run["prompt.tokens"][1:], run["verify.tokens"][:1], run["verify.choice"][path])))
     hidden = torch.tensor(np.concatenate((run["prompt.hidden"], run["verify.hidden"][path])))
+    drawn = [sampling.noise(0, level, np.arange(module.drafted)) for level in range(made.tree.depth)]
+    noise = torch.tensor(np.stack(drawn), dtype=torch.float32)
     for name, count in (("tree", n), ("next", len(tokens))):
         caches = [torch.zeros(1, 1, made.capacity, 16) for _ in range(4)]
         with torch.inference_mode():
             *tree, score = module(
-                tokens[:count], hidden[:count], torch.arange(count), torch.tensor([count]), torch.tensor([0]), caches
+                tokens[:count],
+                hidden[:count],
+                torch.arange(count),
+                torch.tensor([count]),
+                torch.tensor([0]),
+                caches,
+                noise if name == "next" else None,
             )[:5]
         assert np.allclose(run[f"{name}.score"], score, atol=1e-3), name
         for part, value in zip(("tokens", "depth", "parent", "mask"), tree, strict=True):

@@ -79,7 +79,7 @@ def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dic
         list(wanted.cycles())
         for _ in range(2):
             prices = Costs(dict.fromkeys(range(1, 9), 1e6), 3e6, 0.0)
-            decoder.planner = Clocked(prices, 7, decoder.form.chunk if decoder.form.static else 0)
+            decoder.planners = [Clocked(prices, 7, decoder.form.chunk if decoder.form.static else 0)] * 2
             found = model.generate(PROMPT, COUNT, trace=True, **asked)  # type: ignore[arg-type]
             cycles = list(found.cycles())
             assert found.ids == wanted.ids

@@ -97,10 +97,10 @@ def test_no_plan_changes_a_text(
         return [token if i < right else token ^ 1 for i, token in enumerate(wanted[emitted : emitted + count])]
 
     plan = Any(lambda i: drafts[i % len(drafts)], lambda i: rows[i % len(rows)], lookup)
-    model.decoder.planner = plan  # type: ignore[assignment]
+    model.decoder.planners = [plan] * 2  # type: ignore[assignment]
     assert ids(model, PROMPTS[prompt], 70, **asked) == wanted
     assert plan.cycles + plan.steps > 0
-    model.decoder.planner = None
+    model.decoder.planners = [None] * 2
 
 
 @pytest.mark.exhaustive
@@ -118,22 +118,22 @@ def test_no_plan_changes_a_text_on_accelerators(make_bundle: MakeBundle, form: s
                 return [token ^ (mistaken and i > 3) for i, token in enumerate(wanted[emitted : emitted + count])]
 
             for drafts in (lambda i: i % 3 == 0, lambda i: i > 60, lambda i: i < 5):
-                model.decoder.planner = Any(drafts, lambda i: 8, lookup)  # type: ignore[assignment]
+                model.decoder.planners = [Any(drafts, lambda i: 8, lookup)] * 2  # type: ignore[assignment]
                 assert ids(model, prompt, 90) == wanted
-            model.decoder.planner = None
+            model.decoder.planners = [None] * 2
 
 
 def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     """After few plain tokens its cache is what it would have been, so the next tree is the same; after many it lacks a piece."""
     prompt, count = PROMPTS[0], 25
-    model.decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
+    model.decoder.planners = [Any(lambda i: False, lambda i: 8)] * 2  # type: ignore[assignment]
     text = [*model.encode(prompt), *ids(model, prompt, count)]
     decoder = model.decoder
     decoder.catch_up()
     length = int(decoder.passes.draft_cache.length[0])
     found = decoder.passes.draft_cache.rows(length)
     assert decoder.history.positions.tolist() == list(range(len(text) - 2))
-    decoder.planner = None
+    decoder.planners = [None] * 2
     session = model.session()
     session.generate(text, 1)
     list(session._turn.cycles())  # type: ignore[union-attr]
@@ -141,28 +141,28 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
 
     # The same text, most of it verified at once: more rows are accepted than a draft reads.
     emitted = text[len(model.encode(prompt)) :]
-    decoder.planner = Any(lambda i: False, lambda i: 8, lambda i: emitted[i : i + 7])  # type: ignore[assignment]
+    decoder.planners = [Any(lambda i: False, lambda i: 8, lambda i: emitted[i : i + 7])] * 2  # type: ignore[assignment]
     assert ids(model, prompt, count) == emitted
     assert (decoder.planner.steps, int(decoder.passes.accepted_count[0])) == (3, 1)  # type: ignore[union-attr]
     decoder.catch_up()
     assert (decoder.history.positions.tolist(), decoder.history.pending) == (list(range(len(text) - 2)), [])
     np.testing.assert_allclose(decoder.passes.draft_cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
-    decoder.planner = Any(lambda i: False, lambda i: 8)  # type: ignore[assignment]
+    decoder.planners = [Any(lambda i: False, lambda i: 8)] * 2  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
     ids(model, prompt, 100)
     decoder.catch_up()
     assert decoder.history.positions.tolist() == [*range(begun), *range(begun + 99 - 32, begun + 99)]
-    decoder.planner = None
+    decoder.planners = [None] * 2
 
 
 def test_sessions_leave_out_what_was_left_out(model: Model) -> None:
     """A resumed turn has the target read nothing again for a drafter that lacks a piece of the text."""
     decoder, session = model.decoder, model.session()
-    decoder.planner = Any(lambda i: i >= 80, lambda i: 8)  # type: ignore[assignment]
+    decoder.planners = [Any(lambda i: i >= 80, lambda i: 8)] * 2  # type: ignore[assignment]
     turn = session.generate(PROMPTS[0], 120)
     list(turn.cycles())
-    decoder.planner = None
+    decoder.planners = [None] * 2
     begun, more = len(model.encode(PROMPTS[0])) - 1, [*session.ids, 5, 6, 7]
     list((again := session.generate(more, 40)).cycles())
     assert again.stats.cached_tokens >= len(turn.prompt) + len(turn.ids) - 2

@@ -155,11 +155,11 @@ def test_without_a_name_the_fastest_drafts(bundle: Path, monkeypatch: pytest.Mon
             list(generation.cycles())
             used.append(generation.drafter)
         assert used == list(NAMES), "each once, in turn"
-        speeds = model._loaded.choice.speeds()
+        speeds = model._loaded.choices[0].speeds()
         assert model.generate(PROMPTS[1], 8).drafter == max(speeds, key=lambda name: speeds[name])
         plain = model.generate(PROMPTS[1], 8, speculate=False)
         list(plain.cycles())
-        assert model._loaded.choice.speeds() == speeds, "plain texts say nothing about drafters"
+        assert model._loaded.choices[0].speeds() == speeds, "plain texts say nothing about drafters"
 
 
 @given(st.lists(st.tuples(*[st.floats(1, 100)] * 3), min_size=60, max_size=90))

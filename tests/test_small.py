@@ -24,6 +24,7 @@ from graphs.dialects.standard import Standard
 from graphs.token_digits import digits_of, tokens_of
 from graphs.tree import TreeConfig
 from runtime import load
+from runtime.errors import DamageError
 from tests import gguf_files
 from tests.end_to_end import llama
 from tests.pairs import RandomPair
@@ -48,6 +49,7 @@ class Naive:
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         self.model, self.vocabulary, self.text = model, vocabulary, list[int]()
+        self.ids = torch.arange(min(vocabulary, model.config.vocab_size))
 
     def read(self, tokens: Sequence[int], rows: Tensor) -> Self:
         """rows: the digits of the text's tokens, of which the first token's are the only ones that ``tokens`` lacks."""
@@ -152,6 +154,37 @@ def test_a_drafter_that_is_the_target_is_always_right(tmp_path: Path) -> None:
             if len(generation.ids) == 22:
                 assert accepted[1:-1] == [3] * len(accepted[1:-1])
                 assert len(accepted) == 8
+        for temperature, more in (
+            (0.3, {}),
+            (1.0, {}),
+            (3.0, {"logit_bias": {7: 9.0}, "banned": [8, 9]}),
+            (0.0, {"banned": [*range(500)]}),
+        ):
+            drawn = model.generate([5, 6], 40, temperature=temperature, seed=3, rows=3, lookup=False, **more)
+            accepted = [len(cycle.tokens) for cycle in drawn.cycles()]
+            assert accepted[1:-1] == [3] * len(accepted[1:-1]), "the drafter knows the draws' noise"
+            assert len(set(drawn.ids)) > 5
+
+
+def test_draws_of_a_part_of_the_tokens_are_known_by_their_ids(tmp_path: Path) -> None:
+    """A drafter that is the target, but may draft only some tokens, has all draws of these accepted."""
+    made = RandomPair(OWN, seed=3).make_target()
+    made.save_pretrained(tmp_path / "target")
+    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
+                      "--draft-weights", "none", "--policy", "chain", "--rows", "3", "--draft-vocab", "700")  # fmt: skip
+    with np.load(bundle / "draft_tokens.npz") as file:
+        known = set(file["ids"].tolist())
+    assert len(known) == 700
+    with load(bundle) as model:
+        drawn = model.generate([5, 6], 120, temperature=1.0, seed=3, rows=3, lookup=False)
+        cycles = [cycle.tokens for cycle in drawn.cycles()][1:-1]
+    assert {len(tokens) for tokens in cycles} == {1, 2, 3}
+    for tokens in cycles:
+        assert len(tokens) == 3 or tokens[-1] not in known
+        assert known.issuperset(tokens[:-1])
+    (bundle / "draft_tokens.npz").write_bytes((bundle / "draft_tokens.npz").read_bytes()[:-9] + bytes(9))
+    with pytest.raises(DamageError, match=r"draft_tokens\.npz is damaged"):
+        load(bundle)
 
 
 @pytest.mark.parametrize("weights", ["none", pytest.param("int8", marks=pytest.mark.exhaustive)])

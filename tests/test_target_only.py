@@ -92,7 +92,7 @@ def with_lookups(model: Model) -> Model:
     """Its planner is told that rows cost nothing."""
     decoder, prices = model.decoder, Costs(dict.fromkeys(range(1, 9), 1e6), 0.0, 0.0)
     padded = decoder.form.chunk if decoder.form.static else 0
-    decoder.planner = Unclocked(prices, decoder.manifest.depth, padded, drafts=decoder.manifest.has_drafter)
+    decoder.planners = [Unclocked(prices, decoder.manifest.depth, padded, drafts=decoder.manifest.has_drafter)] * 2
     return model
 
 
@@ -330,7 +330,7 @@ def drop(raw: dict[str, Any], *names: str) -> None:
     [
         (
             lambda raw: raw.update(tree=None),
-            r"requires is \['wanted-rows', 'shared-passes'\], expected 'target-only' if tree is null",
+            r"requires is \['wanted-rows', 'shared-passes', 'draft-noise'\], expected 'target-only' if tree is null",
         ),
         (lambda raw: raw.update(tree=None, requires=["target-only"]), "has a graph 'draft', expected only target"),
         (lambda raw: raw.update(requires=["target-only"]), "expected 'target-only' if tree is null and only then"),

@@ -59,7 +59,7 @@ class Toy:
         return _table(self.vocabulary, self.tied, feature)
 
     # what graphs.tree.grow calls
-    def tables(self, features: Tensor) -> Tensor:
+    def tables(self, features: Tensor, level: int = 0) -> Tensor:
         return torch.from_numpy(np.stack([self.log_probs(int(f)) for f in features.flatten()]))
 
     def step(self, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Late(Toy):
             out[7] = 0.0
         return out
 
-    def tables(self, features: Tensor) -> Tensor:
+    def tables(self, features: Tensor, level: int = 0) -> Tensor:
         return torch.from_numpy(np.stack([self.log_probs(self.known[int(f)]) for f in features.flatten()]))
 
     def step(self, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def all_logits(raw: dict[str, Any]) -> None:
 def test_contradicting_manifests_are_refused(demo_bundle: Path, tmp_path: Path, change: Any, said: str) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(demo_bundle / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("wanted-rows", "shared-passes")
+    assert parse_manifest(record.read_text(), record).requires == ("wanted-rows", "shared-passes", "draft-noise")
     edit(tmp_path, without_shared)
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):

@@ -139,6 +139,6 @@ class Walk:
         pending = torch.tensor([self.ids[place + 1]], device=self.embed.device)
         row, step = drafter.grow_from(self.seen, place, pending, self.embed)
         tokens, _, parents, _, _ = grow(
-            tree, pending, row, lambda y: log_probs(drafter.predicted(y)), step, heads, self.vocabulary.ids
+            tree, pending, row, lambda y, _: log_probs(drafter.predicted(y)), step, heads, self.vocabulary.ids
         )
         return tokens.tolist(), parents.tolist()

@@ -62,6 +62,6 @@ class Eagle3(Drafter):
         """See ``Drafter``."""
         return self.embed_tokens(tokens), hidden
 
-    def log_probs(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """See ``Drafter``."""
-        return super().log_probs(self.norm(y))
+        return super().logits(self.norm(y))

@@ -54,7 +54,7 @@ class Gumiho(Drafter):
         embedded = self.embed_tokens(tokens)
         return self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
 
-    def head_log_probs(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+    def head_logits(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
         """See ``Drafter``."""
         out = self.heads(torch.cat((self.fuse(first, h1), self.fuse(second, h2)), dim=-1))
-        return self.log_probs(out.reshape(-1, out.shape[-1])).reshape(count, first.shape[0], -1)
+        return self.logits(out.reshape(-1, out.shape[-1])).reshape(count, first.shape[0], -1)

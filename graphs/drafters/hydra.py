@@ -72,8 +72,8 @@ class Hydra(Drafter):
         """See ``Drafter``."""
         return lambda tokens, hidden, visible: self._append(hidden, tokens)
 
-    def log_probs(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """See ``Drafter``. y: [n, (i + 2) H], read by head i."""
         head: Head = self.heads[y.shape[-1] // self.features - 2]  # type: ignore[assignment]
         lm_head = self.lm_head if hasattr(self, "lm_head") else head.lm_head
-        return lm_head(head(y)).float().log_softmax(-1)
+        return lm_head(head(y)).float()

@@ -53,11 +53,11 @@ class Medusa(Drafter):
         """See ``Drafter``."""
         return hidden
 
-    def head_log_probs(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
+    def head_logits(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
         """See ``Drafter``. h1: [1, H]."""
         rows = [head(h1) for head in self.heads[:count]]
         if hasattr(self, "lm_heads"):
             logits = torch.cat([lm_head(row) for lm_head, row in zip(self.lm_heads, rows, strict=False)])
         else:
             logits = self.lm_head(torch.cat(rows))
-        return logits.float().log_softmax(-1)[:, None]
+        return logits.float()[:, None]

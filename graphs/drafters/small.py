@@ -37,6 +37,6 @@ class Small(Drafter):
         """See ``Drafter``."""
         return self.embed_tokens(torch.where(tokens < self.vocabulary, tokens, 0))
 
-    def log_probs(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """See ``Drafter``."""
-        return super().log_probs(self.norm(y))
+        return super().logits(self.norm(y))

@@ -28,7 +28,7 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
         else:
             stateless = name == "draft" and "extend" not in graphs
             caches = (0, (0, 0, 0)) if stateless else _caches(graph, manifest, may_be_open)
-            inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects)
+            inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects, graph.noisy)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
 
@@ -89,9 +89,15 @@ def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, S
 
 
 def _expected(
-    manifest: Manifest, form: Form, name: str, caches: tuple[int, tuple[int, int | str, int]], appends: bool, selects: bool
+    manifest: Manifest,
+    form: Form,
+    name: str,
+    caches: tuple[int, tuple[int, int | str, int]],
+    appends: bool,
+    selects: bool,
+    noisy: bool,
 ) -> tuple[Signature, Signature]:
-    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects: see ``Graph``."""
+    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects, noisy: see ``Graph``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     name, _, size = name.partition("-")
@@ -124,4 +130,7 @@ def _expected(
         ("tree_tokens", "int64", (tree,)), ("tree_depth", "int64", (tree,)), ("tree_parent", "int64", (tree,)),
         ("tree_mask", "bool", (tree, tree)), ("tree_score", "float32", (tree,)),
     ]  # fmt: skip
-    return [*draft_inputs, *past], [*(tree_outputs if name == "draft" else ()), *written]
+    drawn: Signature = []
+    if noisy and name == "draft" and manifest.tree:
+        drawn = [("noise", "float32", (manifest.depth, manifest.tree.vocabulary))]
+    return [*draft_inputs, *past, *drawn], [*(tree_outputs if name == "draft" else ()), *written]

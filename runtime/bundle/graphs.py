@@ -86,6 +86,11 @@ class Graph:
         return any(p.name == "wanted" for p in self.inputs)
 
     @property
+    def noisy(self) -> bool:
+        """Whether a draft takes noise, a row for each of its levels and a column for each token of the draft vocabulary."""
+        return any(p.name == "noise" for p in self.inputs)
+
+    @property
     def lanes(self) -> int:
         """How many streams may have rows in a pass of the graph ``shared``; 0 for other graphs."""
         return sum(p.name.startswith("mask.") for p in self.inputs)

@@ -14,7 +14,7 @@ MANIFEST = "gumiho.json"
 GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
 PASS_SIZES, BOUND_WEIGHTS, SHARED_PASSES = "pass-sizes", "bound-weights", "shared-passes"
-STATELESS, SEVERAL = "stateless-drafter", "several-drafters"
+STATELESS, SEVERAL, NOISE = "stateless-drafter", "several-drafters", "draft-noise"
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
 ModelName = Annotated[str, OneOf(("target", "draft"))]
@@ -125,6 +125,12 @@ class Manifest:
         return self.forms[backend]
 
     @property
+    def noisy(self) -> bool:
+        """Whether a drafter takes noise."""
+        variants = (graphs for form in self.forms.values() for graphs in form.variants().values())
+        return any(graph.noisy for graphs in variants for graph in graphs.values())
+
+    @property
     def targets(self) -> list[Graph]:
         """The target's graphs, of all backends and dialects."""
         return [graphs["target"] for form in self.forms.values() for graphs in form.variants().values()]
@@ -148,5 +154,6 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     ),
     SEVERAL: ("there are several drafters", lambda manifest: bool(manifest.drafters)),
     STATELESS: ("a form has the graph 'draft' and not 'extend'", lambda manifest: manifest.stateless),
+    NOISE: ("a drafter has the input 'noise'", lambda manifest: manifest.noisy),
     BOUND_WEIGHTS: ("a form has weights", lambda manifest: any(form.weights for form in manifest.forms.values())),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DamageError, InputError, reason
-from .files import read_regular
+from .files import read_arrays, read_regular
 from .hashes import first_damaged
 from .manifest import MANIFEST, Manifest
 from .manifest_reader import parse_manifest
@@ -26,6 +26,11 @@ def golden_of(suffix: str) -> str:
     return GOLDEN.replace(".", f"{suffix}.")
 
 
+def draft_tokens_of(suffix: str) -> str:
+    """The file of a draft vocabulary that is not the target's: ``ids``, int32 [V]. suffix: of the drafter's graphs' names."""
+    return f"draft_tokens{suffix}.npz"
+
+
 def known(manifest: Manifest) -> str:
     """What to do about a drafter's name that a bundle does not have, in words."""
     return f"give one of {', '.join(manifest.drafters)}" if manifest.drafters else "it has one at most, so leave the name out"
@@ -38,7 +43,7 @@ class Bundle:
         """Raises InputError if the path is not a bundle or needs another version, and DamageError if a file is missing or
         damaged.
         """
-        self.path, self.golden = folder(path), GOLDEN
+        self.path, self.golden, self._draft_tokens = folder(path), GOLDEN, draft_tokens_of("")
         manifest = self.path / MANIFEST
         if not manifest.is_file():
             raise InputError(f"'{shown(str(path))}' is not a bundle (it has no {MANIFEST}): make one with gumiho-export")
@@ -62,6 +67,7 @@ class Bundle:
             raise InputError(f"the bundle has no drafter '{shown(drafter)}': {known(self.manifest)}")
         own = copy(self)
         own.manifest, own.golden = self.manifest.of(drafter), golden_of(self.manifest.suffix(drafter))
+        own._draft_tokens = draft_tokens_of(self.manifest.suffix(drafter))
         return own
 
     def verify(self, quick: bool = False) -> None:
@@ -97,6 +103,20 @@ class Bundle:
             raise
         except BaseException as error:  # the library raises plain Exception, and its panics derive from BaseException
             raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
+
+    def draft_tokens(self) -> np.ndarray:
+        """The target's ids of the first drafter's vocabulary, int64 [V]. Raises DamageError if its file is damaged."""
+        manifest, file = self.manifest, self.path / self._draft_tokens
+        count = manifest.tree.vocabulary if manifest.tree else 0
+        if self._draft_tokens not in manifest.files:
+            return np.arange(count)
+        try:
+            ids = read_arrays(file, 8 * count).get("ids", np.zeros(0, np.int32))
+        except OSError as error:
+            raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
+        if ids.shape != (count,) or ids.dtype != np.int32 or ids.min() < 0:
+            raise DamageError(f"{file} is damaged (it does not hold {count} token ids): copy the bundle again")
+        return ids.astype(np.int64)
 
     def weights(self) -> int:
         """Bytes of all weight files."""

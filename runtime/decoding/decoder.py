@@ -9,12 +9,14 @@ import numpy as np
 from ..backends import Engine
 from ..bundle.graphs import Form, of_drafter
 from ..bundle.manifest import Manifest
+from ..bundle.reader import Bundle
 from ..devices import Device
 from ..errors import DamageError, MisuseError
 from .acceptance import accept
 from .checks import check
 from .cycle import Cycle
 from .draft_history import DraftHistory
+from .draft_noise import DraftNoise
 from .engine_passes import EnginePasses
 from .planner import Planner
 from .prices import Costs
@@ -30,23 +32,27 @@ _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
-    text: the token ids whose rows the caches hold: a prompt, and what was emitted after it, which still grows. valid_target_length:
+    planners: of likeliest and of drawn texts, which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt, and what was emitted after it, which still grows. valid_target_length:
     rows of the target's cache, from the first, that are as in plain decoding.
     """
 
     def __init__(
         self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None,
+        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """costs: measured on this device, for the planner; without them every tree is verified whole. others: called between the
         passes over a prompt; lets other streams use the engines, and says whether there are any. beside: a decoder of the same target with
-        another drafter, whose caches of the target this one shares: one of them decodes at a time, see ``take``."""
+        another drafter, whose caches of the target this one shares: one of them decodes at a time, see ``take``. draft_tokens: see ``Bundle.draft_tokens``; None
+        for trees without noise."""
         self.manifest, self.form, self.device = manifest, form, device
         self.passes: EnginePasses = EnginePasses(manifest, form, engines, device, beside.passes if beside else None)
         self.history = DraftHistory(self.passes)
+        self._noise = DraftNoise(self.passes.noise, device, draft_tokens) if draft_tokens is not None else None
         padded = 0 if self.passes.splits else form.chunk
-        self.planner = Planner(costs, manifest.depth, padded, manifest.has_drafter, form.static) if costs else None
-        self._others, self._shares = others, False  # whether there are other streams now
+        shape = manifest.depth, padded, manifest.has_drafter, form.static
+        self.planners = [Planner(costs, *shape) if costs else None for _ in range(2)]
+        self._draws = self._shares = False  # whether the running text is drawn; whether there are other streams now
+        self._others = others
         self._rows_in_time = 0  # of a pass over a prompt that takes _PATIENCE_NS, as far as the last one shows
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
@@ -54,13 +60,19 @@ class Decoder:
 
     @classmethod
     def with_drafter(
-        cls, drafter: str, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
+        cls, drafter: str, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
         others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None,
     ) -> "Decoder":  # fmt: skip
-        """A decoder with one of a bundle's drafters; "" for the first. manifest, form, engines: with all of them."""
-        suffix = manifest.suffix(drafter)
-        own = of_drafter(engines, suffix)
-        return cls(manifest.of(drafter), form.of(suffix), own, device, costs, others, beside)
+        """A decoder with one of a bundle's drafters; "" for the first. bundle, form, engines: with all of them. Raises DamageError."""
+        own, suffix = bundle.of(drafter), bundle.manifest.suffix(drafter)
+        own_engines = of_drafter(engines, suffix)
+        tokens = own.draft_tokens() if own.manifest.noisy else None
+        return cls(own.manifest, form.of(suffix), own_engines, device, costs, others, beside, tokens)
+
+    @property
+    def planner(self) -> Planner | None:
+        """The running text's."""
+        return self.planners[self._draws]
 
     # --- the loop --------------------------------------------------------------------------------------------------------
 
@@ -76,7 +88,7 @@ class Decoder:
         self._read_prompt(selector, stats, resume)
         rows, path, times, tree, lookup = 0, list[int](), (0, stats.prefill_ns, 0), None, False  # of the prefill
         planner = self.planner if selector.settings.speculate and selector.settings.rows is None else None
-        draft_tree = DraftTree(self.passes, self.history, self._ids, planner, selector.settings.rows or self.manifest.rows)
+        draft_tree = DraftTree(self.passes, self.history, self._ids, planner, selector, self._noise)
         continuation = Continuation(self.passes, self.history, planner)
         while True:
             selector.interrupted()
@@ -171,7 +183,7 @@ class Decoder:
         if not resume:
             self.clear()
         stats.cached_tokens = self.resume(prompt, settings.speculate)
-        self.selector, self.text = selector, (prompt, selector.ids)
+        self.selector, self.text, self._draws = selector, (prompt, selector.ids), settings.temperature > 0
         if self.planner:
             self.planner.begin(prompt if settings.looks_up else ())
         last = self.prefill(prompt, settings.speculate, self._pause(selector))

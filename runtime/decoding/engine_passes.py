@@ -39,7 +39,8 @@ class EnginePasses:
     extends: whether the drafter has caches to extend. splits: whether the target can verify a part of a tree; otherwise all of it is verified.
     tokens, depth: int64 [widest], inputs of the target's causal passes. choice: int64 [widest]; logits: [widest, V]; hidden:
     [widest, H]: outputs of the target's last pass by row; while a prompt is read they may be the last ones, of which only the very
-    last has choice and logits. tree: the draft graph's ``tree_*`` outputs, if any. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
+    last has choice and logits. tree: the draft graph's ``tree_*`` outputs, if any. noise: its input of that
+    name, fp32 [depth, draft vocabulary], None if it has none. accepted_rows, accepted_tokens: int64 [widest], rows of ``hidden``
     that the next draft reads, and the token after each; accepted_count: int64 [1], how many of them it reads. history_chunk:
     [1, chunk, H], earlier hidden rows for ``extend``. engine_ns: nanoseconds spent in the drafter's and the target's engines.
     waited_ns: nanoseconds in which engines worked for other streams.
@@ -65,6 +66,7 @@ class EnginePasses:
         self.target_cache, self.choice, self.logits, self.hidden = shared.cache, shared.choice, shared.logits, shared.hidden
         self.tokens, self.depth = shared.tokens, shared.depth
         self.tree: dict[str, Array] = {}
+        self.noise: Array | None = None
         widest = len(self.tokens)
         self.accepted_rows, self.accepted_tokens = np.zeros(widest, np.int64), np.zeros(widest, np.int64)
         self.accepted_count = np.zeros(1, np.int64)
@@ -81,6 +83,8 @@ class EnginePasses:
     def _bind_drafter(self) -> None:
         manifest, form, device = self.manifest, self.form, self.device
         self.tree = self.graphs["draft"].tree_buffers(device)
+        if self.graphs["draft"].noisy and manifest.tree:
+            self.noise = device.zeros((manifest.depth, manifest.tree.vocabulary), np.float32)
         for size in form.targets:
             if size < manifest.rows:
                 self.verification(size)
@@ -158,6 +162,8 @@ class EnginePasses:
     def _bind_draft(self, graph: str, accepted: int, tree: Mapping[str, Array], hidden: Array) -> Call:
         tokens, rows = self.accepted_tokens[:accepted], self.accepted_rows[:accepted]
         inputs = {"tokens": tokens, "path": rows, "count": self.accepted_count, "hidden": hidden}
+        if self.noise is not None:
+            inputs["noise"] = self.noise
         return self.engines[graph].bind({**inputs, **tree, **self.draft_cache.bindings(self.graphs[graph])})
 
     def warm_up(self) -> None:

@@ -10,8 +10,10 @@ from typing import Protocol
 from ..devices import Call
 from .cycle import Tree
 from .draft_history import DraftHistory
+from .draft_noise import DraftNoise
 from .engine_passes import EnginePasses
 from .planner import Planner
+from .token_selector import TokenSelector
 
 
 class Proposal(Protocol):
@@ -49,16 +51,22 @@ class DraftTree:
     """Proposes the drafter's tree (``graphs.tree``): as many of its rows as the planner chooses."""
 
     def __init__(
-        self, passes: EnginePasses, history: DraftHistory, text: Callable[[], Sequence[int]], planner: Planner | None, rows: int
-    ) -> None:
-        """text: gives all token ids so far. rows: to verify of every tree without a planner."""
-        self.passes, self.history, self._text, self._planner, self._rows = passes, history, text, planner, rows
+        self, passes: EnginePasses, history: DraftHistory, text: Callable[[], Sequence[int]], planner: Planner | None,
+        selector: TokenSelector, noise: DraftNoise | None,
+    ) -> None:  # fmt: skip
+        """text: gives all token ids so far. planner: None to verify as many rows of every tree as the settings say. noise: None if the
+        drafter takes none."""
+        self.passes, self.history, self._text, self._planner = passes, history, text, planner
+        self._rows = selector.settings.rows or passes.manifest.rows
+        self._noise, self._sampler = noise, selector.sampler
         self.host_ns = 0  # of the last cycle, outside the engines; 0 if unknown
 
     def propose(self, most: int) -> Proposal:
         passes = self.passes
         self.history.catch_up(self._text)
         catch_up_ns, accepted = passes.engine_ns[0], int(passes.accepted_count[0])
+        if self._noise:
+            self._noise.put(self._sampler, int(passes.target_cache.length[0]) + 1)
         passes.run_draft(passes.draft(accepted))
         rows = self._rows
         if self._planner and passes.splits:

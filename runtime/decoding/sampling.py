@@ -22,23 +22,27 @@ from ..errors import InputError
 from .grammar import GrammarMatcher
 from .settings import Settings
 
-_GOLDEN, _A, _B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, A, B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MOST = (1 << 64) - 1
 _REACH = 41.5  # the noise has 52 bits, so no two values are further apart
 
 
 def _mixed(x: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ x >> 30) * _A & _MOST
-    x = (x ^ x >> 27) * _B & _MOST
+    x = (x ^ x >> 30) * A & _MOST
+    x = (x ^ x >> 27) * B & _MOST
     return x ^ x >> 31
+
+
+def state(seed: int, position: int) -> int:
+    """What a position adds to (id + 1) * GOLDEN, of which the finalizer makes random bits; 64 bits."""
+    return _mixed((_mixed((seed + GOLDEN) & _MOST) + position * GOLDEN) & _MOST)
 
 
 def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     """Gumbel noise, float64 [n], for token ids (int64 [n]) at a position of the text."""
-    state = _mixed((_mixed((seed + _GOLDEN) & _MOST) + position * _GOLDEN) & _MOST)
-    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
-    for shift, by in ((30, _A), (27, _B)):
+    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN) + np.uint64(state(seed, position))
+    for shift, by in ((30, A), (27, B)):
         x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
     # With one more bit the 0.5 would be rounded away, and a value of 1 would make the noise infinite.
     uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -133,6 +137,31 @@ class Sampler:
         new = len(self._ids) - self._prompt
         return self._idle and new >= self.settings.min_new_tokens and new not in self.settings.forced
 
+    @property
+    def most_likely(self) -> bool:
+        """Whether nothing but the logits decides every token, as far as ``added`` knows."""
+        s = self.settings
+        return not (s.temperature or s.logit_bias or s.banned or s.presence_penalty or s.frequency_penalty)
+
+    def added(self, position: int) -> np.ndarray | None:
+        """What biases, penalties of the text so far, and bans add to the logits at a position that may lie ahead; fp32 [V], or None if
+        nothing. The steps that depend on the logits or on the tokens between are left out."""
+        s, row = self.settings, np.zeros(len(self._seen), np.float32)
+        early = position - self._prompt < s.min_new_tokens
+        if not (s.logit_bias or s.banned or s.presence_penalty or s.frequency_penalty or early):
+            return None
+        row[self._biased] += self._bias
+        if s.presence_penalty or s.frequency_penalty:
+            self._penalize(row)
+        row[self._banned] = -np.inf
+        if early:
+            row[self._ends] = -np.inf
+        return row
+
+    def _penalize(self, row: np.ndarray) -> None:
+        used = np.flatnonzero(self._counts)
+        row[used] -= self.settings.presence_penalty + self.settings.frequency_penalty * self._counts[used]
+
     def accept(self, token: int) -> None:
         self._ids.append(token)
         if self._idle:
@@ -152,8 +181,7 @@ class Sampler:
             values = row[seen]
             row[seen] = np.where(values < 0, values * s.repetition_penalty, values / s.repetition_penalty)
         if s.presence_penalty or s.frequency_penalty:
-            used = np.flatnonzero(self._counts)
-            row[used] -= s.presence_penalty + s.frequency_penalty * self._counts[used]
+            self._penalize(row)
         if 0 < s.no_repeat_ngram <= len(self._ids) + 1:
             run = tuple(self._ids[len(self._ids) + 1 - s.no_repeat_ngram :])
             row[list(self._runs.get(run, ()))] = -np.inf

@@ -3,7 +3,7 @@
 golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
 tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
 (``next``); of a chain also the best tokens of each level and their scores. Without a drafter it contains ``prompt`` and
-``verify``, a pass over a chain of tokens.
+``verify``, a pass over a chain of tokens. If the draft graph takes noise, the tree ``next`` is drafted with that of ``noise`` here.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from ..bundle.files import read_arrays
 from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage
+from ..decoding import sampling
 from ..errors import DamageError, reason
 
 TREE = ("tokens", "depth", "parent", "mask", "score")  # parts of a tree
@@ -30,6 +31,11 @@ class Drafted:
     parent: np.ndarray
     mask: np.ndarray
     score: np.ndarray
+
+
+def noise(depth: int, vocabulary: int) -> np.ndarray:
+    """Noise of a tree's levels, by column instead of by token; fp32 [depth, vocabulary]."""
+    return np.stack([sampling.noise(0, level, np.arange(vocabulary)) for level in range(depth)]).astype(np.float32)
 
 
 def read(bundle: Bundle) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from ..decoding.kv_cache import KVCache
 from ..devices import Array, Call, Device
 from ..errors import GumihoError
 from .golden_difference import chain_difference, choice_difference, relative, score_error, tree_difference
-from .golden_file import TREE, Drafted, read
+from .golden_file import TREE, Drafted, noise, read
 
 if TYPE_CHECKING:
     from ..backends.onnxruntime_lanes import Lanes
@@ -95,6 +95,9 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
         count, most = len(tokens), manifest.depth + 1 if name else form.chunk
         n, rows = most if form.static else count, max(manifest.rows, form.chunk)
         inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": np.array([count]), "hidden": _pad(hidden, rows)}
+        if form.graphs[graph].noisy and manifest.tree:
+            size = manifest.depth, manifest.tree.vocabulary
+            inputs["noise"] = noise(*size) if name == "next" else np.zeros(size, np.float32)
         tree = form.graphs[graph].tree_buffers(device)
 
         def check() -> None:

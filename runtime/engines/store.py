@@ -161,11 +161,11 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
 @contextmanager
 def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> Iterator[Sequence[Decoder]]:
     """A decoder with each drafter, which are freed at the end with the engines."""
-    manifest, decoders = bundle.manifest, list[Decoder]()
+    decoders = list[Decoder]()
     try:
-        for drafter in manifest.each:
+        for drafter in bundle.manifest.each:
             beside = decoders[0] if decoders else None
-            decoders.append(Decoder.with_drafter(drafter, manifest, form, engines, device, beside=beside))
+            decoders.append(Decoder.with_drafter(drafter, bundle, form, engines, device, beside=beside))
         yield decoders
     finally:
         for decoder in decoders:

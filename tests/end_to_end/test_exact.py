@@ -239,7 +239,7 @@ def test_caches_of_any_length_are_the_cpus(
 ) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(make_bundle(DEMO, *WHOLE) / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows", "shared-passes")
+    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows", "shared-passes", "draft-noise")
     edit(tmp_path, without_shared)
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):
