@@ -106,7 +106,7 @@ def test_the_planner_chooses_among_them(
 ) -> None:
     planner = Planner(Costs({rows: 1e6 * price for rows, price in prices.items()}, 1e4, 1e4), model.bundle.manifest.depth)
     planner._target.measured = lambda rows, elapsed: False  # type: ignore[method-assign]  # the prices stay what they are
-    monkeypatch.setattr(model.decoder, "planner", planner)
+    monkeypatch.setattr(model.decoder, "planners", [planner] * 2)
     generation = model.generate(PROMPT, 60, lookup=False)
     rows = {cycle.rows for cycle in generation.cycles()}
     assert rows <= allowed

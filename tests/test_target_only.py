@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
 from runtime.backends.onnxruntime import Cpu, Engine
-from runtime.bundle.manifest import BOUND_WEIGHTS, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
+from runtime.bundle.manifest import BOUND_WEIGHTS, NOISE, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
@@ -306,7 +306,7 @@ def test_what_the_manifest_says(bundle: Path, target: Path, demo_bundle: Path) -
     assert not (bundle / "weights/draft.bin").exists()
     with_drafter = Bundle(demo_bundle).manifest
     assert with_drafter.has_drafter
-    assert with_drafter.requires == (WANTED_ROWS, SHARED_PASSES)
+    assert with_drafter.requires == (WANTED_ROWS, SHARED_PASSES, NOISE)
 
 
 def test_caches_are_the_targets(bundle: Path) -> None:
