@@ -80,7 +80,7 @@ FAULTS = (
     Fault("drafted-a-position-behind", "runtime/decoding/proposers.py", "_cache.length[0]) + 1)", "_cache.length[0]))",
           "tests/test_small.py::test_a_drafter_that_is_the_target_is_always_right"),
     Fault("drafted-with-the-noise-of-columns", "runtime/decoding/draft_noise.py", "(ids.astype(np.uint64)",
-          "(np.arange(len(ids)).astype(np.uint64)", "tests/test_small.py::test_draws_of_a_part_of_the_tokens_are_known_by_their_ids"),
+          "(np.arange(len(ids)).astype(np.uint64)", "tests/test_draft_noise.py::test_rows_follow_the_text"),
     Fault("noise-of-another-level", "graphs/drafter.py", "logits + noise[level - 1]", "logits + noise[level - 2]",
           "tests/test_drafter.py::test_eager_tree_is_the_naive_one"),
     Fault("grammar-not-asked-where-all-is-default", "runtime/decoding/sampling.py", "or s.processors or matcher or",
