@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import openai
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
+from pydantic import ValidationError
 
 from runtime import Model, load
 from runtime.decoding.settings import Settings
@@ -90,6 +92,7 @@ def test_a_conversation(api: OpenAI, alone: Model) -> None:
         ({"temperature": 0.9, "seed": 7, "top_p": 0.9}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}),
         ({"seed": -5}, {"temperature": 1.0, "seed": (1 << 64) - 5}),
         ({"temperature": 0, "stop": ["\n"]}, {"stop": "\n"}),
+        ({"temperature": 0, "stop": "\n"}, {"stop": "\n"}),
         ({"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}),
         ({"temperature": 0, "logit_bias": {"10": -100, "11": 5}}, {"logit_bias": {10: float("-inf"), 11: 5}}),
         (
@@ -431,6 +434,12 @@ def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
         ({"top_logprobs": 3}, "needs logprobs"),
         ({"logit_bias": {"nobody": 1}}, "give token ids"),
         ({"logit_bias": {"99999": 1}}, "99999"),
+        ({"logit_bias": {"1_0": 1}}, "give token ids"),
+        ({"logit_bias": {str(i): 1 if i < 400 else "x" for i in range(900)}}, "logit_bias.400: "),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "20001 characters, more than 200 tokens hold"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 20_000}]}]}, "20001 characters"),
+        ({"messages": [{"role": "user", "content": "x"}] * 10_000}, "20000 characters"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "of type text and has a json_schema"),
         ({"response_format": {"type": "json_schema"}}, "no json_schema"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "exclude"),
         ({"grammar": "start: a\na: ("}, "the grammar is wrong (line 2"),
@@ -468,6 +477,52 @@ def test_wrong_values_are_named(api: OpenAI, options: dict[str, Any], message: s
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as error:
         api.chat.completions.create(**{"model": "demo", "messages": USER, "extra_body": options})  # type: ignore[call-overload]
     assert error.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1] * 200_000 + ["a"], "prompt: send text or token ids"),
+        ([[1], [2, None]], "prompt: send text or token ids"),
+        ([True], "prompt: send text or token ids"),
+        ({}, "prompt: send text or token ids"),
+        (["a"] * 200_000, "200000 texts in one request: ask for 1 to 16"),
+        ([], "0 texts"),
+        ("x" * 20_000, "20000 characters"),
+    ],
+    ids=str,
+)
+def test_prompts_that_are_none_cost_little(model: Model, prompt: Any, message: str) -> None:
+    """Nothing is encoded for them."""
+    encoded = Mock(side_effect=AssertionError("encoded"))
+    with patch.object(Model, "encode", encoded), served(model, Limits()) as address:
+        status, answer, _ = post(address, json.dumps({"model": "demo", "prompt": prompt}).encode(), "/v1/completions")
+        assert (status, message in answer["error"]["message"]) == (400, True), answer
+    encoded.assert_not_called()
+
+
+def test_a_long_text_has_the_same_ids(model: Model) -> None:
+    """It is encoded another way, so that others need not wait."""
+    text = "".join(f"line {i} of <|end_of_text|> €\n" for i in range(2000))
+    assert model.encode(text) == model.bundle.tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"prompt": [*[1] * 99, *["a"] * 99]},
+        {"prompt": "x", "stop": [1] * 99},
+        {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(99)), "x")},
+        {"messages": [{"role": "clown"}] * 99},
+        {"messages": USER, "tools": [{}] * 99},
+    ],
+    ids=str,
+)
+def test_of_many_errors_the_first_is_enough(own: dict[str, Any]) -> None:
+    """A list of them all takes seconds for a body of some megabytes, in which the server answers nobody."""
+    with pytest.raises(ValidationError) as error:
+        (CompletionBody if "prompt" in own else ChatBody).model_validate({"model": "demo", **own})
+    assert error.value.error_count() <= 2, "a union has one for each of its kinds"
 
 
 def post(address: str, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:

@@ -21,11 +21,12 @@ from ..decoding.grammar import Grammar, GrammarError
 from ..model import Model
 from .allocator import return_regularly
 from .answers import Answer, ChatAnswer, Part, TextAnswer
-from .bodies import Body, ChatBody, CompletionBody, decoded
+from .bodies import Body, ChatBody, CompletionBody
 from .completions import Completions, Request
 from .connection import EventStream, read, unless_gone
 from .grammars import Grammars
 from .guard import Access, Guard, Line
+from .json_body import decoded
 from .metrics import Metrics
 from .problems import Problem
 from .slots import Slots
@@ -62,6 +63,7 @@ class Server:
     def __init__(self, model: Model, name: str, limits: Limits, access: Access, log_prompts: bool = False) -> None:
         """name: of the model in requests. log_prompts: log texts too."""
         self._model, self._name, self._limits, self._access, self._log_prompts = model, name, limits, access, log_prompts
+        self._longest_token = max(map(len, model.bundle.tokenizer.get_vocab()), default=1)
         self._slots = Slots(model.streams, limits.queue)
         self._grammars = Grammars(model.matchers, len(model.streams), limits.queue)
         self._metrics = Metrics(self._slots)
@@ -146,6 +148,7 @@ class Server:
         tools = body.offered(template.with_tools.text)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
         # In a thread, as all that can take long: meanwhile others are answered.
+        self._require_room(body.written)
         messages = body.conversation(template.all_text)
         prompt = await asyncio.to_thread(self._model.chat, messages, listed, body.variables, body.special_tokens)
         if tools and tools.mark:
@@ -160,8 +163,12 @@ class Server:
     async def _text(self, request: HttpRequest, line: Line) -> Response:
         body = CompletionBody.of(await self._body(request, line))
         self._require_model(body.model)
-        encode = self._model.encode
-        prompts = [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in body.prompts()]
+        encode, given = self._model.encode, body.prompts()
+        self._require_choices(body.n * len(given))
+        self._require_room(
+            max(len(one) for one in given if isinstance(one, str)) if any(isinstance(one, str) for one in given) else 0
+        )
+        prompts = [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in given]
         asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
         answer = TextAnswer(self._name, self._spelling, listed, body.streams_usage)
@@ -177,11 +184,22 @@ class Server:
         line.body = content if self._log_prompts else b""
         return decoded(content)
 
+    def _require_choices(self, count: int) -> None:
+        if not 1 <= count <= self._limits.choices:
+            raise Problem(400, f"{count} texts in one request: ask for 1 to {self._limits.choices}", "n")
+
+    def _require_room(self, characters: int) -> None:
+        """Raises Problem for a text that is too long in any tokens, before much is done for it. characters: of the text."""
+        if characters > self._model.capacity * self._longest_token:
+            raise Problem(
+                400, f"the prompt has {characters} characters, more than {self._model.capacity} tokens hold: shorten it",
+                code="context_length_exceeded",
+            )  # fmt: skip
+
     def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None, guide: Grammar | None) -> Request:
         """What a body asks for, within the limits. Raises Problem and InputError."""
         limits = self._limits
-        if not prompts or body.n * len(prompts) > limits.choices:
-            raise Problem(400, f"{body.n * len(prompts)} texts in one request: ask for 1 to {limits.choices}", "n")
+        self._require_choices(body.n * len(prompts))
         if limits.prompt and (longest := max(map(len, prompts))) > limits.prompt:
             raise Problem(
                 400,

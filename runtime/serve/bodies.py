@@ -4,13 +4,11 @@ What cannot change the text is ignored, by name; everything else that is not sup
 API's default) pass.
 """
 
-import json
 from collections.abc import Mapping, Set
 from contextlib import suppress
-from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, field_validator
 
 from ..decoding.grammar import Grammar, GrammarError
 from ..decoding.settings import Settings
@@ -28,6 +26,14 @@ _B = TypeVar("_B", bound="Body")
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def _first_odd(given: Any) -> Any:
+    """Of many texts or biases the first one that is none: the library lists all of them before it refuses any."""
+    if isinstance(given, list):
+        return next(([one] for one in given if not isinstance(one, str)), given)
+    entries = given.items() if isinstance(given, dict) else ()
+    return next(({name: one} for name, one in entries if type(one) not in (int, float) or not -100 <= one <= 100), given)
 
 
 class StreamOptions(_Strict):
@@ -65,13 +71,15 @@ class Body(_Strict):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: Annotated[str | list[str], BeforeValidator(_first_odd)] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = None
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_first_odd)] = Field(
+        default_factory=dict
+    )
 
     # Extensions: names that llama.cpp's server and vLLM have for the same, ``sources``: what drafted each token,
     # and ``drafter``: the one to draft with, if the bundle has several.
@@ -92,6 +100,8 @@ class Body(_Strict):
         for name, neutral in cls.UNSUPPORTED.items():
             if name in given and given.pop(name) not in neutral:
                 raise Problem(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
+        if unknown := next((name for name in given if name not in cls.model_fields), None):
+            raise Problem(400, f"there is no parameter {unknown}: leave it out", unknown, "unknown_parameter")
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -102,7 +112,7 @@ class Body(_Strict):
     def _few(cls, stop: str | list[str]) -> str | list[str]:
         if isinstance(stop, list) and len(stop) > _MOST_STOPS:
             raise ValueError(f"at most {_MOST_STOPS} strings")
-        if "" in stop or stop == "":
+        if "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("an empty string would stop every text: leave it out")
         return stop
 
@@ -149,12 +159,12 @@ class ChatBody(Body):
         "params": ({},), "verbosity": ("medium",), "web_search_options": (),
     }  # fmt: skip
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -178,6 +188,18 @@ class ChatBody(Body):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 
+    @field_validator("messages")
+    @classmethod
+    def _some(cls, messages: list[Message]) -> list[Message]:
+        if messages:
+            return messages
+        raise ValueError("send one message at least")
+
+    @property
+    def written(self) -> int:
+        """Characters of the messages' contents, and one for each message."""
+        return sum(message.characters + 1 for message in self.messages)
+
     def conversation(self, template: str) -> list[dict[str, Any]]:
         """The messages as the chat template takes them. Raises Problem."""
         return [message.plain(f"messages.{i}", template) for i, message in enumerate(self.messages)]
@@ -191,6 +213,10 @@ class ChatBody(Body):
 
     def guide(self) -> Grammar | None:
         own, asked = super().guide(), self.response_format
+        if asked is not None and asked.json_schema is not None and asked.type != "json_schema":
+            raise Problem(
+                400, f"response_format is of type {asked.type} and has a json_schema: give one of the two", "response_format"
+            )
         if asked is None or asked.type == "text":
             return own
         if own is not None:
@@ -217,9 +243,17 @@ class CompletionBody(Body):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any  # text or token ids, or a list of either: of a union the library lists every element that does not fit
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @field_validator("prompt")
+    @classmethod
+    def _texts(cls, prompt: Any) -> Any:
+        texts = isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_are_ids, prompt)))
+        if isinstance(prompt, str) or texts or _are_ids(prompt):
+            return prompt
+        raise ValueError("send text or token ids, or a list of texts or of lists of token ids")
 
     @property
     def alternatives(self) -> int | None:
@@ -234,44 +268,17 @@ class CompletionBody(Body):
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
-        return list(given)  # type: ignore[arg-type]
+        return list(given)
 
 
-def decoded(content: bytes) -> Any:
-    """JSON, in UTF-8. Raises Problem."""
-
-    def constant(name: str) -> float:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        found = json.loads(content.decode("utf-8"), parse_constant=constant, parse_float=_finite)
-        if b"\\ud" in content.lower():  # the escape of half a character
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except UnicodeEncodeError:
-        raise Problem(400, "the body is not valid Unicode: send text without lone surrogates") from None
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8"
-    except json.JSONDecodeError as error:
-        reason = f"line {error.lineno}, column {error.colno}"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:
-        reason = str(error)
-    raise Problem(400, f"the body is not JSON ({reason}): send a JSON object in UTF-8")
-
-
-def _finite(text: str) -> float:
-    if not isfinite(value := float(text)):
-        raise ValueError(f"{text} is too large")
-    return value
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 def _token(name: str) -> int:
-    try:
-        return int(name)
-    except ValueError:
-        raise InputError(f"logit_bias names token {name!r}: give token ids") from None
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise InputError(f"logit_bias names token {name[:40]!r}: give token ids")
+    return int(name)
 
 
 def _problem(error: ValidationError, given: Mapping[str, Any]) -> Problem:

@@ -28,6 +28,12 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     thinking: str | None = None
 
+    @property
+    def characters(self) -> int:
+        """Of its content."""
+        parts = [self.content] if isinstance(self.content, str) else [part.get("text") for part in self.content or ()]
+        return sum(len(part) for part in parts if isinstance(part, str))
+
     def plain(self, place: str, template: str) -> dict[str, Any]:
         """As chat templates take it. Raises Problem for content that is no text, and for keys that would have no effect. place: of the message, such
         as ``messages.0``; template: the chat template's text."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..decoding.grammar import Grammar, GrammarError
 from .problems import Problem
@@ -26,7 +26,7 @@ class _Strict(BaseModel):
 
 
 class Function(_Strict):
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -34,8 +34,9 @@ class Function(_Strict):
     def bound(self, enforced: bool) -> dict[str, Any]:
         """The schema of its arguments. enforced: whether what the grammar cannot hold is an error; otherwise it is a note for the model. Raises Problem for
         parameters that are no object."""
-        given, spaces = self.parameters, _SPACES if enforced or self.strict else {**_SPACES, "lenient": True}
-        if given is None:
+        given, spaces = self.parameters or {}, _SPACES if enforced or self.strict else {**_SPACES, "lenient": True}
+        nothing = {"type": ("object",), "properties": ({},), "required": ([],)}
+        if all(value in nothing.get(name, ()) for name, value in given.items()):
             given = {"properties": {}, "additionalProperties": False}
         kinds = given.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -48,6 +49,7 @@ class Function(_Strict):
 class Tool(_Strict):
     type: Literal["function"]
     function: Function
+    cache_control: Any = Field(None, exclude=True)  # a note to other servers
 
 
 class NamedFunction(_Strict):
@@ -186,12 +188,16 @@ class Tools:
                 "unsupported_parameter",
             )  # fmt: skip
         given = {tool.function.name: tool.function for tool in tools}
+        if len(given) < len(tools):
+            raise Problem(400, "two tools have one name: give each a name of its own", "tools", "invalid_value")
         names, required = list(given), choice == "required"
         if isinstance(choice, NamedTool):
             names, required, several = [choice.function.name], True, False
         elif isinstance(choice, Allowance):
             names = [tool.function.name for tool in choice.allowed_tools.tools]
             required = choice.allowed_tools.mode == "required"
+            if required and not names:
+                raise Problem(400, "tool_choice asks for a call and allows no tool: allow one, or leave it out", "tool_choice")
         if unknown := [name for name in names if name not in given]:
             raise Problem(400, f"there is no tool {unknown[0]!r}: tool_choice must name one of tools", "tool_choice")
         return Tools(form, [given[name] for name in names], required, several) if names else None
