@@ -4,12 +4,14 @@
 argmax of its logits + T * noise. Which tokens it guesses costs acceptance and never changes a text (docs/decoding.md).
 """
 
+from math import inf, log
 from typing import Any
 
 import numpy as np
 
 from ..devices import Array, Device
 from .sampling import GOLDEN, A, B, Sampler, state
+from .settings import Settings
 
 _MOST = 1e6  # of a summand; beyond it logits would be rounded away
 _SMALL = 2.0**-10  # below it 1 - x loses digits of x in fp32
@@ -38,6 +40,12 @@ def rounded_noise(seed: int, position: int, products: np.ndarray) -> np.ndarray:
     rest[small] = tiny * (1 + tiny / 2)
     np.log(rest, out=rest)
     return np.negative(rest, out=rest)
+
+
+def _useful(settings: Settings) -> float:
+    """The most noise that is worth drafting: with more, most tokens that win are rare ones, which top-k, top-p and min-p remove."""
+    share = max(1 - settings.top_p, settings.min_p, 1 / settings.top_k if settings.top_k else 0.0)
+    return 1 - log(share) if share > 0 else inf
 
 
 class DraftNoise:
@@ -72,6 +80,7 @@ class DraftNoise:
         row: Any = np.zeros(self._width, np.float32)
         if temperature:
             row = rounded_noise(seed, position, self._products)
+            np.minimum(row, _useful(sampler.settings), out=row)
             row *= np.float32(min(temperature, _MOST))
         if (added := sampler.added(position)) is not None:
             row += added[self._ids]
