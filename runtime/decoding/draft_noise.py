@@ -77,11 +77,12 @@ class DraftNoise:
 
     def _row(self, sampler: Sampler, position: int) -> np.ndarray:
         temperature, seed = sampler.settings.temperature, sampler.seed
-        row: Any = np.zeros(self._width, np.float32)
         if temperature:
-            row = rounded_noise(seed, position, self._products)
+            row: Any = rounded_noise(seed, position, self._products)
             np.minimum(row, _useful(sampler.settings), out=row)
             row *= np.float32(min(temperature, _MOST))
+        else:
+            row = np.zeros(self._width, np.float32)
         if (added := sampler.added(position)) is not None:
             row += added[self._ids]
         return np.clip(row, -_MOST, _MOST, out=row)

@@ -146,10 +146,11 @@ class Sampler:
     def added(self, position: int) -> np.ndarray | None:
         """What biases, penalties of the text so far, and bans add to the logits at a position that may lie ahead; fp32 [V], or None if
         nothing. The steps that depend on the logits or on the tokens between are left out."""
-        s, row = self.settings, np.zeros(len(self._seen), np.float32)
+        s = self.settings
         early = position - self._prompt < s.min_new_tokens
         if not (s.logit_bias or s.banned or s.presence_penalty or s.frequency_penalty or early):
             return None
+        row = np.zeros(len(self._seen), np.float32)
         row[self._biased] += self._bias
         if s.presence_penalty or s.frequency_penalty:
             self._penalize(row)

@@ -165,9 +165,7 @@ class Server:
         self._require_model(body.model)
         encode, given = self._model.encode, body.prompts()
         self._require_choices(body.n * len(given))
-        self._require_room(
-            max(len(one) for one in given if isinstance(one, str)) if any(isinstance(one, str) for one in given) else 0
-        )
+        self._require_room(max((len(one) for one in given if isinstance(one, str)), default=0))
         prompts = [await asyncio.to_thread(encode, one) if isinstance(one, str) else one for one in given]
         asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
