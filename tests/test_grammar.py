@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from runtime.decoding.grammar import Grammar, GrammarMatcher, GrammarMatchers
+from runtime.decoding.grammar import Grammar, GrammarMatchers
+from runtime.decoding.grammar_matcher import GrammarMatcher
 from runtime.errors import GumihoError, InputError, MisuseError, UnavailableError
 from tests.conftest import examples
 from tests.test_token_bytes import DEMO, metaspace

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from time import monotonic, sleep
@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from runtime import Model, load
-from runtime.decoding.grammar import Grammar, GrammarMatcher
+from runtime.decoding.grammar import Grammar
+from runtime.decoding.grammar_matcher import GrammarMatcher
 from runtime.errors import InputError
 from runtime.serve.app import Limits
 from runtime.serve.slots import Slots
@@ -62,6 +63,17 @@ def test_what_would_end_the_process_is_refused(message: str) -> None:
 def test_what_takes_too_long_is_refused() -> None:
     with pytest.raises(InputError, match="takes more than 10 s"):
         TINY.start(SLOW)
+
+
+def test_a_trial_takes_little() -> None:
+    """And the grammar can be compiled afterwards, with as much memory as if it had not been tried."""
+    large = TINY.prepared(properties(2_000))  # 0.4 s
+    assert not large.try_to_prepare()
+    assert TINY.prepared(Grammar.regex("a")).try_to_prepare()
+    heavy = TINY.prepared(Grammar.regex("|".join(f"w{i}x" for i in range(2000))))
+    assert heavy.try_to_prepare()
+    TINY.start(large)
+    TINY.start(heavy)
 
 
 def test_a_chain_is_followed_to_its_end() -> None:
@@ -163,16 +175,20 @@ def model(chat_bundle: Path) -> Iterator[Model]:
         yield model
 
 
-def test_others_are_answered_while_a_grammar_is_compiled_and_it_ends_with_its_client(model: Model) -> None:
-    with served(model, Limits(queue=1)) as address:
+def test_others_are_answered_while_grammars_are_compiled_and_these_end_with_their_clients(model: Model) -> None:
+    with served(model, Limits(queue=1)) as address, ExitStack() as clients:
         api, others = client(address), processes()
-        body = {"model": "demo", "prompt": "x", "grammar": f"start: %json {SLOW.text}"}
-        with closing(HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            wait_for(lambda: processes() - others)
-            for _ in range(3):
-                assert api.completions.create(model="demo", prompt="x", max_tokens=3).usage.completion_tokens == 3  # type: ignore[union-attr]
-            assert len(processes() - others) == 1  # it still compiles
+        body = json.dumps({"model": "demo", "prompt": "x", "grammar": f"start: %json {SLOW.text}"})
+        for _ in model.streams:
+            connection = clients.enter_context(closing(HTTPConnection(urlsplit(address).netloc, timeout=60)))
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_for(lambda: processes() - others)
+        for _ in range(3):
+            assert api.completions.create(model="demo", prompt="x", max_tokens=3).usage.completion_tokens == 3  # type: ignore[union-attr]
+            guided = api.completions.create(model="demo", prompt="x", max_tokens=20, extra_body={"regex": "(ab|c){2}"})
+            assert guided.choices[0].text in ("abab", "abc", "cab", "cc")
+        assert processes() - others  # they still compile
+        clients.close()
         wait_for(lambda: not processes() - others)
         # And the next grammar has its turn, once for several texts.
         answer = api.completions.create(model="demo", prompt="x", n=4, max_tokens=20, extra_body={"regex": "(ab|c){2}"})

@@ -3,8 +3,8 @@
     python -m tools.hostile_grammars BUNDLE --minutes 5
 
 starts ``gumiho serve``, whose clients send such grammars for chats and completions, in three forms and several sizes, and leave after some seconds
-or wait for an answer. Beside them a client asks for short texts without a grammar. BUNDLE needs a chat template. Memory is what the server and its
-processes alone hold (RssAnon). Prints what happened; exit status 1 if the server ends or does not answer, if a short text takes a second
+or wait for an answer. Beside them a client asks for short texts, every other one with a grammar. BUNDLE needs a chat template. Memory is what the server and its
+processes alone hold (RssAnon). Prints what happened; exit status 1 if the server ends or does not answer, if a short text without a grammar takes a second
 longer than without the others, or if memory is not back within 50 MB of what it was before them within ten seconds.
 """
 
@@ -111,10 +111,10 @@ def _own(process: int) -> int:
         return 0
 
 
-def short(server: Server) -> float:
+def short(server: Server, **more: Any) -> float:
     """Seconds of a short text."""
     begun = monotonic()
-    status, content = server.ask({"max_tokens": 4, "temperature": 0}, 120)
+    status, content = server.ask({"max_tokens": 4, "temperature": 0, **more}, 120)
     if status != 200:
         raise ValueError(f"a short text was answered with status {status}: {content[:200]}")
     return monotonic() - begun
@@ -165,9 +165,10 @@ def main() -> int:
         before, usual = server.memory(), sorted(short(server) for _ in range(20))[-2]
         until = monotonic() + args.minutes * 60
         threads = [guarded(lambda seed=i: hostile(server, seed, until, counts)) for i in range(args.clients)]  # type: ignore[misc]
-        seconds, most = [], 0
+        seconds, guided, most = [], [], 0
         while monotonic() < until and not problems:
             seconds.append(short(server))
+            guided.append(short(server, regex="[a-z ]{4,9}"))
             most = max(most, server.memory())
             sleep(0.3)
         for thread in threads:
@@ -188,8 +189,9 @@ def main() -> int:
         server.process.wait()
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
-    ordered = sorted(seconds)
-    print(f"{len(ordered)} short texts: median {ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f}, before {usual:.2f}")
+    for kind, ordered in (("texts", sorted(seconds)), ("texts with a grammar", sorted(guided))):
+        print(f"{len(ordered)} short {kind}: median {ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f}")
+    print(f"a short text before: {usual:.2f} s")
     print(f"memory: {before >> 20} MiB before, at most {most >> 20}, {after >> 20} after")
     print(*problems or ["nothing found"], sep="\n")
     return int(bool(problems))

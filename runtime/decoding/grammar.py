@@ -7,25 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
-import numpy as np
-
-from ..errors import InputError, MisuseError, UnavailableError, reason
-from .grammar_child import COMPILE_SECONDS, MEMORY, STEP_SECONDS, TEXT_SECONDS
+from ..errors import InputError, UnavailableError, reason
+from .grammar_child import COMPILE_SECONDS, MEMORY
+from .grammar_matcher import GrammarMatcher, brief
 from .grammar_process import EndedError, GrammarProcess
 from .grammar_vocabulary import Vocabulary
 
 _MOST = 1 << 20  # characters of a grammar
-_T = TypeVar("_T")
 _CLOSED = "this grammar is closed: prepare another"
 # The line and column at the beginning of a message; meaningless in a grammar that the user has not written.
 _PLACE = r"^(at )?(?P<line>\d+)\(\d+\): "
-_NOTHING = "the grammar allows no next token, so nothing can follow: stop here, or change it to what this vocabulary can spell"
-# The upper bounds of eight tokens' logits, by the byte that holds their bits: float32 [256, 8], inf if allowed, otherwise -inf.
-_BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
-_BOUNDS = _BOUNDS.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,10 @@ class PreparedGrammar(Grammar):
         """Compiles it. Raises what ``GrammarMatchers.start`` does."""
         self.compiled.prepare()
 
+    def try_to_prepare(self) -> bool:
+        """Compiles it if that takes at most ``TRY_SECONDS`` and ``TRY_MEMORY``; whether it did. Raises what ``GrammarMatchers.start`` does."""
+        return self.compiled.try_to_prepare()
+
     def close(self) -> None:
         """Ends all that is done for it, in any thread: a compilation that runs, and texts that follow it."""
         self.compiled.close()
@@ -91,7 +89,7 @@ class GrammarMatchers:
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(*self._source)
 
-    def start(self, grammar: Grammar) -> "GrammarMatcher":
+    def start(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher for one generation.
 
         Raises InputError for a grammar that is wrong, or takes more than it may; UnavailableError without llguidance, and GumihoError
@@ -108,15 +106,18 @@ class GrammarMatchers:
         return PreparedGrammar(grammar.kind, grammar.text, _Compiled(self, grammar))
 
     def compiled(
-        self, grammar: Grammar, opened: Callable[[GrammarProcess], None] = lambda process: None
+        self, grammar: Grammar, opened: Callable[[GrammarProcess], None] = lambda process: None, trial: bool = False
     ) -> tuple[Vocabulary, GrammarProcess]:
-        """grammar: checked. opened: called with the process before it compiles. Raises what ``start`` does."""
+        """grammar: checked. opened: called with the process before it compiles. trial: whether less may be taken for it. Raises what
+        ``start`` does, and in a trial EndedError if it takes too much."""
         _require_library()
         process = self._vocabulary.processes.start()
         opened(process)
         try:
-            process.compile(grammar.kind, grammar.text)
+            process.compile(grammar.kind, grammar.text, trial)
         except EndedError:
+            if trial:
+                raise
             raise InputError(
                 f"the {grammar.kind} grammar takes more than {COMPILE_SECONDS:g} s or {MEMORY >> 20} MiB to compile, or is chained or "
                 "nested too deeply: simplify it"
@@ -146,7 +147,16 @@ class _Compiled:
                 raise
             return self._found
 
-    def start(self) -> "GrammarMatcher":
+    def try_to_prepare(self) -> bool:
+        with self._compiling:
+            try:
+                self._found = self._found or self._matchers.compiled(self._grammar, self._add, trial=True)
+            except EndedError:
+                if self._closed:
+                    raise InputError(_CLOSED) from None
+            return self._found is not None
+
+    def start(self) -> GrammarMatcher:
         vocabulary, process = self.prepare()
         with self._compiling:
             try:
@@ -167,91 +177,6 @@ class _Compiled:
             self._processes.add(process)
             if self._closed:
                 process.close()
-
-
-class GrammarMatcher:
-    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too."""
-
-    def __init__(self, vocabulary: Vocabulary, process: GrammarProcess) -> None:
-        """``GrammarMatchers.start`` creates one. process: at the start of the text."""
-        self._vocabulary, self._process = vocabulary, process
-        self._accepted: list[int] = []
-        self._ended = False
-        self._bits = np.zeros_like(vocabulary.spellable)  # the allowed tokens, if they are current
-        self._bounds = np.empty((self._bits.nbytes, 8), np.float32)
-        self._current = False
-
-    def mask(self, row: np.ndarray) -> None:
-        """Sets the logits of tokens that the grammar does not allow to -inf. row: float32 [vocabulary], changed in place.
-
-        Raises InputError if no token is allowed: after the end, if the vocabulary cannot spell what must follow, and if the
-        grammar became too complex.
-        """
-        vocabulary, bits, may_end = self._vocabulary, self._allowed(), self._may_end()
-        if self._ended or not (bits.any() or (may_end and vocabulary.ends)):
-            raise InputError(_NOTHING)
-        # Far cheaper than a mask of bools, whose branches a processor cannot predict. mode="clip" avoids a copy.
-        np.take(_BOUNDS, bits.view(np.uint8), axis=0, out=self._bounds, mode="clip")
-        bounds = self._bounds.reshape(-1)[: vocabulary.size]
-        bounds[vocabulary.duplicates] = bounds[vocabulary.originals]
-        bounds[vocabulary.end_ids] = np.inf if may_end else -np.inf
-        np.minimum(row, bounds, out=row)
-
-    def accept(self, token: int) -> None:
-        """Appends a token to the text. Raises InputError if the grammar does not allow it; the matcher is then unchanged."""
-        if token in self._vocabulary.ends and self._may_end():
-            self._ended = True
-        elif not self._continue(token):
-            raise InputError(f"token {token} cannot follow by the grammar: accept only a token that mask leaves finite")
-        self._accepted.append(token)
-
-    def rewind(self, count: int) -> None:
-        """Takes back the last ``count`` tokens. Raises MisuseError if fewer were accepted."""
-        if not 0 <= count <= len(self._accepted):
-            raise MisuseError(
-                f"{count} tokens cannot be taken back, because {len(self._accepted)} were accepted: take back no more"
-            )
-        remaining = self._accepted[: len(self._accepted) - count]
-        if seen := count - (self._ended and count > 0):  # the library never saw the token that ended the text
-            self._do(lambda: self._process.rollback(seen))
-        self._accepted, self._ended, self._current = remaining, self._ended and count == 0, False
-
-    @property
-    def done(self) -> bool:
-        """Whether the text is complete: only its end can follow."""
-        return self._ended or (self._may_end() and not self._allowed().any())
-
-    def _continue(self, token: int) -> bool:
-        library_id = int(self._vocabulary.library_ids[token]) if 0 <= token < self._vocabulary.size else -1
-        if self._ended or library_id < 0:
-            return False
-        accepted = self._do(lambda: self._process.consume(library_id))
-        self._current = self._current and not accepted
-        return accepted
-
-    def _may_end(self) -> bool:
-        return not self._ended and self._process.may_end
-
-    def _allowed(self) -> np.ndarray:
-        if not self._current:
-            self._do(lambda: self._process.mask(self._bits))
-            self._bits &= self._vocabulary.spellable
-            self._current = True
-        return self._bits
-
-    def _do(self, work: Callable[[], _T]) -> _T:
-        try:
-            done = work()
-        except EndedError:
-            raise InputError(
-                f"the grammar cannot be followed further (a token takes more than {STEP_SECONDS:g} s, or the text {TEXT_SECONDS} s or "
-                f"{MEMORY >> 20} MiB): simplify it"
-            ) from None
-        # A state with an error allows the end of the text anywhere, so it must not be used.
-        if problem := _brief(self._process.problem):
-            dead = problem.startswith("NoExtensionBias")
-            raise InputError(_NOTHING if dead else f"the grammar cannot be followed further ({problem}): simplify it")
-        return done
 
 
 def _require_library() -> None:
@@ -283,11 +208,6 @@ def _checked(grammar: Grammar) -> str:
 
 def _refused(grammar: Grammar, problem: str) -> GrammarError:
     place = re.match(_PLACE, problem)
-    said = _brief(problem, "" if grammar.kind == "lark" else _PLACE)
-    reason = _brief(problem, _PLACE).removeprefix("failed to compile JSON schema: ")
+    said = brief(problem, "" if grammar.kind == "lark" else _PLACE)
+    reason = brief(problem, _PLACE).removeprefix("failed to compile JSON schema: ")
     return GrammarError(f"the {grammar.kind} grammar is wrong ({said}): correct it", reason, int(place["line"]) if place else 0)
-
-
-def _brief(problem: str, place: str = "") -> str:
-    """The library's message without the source and state that it appends. place: pattern to remove at the beginning."""
-    return " ".join(re.sub(place, "", re.split(r"\n *\d+ \| |\n<", problem)[0]).split())

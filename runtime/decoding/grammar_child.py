@@ -16,16 +16,18 @@ import socket
 import struct
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
 COMMAND = struct.Struct("=cI")  # one of the letters below; a length, token or count
 REPLY = struct.Struct("=BBI")  # FALSE, TRUE or FAILED; whether the text may end here; length
-COMPILE, COPY, MASK, CONSUME, ROLLBACK = b"c", b"f", b"m", b"t", b"r"
+COMPILE, TRY, COPY, MASK, CONSUME, ROLLBACK = b"c", b"q", b"f", b"m", b"t", b"r"
 FALSE, TRUE, FAILED = 0, 1, 2
 STEP_SECONDS, COMPILE_SECONDS, TEXT_SECONDS = 1.0, 10.0, 60  # of processor time
-MEMORY = 256 << 20  # bytes that a grammar may take
+TRY_SECONDS = 0.25  # a chat's twenty tools take a tenth of it
+MEMORY, TRY_MEMORY = 256 << 20, 32 << 20  # bytes that a grammar may take
 _STACK = 64 << 20
 _NICENESS = 10  # a ninth of the processor time that decoding gets where both want it
 # By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
@@ -74,17 +76,16 @@ class Follower:
                     connection.close()
                     return self.serve(copied)
                 copied.close()
-            content = received(connection, number) if name == COMPILE else b""
-            signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS if name == COMPILE else STEP_SECONDS)  # ends the process
-            outcome, reply = self._do(name, number, content)
-            may_end = outcome != FAILED and self._matcher.is_accepting()
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            content = received(connection, number) if name in (COMPILE, TRY) else b""
+            with _limited(name):
+                outcome, reply = self._do(name, number, content)
+                may_end = outcome != FAILED and self._matcher.is_accepting()
             connection.sendall(REPLY.pack(outcome, may_end, len(reply)) + reply)
 
     def _do(self, name: bytes, number: int, content: bytes) -> tuple[int, bytes]:
         """Whether it could be done, and the mask if that is wanted, or an error."""
         done, reply = True, b""
-        if name == COMPILE:
+        if name in (COMPILE, TRY):
             kind, _, text = content.decode().partition(" ")
             self._text = lark(self._library, kind, text)
             self._matcher = self._start()
@@ -107,6 +108,17 @@ class Follower:
         return self._library.LLMatcher(self._tokenizer, self._text, log_level=0, limits=limits)
 
 
+@contextmanager
+def _limited(name: bytes) -> Iterator[None]:
+    """Ends the process if a command takes too much."""
+    signal.setitimer(signal.ITIMER_PROF, {COMPILE: COMPILE_SECONDS, TRY: TRY_SECONDS}.get(name, STEP_SECONDS))
+    less = MEMORY - TRY_MEMORY if name == TRY else 0
+    _change_memory(-less)
+    yield
+    _change_memory(less)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def _end_with(connection: socket.socket) -> None:
     """Ends the process when the other end is closed."""
     poll = select.poll()
@@ -119,11 +131,17 @@ def _end_with(connection: socket.socket) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _change_memory(by: int) -> None:
+    """by: bytes added to what this process may take."""
+    import resource
+
+    most, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if by and most != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (most + by, hard))
+
+
 def _limit() -> None:
-    try:
-        import resource
-    except ImportError:
-        return
+    import resource
 
     def lower(kind: int, limit: int) -> None:
         most = resource.getrlimit(kind)[1]

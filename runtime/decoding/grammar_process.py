@@ -35,9 +35,10 @@ class GrammarProcess:
         self.may_end, self.problem = False, ""
         weakref.finalize(self, connection.close)
 
-    def compile(self, kind: str, text: str) -> None:
+    def compile(self, kind: str, text: str, trial: bool = False) -> None:
+        """trial: within the limits of ``TRY_SECONDS`` and ``TRY_MEMORY``."""
         content = f"{kind} {text}".encode("utf-8", "surrogatepass")
-        self._ask(child.COMPILE, len(content), content)
+        self._ask(child.TRY if trial else child.COMPILE, len(content), content)
 
     def mask(self, bits: np.ndarray) -> None:
         """bits: int32 [vocabulary // 32 + 1], set to a bit for each id of the library that may follow."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import InputError
-from .grammar import GrammarMatcher
+from .grammar_matcher import GrammarMatcher
 from .settings import Settings
 
 GOLDEN, A, B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

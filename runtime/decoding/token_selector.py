@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundle.manifest import Manifest
 from ..text.stream import TextStream
-from .grammar import GrammarMatcher
+from .grammar_matcher import GrammarMatcher
 from .logprobs import TokenLogprobs
 from .sampling import Sampler
 from .settings import Settings
