@@ -137,6 +137,7 @@ BOTH: dict[str, tuple[Any, str]] = {
     "background_tasks": ({"title_generation": True}, "ignored"), "chat_id": ("1", "ignored"), "features": ({"web_search": False}, "ignored"),
     "filter_ids": ([], "ignored"), "id": ("1", "ignored"), "model_item": ({"id": "demo"}, "ignored"), "parent_id": (None, "ignored"),
     "parent_message": ({"id": "1"}, "ignored"), "session_id": ("1", "ignored"), "tool_ids": (["x"], "ignored"), "tool_servers": ([], "ignored"),
+    "folder_id": ("1", "ignored"), "skill_ids": (["x"], "ignored"), "terminal_id": ("1", "ignored"), "user_message": ({"id": "1"}, "ignored"),
     "variables": ({"{{USER_NAME}}": "Ann"}, "ignored"),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, str]] = {
@@ -463,6 +464,11 @@ def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
             "messages.0.content.colour",
         ),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": 5}]}, "messages.1.tool_calls: "),
+        (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+            "messages.1.tool_calls: this model's chat template has no calls of tools: leave it out",
+        ),
+        ({"unheard_of": [], "n": 0}, "n: Input should be greater than or equal to 1"),
         (
             {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]},
             "messages.1.function_call",

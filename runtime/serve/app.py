@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .problems import Problem
 from .slots import Slots
 from .spelling import Spelling
+from .tools import Tools
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page's own style and script are all that it may run or load.
@@ -147,18 +148,16 @@ class Server:
             )
         tools = body.offered(template.with_tools.text)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
-        # In a thread, as all that can take long: meanwhile others are answered.
+        self._require_choices(body.n)
         self._require_room(body.written)
         messages = body.conversation(template.all_text)
+        # In a thread, as all that can take long: meanwhile others are answered.
         prompt = await asyncio.to_thread(self._model.chat, messages, listed, body.variables, body.special_tokens)
         if tools and tools.mark:
             prompt += self._model.encode(tools.mark, special=False)
         asked = self._asked(body, [prompt], body.limit, tools.guide() if tools else body.guide())
         answer = ChatAnswer(self._name, self._spelling, body.logprobs, body.streams_usage, tools=tools)
-        try:
-            return await self._answer(request, line, body, asked, answer)
-        except GrammarError as error:
-            raise (tools or body).refused(error) from None
+        return await self._answer(request, line, body, asked, answer, tools or body)
 
     async def _text(self, request: HttpRequest, line: Line) -> Response:
         body = CompletionBody.of(await self._body(request, line))
@@ -170,10 +169,7 @@ class Server:
         asked = self._asked(body, prompts, body.limit, body.guide())
         listed = body.logprobs is not None
         answer = TextAnswer(self._name, self._spelling, listed, body.streams_usage)
-        try:
-            return await self._answer(request, line, body, asked, answer)
-        except GrammarError as error:
-            raise body.refused(error) from None
+        return await self._answer(request, line, body, asked, answer, body)
 
     async def _body(self, request: HttpRequest, line: Line) -> Any:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -197,7 +193,6 @@ class Server:
     def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None, guide: Grammar | None) -> Request:
         """What a body asks for, within the limits. Raises Problem and InputError."""
         limits = self._limits
-        self._require_choices(body.n * len(prompts))
         if limits.prompt and (longest := max(map(len, prompts))) > limits.prompt:
             raise Problem(
                 400,
@@ -208,9 +203,15 @@ class Server:
         seconds = limits.seconds or inf
         return Request(prompts, [body.settings(most, seconds, guide, choice) for choice in range(body.n)])
 
-    async def _answer(self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer) -> Response:
+    async def _answer(
+        self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer, guide: Body | Tools
+    ) -> Response:
+        """guide: what the grammar is from, if there is one."""
         line.asked, line.streams = asked, body.stream
-        await unless_gone(request.receive, self._check(asked, line))
+        try:
+            await unless_gone(request.receive, self._check(asked, line))
+        except GrammarError as error:
+            raise guide.refused(error) from None
         line.held.callback(self._slots.admit(asked.choices))
         if body.stream:
             return EventStream(self._chunks(body, asked, answer), self._limits.patience)

@@ -62,8 +62,8 @@ class Body(_Strict):
     IGNORED: ClassVar[Set[str]] = {
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
         "store", "user",
-        "background_tasks", "chat_id", "features", "filter_ids", "id", "model_item", "parent_id", "parent_message", "session_id", "tool_ids",
-        "tool_servers", "variables",
+        "background_tasks", "chat_id", "features", "filter_ids", "folder_id", "id", "model_item", "parent_id", "parent_message", "session_id",
+        "skill_ids", "terminal_id", "tool_ids", "tool_servers", "user_message", "variables",
     }  # fmt: skip
 
     model: str
@@ -100,6 +100,7 @@ class Body(_Strict):
         for name, neutral in cls.UNSUPPORTED.items():
             if name in given and given.pop(name) not in neutral:
                 raise Problem(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
+        given = {name: value for name, value in given.items() if name in cls.model_fields or value not in ([], {})}
         if unknown := next((name for name in given if name not in cls.model_fields), None):
             raise Problem(400, f"there is no parameter {unknown}: leave it out", unknown, "unknown_parameter")
         try:
