@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from runtime.decoding import sampling
 from runtime.decoding.draft_noise import DraftNoise, rounded_noise
-from runtime.decoding.sampling import GOLDEN, Sampler
+from runtime.decoding.noise import products
+from runtime.decoding.sampling import Sampler
 from runtime.decoding.settings import Settings
 from runtime.devices import Host
 from tests.accelerator import Lazy
@@ -21,7 +22,7 @@ DEPTH, VOCABULARY = 4, 300
 def test_it_is_the_noise_of_draws(seed: int, position: int, count: int) -> None:
     ids = np.arange(count)
     exact = sampling.noise(seed, position, ids)
-    rounded = rounded_noise(seed, position, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
+    rounded = rounded_noise(seed, position, products(ids))
     assert rounded.dtype == np.float32
     # Digits are few only where noise is so large or so small that one token in a million has it.
     usual = (exact < 13) & (exact > -2.2)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..devices import Array, Device
-from .sampling import GOLDEN, A, B, Sampler, state
+from .noise import blocks, high_bits, products
+from .sampling import Sampler
 from .settings import Settings
 
 _MOST = 1e6  # of a summand; beyond it logits would be rounded away
@@ -18,18 +19,17 @@ _SMALL = 2.0**-10  # below it 1 - x loses digits of x in fp32
 
 
 def rounded_noise(seed: int, position: int, products: np.ndarray) -> np.ndarray:
-    """``sampling.noise`` in fp32, from 32 of the 52 bits: five times as fast. products: uint64 [n], (id + 1) * GOLDEN -> fp32 [n]."""
-    x = products + np.uint64(state(seed, position))
-    shifted = x >> np.uint64(30)
-    for shift, by in ((27, A), (0, B)):
-        x ^= shifted
-        x *= np.uint64(by)
-        if shift:
-            np.right_shift(x, np.uint64(shift), out=shifted)
-    high = (x >> np.uint64(32)).astype(np.uint32)
-    high ^= high >> np.uint32(31)
+    """``noise.noise`` in fp32, from 32 of the 52 bits: five times as fast. products: of n ids -> fp32 [n]."""
+    noise = np.empty(len(products), np.float32)
+    for block in blocks(len(products)):
+        noise[block] = _rounded(~high_bits(seed, position, products[block]))
+    return noise
+
+
+def _rounded(below: np.ndarray) -> np.ndarray:
+    """below: uint32 [n], how far the bits are from all ones."""
+    rest = below.astype(np.float32)
     # Noise is large where the uniform number is close to 1, so its distance from 1 must keep its digits.
-    rest = (~high).astype(np.float32)
     rest += np.float32(0.5)
     rest *= np.float32(2.0**-32 * (1 - 2.0**-23))  # never 1
     small = np.flatnonzero(rest < _SMALL)
@@ -55,7 +55,7 @@ class DraftNoise:
         """rows: fp32 [depth, V], zeroed. ids: int64 [V], the target's ids of the draft vocabulary."""
         self._rows, self._device, self._ids = rows, device, ids
         self._depth, self._width = rows.shape
-        self._products = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+        self._products = products(ids)
         self._sampler: Sampler | None = None
         self._first, self._zero = 0, True  # the position of level 1; whether all rows are 0
 

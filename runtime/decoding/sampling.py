@@ -7,46 +7,18 @@ tokens, before ``min_new_tokens``; 7. the caller's processors; 8. the grammar's 
 12. top-p; 13. min-p; 14. the draw.
 
 Differences from transformers: presence and frequency penalties are OpenAI's and unknown there; among equally likely tokens at the edge
-of top-p the lower ids stay, while transformers leaves the order open; and the draw uses another random generator.
-
-The draw is an argmax over logits with Gumbel noise, which samples from the softmax (arXiv 1411.0030). The noise of a token depends only
-on (seed, position, token). So equal logits give the same token whichever pass computed them, and nearly equal logits nearly always do:
-two rows choose differently about as often as their distributions differ.
+of top-p the lower ids stay, while transformers leaves the order open; and the draw uses another random generator (``noise``).
 """
 
 from collections.abc import Sequence
+from math import inf, log
 
 import numpy as np
 
 from ..errors import InputError
 from .grammar_matcher import GrammarMatcher
+from .noise import blocks, noise, winners
 from .settings import Settings
-
-GOLDEN, A, B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MOST = (1 << 64) - 1
-_REACH = 41.5  # the noise has 52 bits, so no two values are further apart
-
-
-def _mixed(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ x >> 30) * A & _MOST
-    x = (x ^ x >> 27) * B & _MOST
-    return x ^ x >> 31
-
-
-def state(seed: int, position: int) -> int:
-    """What a position adds to (id + 1) * GOLDEN, of which the finalizer makes random bits; 64 bits."""
-    return _mixed((_mixed((seed + GOLDEN) & _MOST) + position * GOLDEN) & _MOST)
-
-
-def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """Gumbel noise, float64 [n], for token ids (int64 [n]) at a position of the text."""
-    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN) + np.uint64(state(seed, position))
-    for shift, by in ((30, A), (27, B)):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
-    # With one more bit the 0.5 would be rounded away, and a value of 1 would make the noise infinite.
-    uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return -np.log(-np.log(uniform))
 
 
 def candidates(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
@@ -54,35 +26,44 @@ def candidates(row: np.ndarray, temperature: float, top_k: int, top_p: float, mi
 
     row: float32 [V]. Uses partial selection; at most a few hundred tokens, or ten times those that top-p keeps, are sorted.
     """
+    best = float(row.max())
     if 0 < top_k < len(row):
         ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
-        ids = ids[row[ids] > -np.inf]
-    else:
-        ids = np.flatnonzero(row > -np.inf)
-    values = row[ids].astype(np.float64)
-    values -= values.max()  # before the division, which may overflow
-    with np.errstate(over="ignore"):
-        values /= temperature
-    if top_p < 1:
-        within = _nucleus(np.exp(values), top_p)
-        ids, values = ids[within], values[within]
+        ids = ids[_nucleus(row[ids], temperature, top_p)] if top_p < 1 else ids
+    elif top_p < 1:
+        ids = _nucleus(row, temperature, top_p)
+    else:  # those that min-p keeps, and some near them
+        least = best + 1.001 * temperature * log(min_p) - 1e-5 * abs(best) if min_p > 0 else -inf
+        ids = np.flatnonzero(row >= least)
+    ids = ids[row[ids] > -np.inf]
+    values = _scaled(row[ids], best, temperature)
     if min_p > 0:
         within = np.exp(values) >= min_p
         ids, values = ids[within], values[within]
     return ids, values
 
 
-def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """Ascending indices of the smallest set of largest weights whose sum is at least ``share`` of the total (arXiv 1904.09751)."""
-    wanted, size = share * weights.sum(), 64
+def _scaled(logits: np.ndarray, highest: float, temperature: float) -> np.ndarray:
+    """Float64 [n]; the largest is 0."""
+    values = logits.astype(np.float64)
+    values -= highest  # before the division, which may overflow
+    with np.errstate(over="ignore"):
+        values /= temperature
+    return values
+
+
+def _nucleus(row: np.ndarray, temperature: float, share: float) -> np.ndarray:
+    """Ascending indices of the smallest set of likeliest tokens that have at least this share of the probability (arXiv 1904.09751)."""
+    best, size = float(row.max()), 64
+    wanted = share * sum(float(np.exp(_scaled(row[block], best, temperature)).sum()) for block in blocks(len(row)))
     while True:
-        size = min(8 * size, len(weights))
-        edge = np.partition(weights, len(weights) - size)[len(weights) - size]
-        above, level = np.flatnonzero(weights > edge), np.flatnonzero(weights == edge)
-        largest = np.concatenate((above, level[: size - len(above)]))  # at a low temperature nearly all weights are equal, at 0
-        order = largest[np.argsort(-weights[largest], kind="stable")]
-        before = np.cumsum(weights[order])
-        if before[-1] >= wanted or size == len(weights):
+        size = min(8 * size, len(row))
+        edge = np.partition(row, len(row) - size)[len(row) - size]
+        above, level = np.flatnonzero(row > edge), np.flatnonzero(row == edge)
+        largest = np.concatenate((above, level[: size - len(above)]))
+        order = largest[np.argsort(-row[largest], kind="stable")]
+        before = np.cumsum(np.exp(_scaled(row[order], best, temperature)))
+        if before[-1] >= wanted or size == len(row):
             return np.sort(order[: int(np.searchsorted(before, wanted)) + 1])
 
 
@@ -240,7 +221,10 @@ class Sampler:
             )
         if not s.temperature:
             return int(row.argmax())
-        ids, values = candidates(row, s.temperature, s.top_k, s.top_p, s.min_p)
-        able = values >= values.max() - _REACH
-        ids, values = ids[able], values[able]
-        return int(ids[(values + noise(self.seed, len(self._ids), ids)).argmax()])
+        position = len(self._ids)
+        if s.top_k or s.top_p < 1 or s.min_p:
+            ids, values = candidates(row, s.temperature, s.top_k, s.top_p, s.min_p)
+        else:
+            ids = winners(row, s.temperature, self.seed, position)
+            values = _scaled(row[ids], float(best), s.temperature)
+        return int(ids[(values + noise(self.seed, position, ids)).argmax()])

@@ -15,7 +15,7 @@ from ..bundle.files import read_arrays
 from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage
-from ..decoding import sampling
+from ..decoding import noise as draws
 from ..errors import DamageError, reason
 
 TREE = ("tokens", "depth", "parent", "mask", "score")  # parts of a tree
@@ -35,7 +35,7 @@ class Drafted:
 
 def noise(depth: int, vocabulary: int) -> np.ndarray:
     """Noise of a tree's levels, by column instead of by token; fp32 [depth, vocabulary]."""
-    return np.stack([sampling.noise(0, level, np.arange(vocabulary)) for level in range(depth)]).astype(np.float32)
+    return np.stack([draws.noise(0, level, np.arange(vocabulary)) for level in range(depth)]).astype(np.float32)
 
 
 def read(bundle: Bundle) -> dict[str, np.ndarray]:

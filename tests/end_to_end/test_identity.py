@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from runtime import Generation, Model, load
 from runtime.decoding.cycle import Cycle
 from runtime.decoding.grammar import Grammar
-from runtime.decoding.sampling import noise
+from runtime.decoding.noise import noise
 from runtime.devices import DeviceArray
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end import llama

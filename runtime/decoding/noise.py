@@ -1,0 +1,87 @@
+"""The noise with which tokens are drawn.
+
+The draw is an argmax over logits with Gumbel noise, which samples from the softmax (arXiv 1411.0030). The noise of a token depends only
+on (seed, position, token). So equal logits give the same token whichever pass computed them, and nearly equal logits nearly always do:
+two rows choose differently about as often as their distributions differ.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+GOLDEN, A, B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MOST = (1 << 64) - 1
+_BLOCK = 1 << 14
+
+
+def _mixed(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (x ^ x >> 30) * A & _MOST
+    x = (x ^ x >> 27) * B & _MOST
+    return x ^ x >> 31
+
+
+def state(seed: int, position: int) -> int:
+    """What a position adds to (id + 1) * GOLDEN, of which the finalizer makes random bits; 64 bits."""
+    return _mixed((_mixed((seed + GOLDEN) & _MOST) + position * GOLDEN) & _MOST)
+
+
+def products(ids: np.ndarray) -> np.ndarray:
+    """Of token ids, int64 [n], for ``high_bits``: uint64 [n]."""
+    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+
+
+_all_products = lru_cache(maxsize=2)(lambda vocabulary: products(np.arange(vocabulary)))
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """Of a row, one after the other: what is computed of a block stays in a cache, and in memory that is used again."""
+    return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
+
+
+def high_bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
+    """The first 32 of the bits of which ``noise`` makes its number between 0 and 1, uint32 [n]. products: of a block of ids."""
+    x = products + np.uint64(state(seed, position))
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(A)
+    np.right_shift(x, np.uint64(27), out=shifted)
+    x ^= shifted
+    x *= np.uint64(B)
+    np.right_shift(x, np.uint64(32), out=shifted)
+    high = shifted.astype(np.uint32)
+    high ^= high >> np.uint32(31)
+    return high
+
+
+def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """Gumbel noise, float64 [n], for token ids (int64 [n]) at a position of the text."""
+    x = products(ids) + np.uint64(state(seed, position))
+    for shift, by in ((30, A), (27, B)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
+    # With one more bit the 0.5 would be rounded away, and a value of 1 would make the noise infinite.
+    uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return -np.log(-np.log(uniform))
+
+
+def winners(row: np.ndarray, temperature: float, seed: int, position: int) -> np.ndarray:
+    """Ascending ids of the tokens that a draw from all of a row can give, int64 [n]: all others have too little noise. row: float32 [V].
+
+    A token beats the likeliest one only if its value v and its noise are together at least L, which that one has. Noise is
+    -log(-log u), so 1 - u <= -log u <= exp(v - L).
+    """
+    best = np.array([row.argmax()])
+    highest, least = row[best], np.float32(noise(seed, position, best)[0])
+    divisor, found = np.float32(max(temperature, 1e-30)), list[np.ndarray]()  # a larger temperature leaves more
+    for block in blocks(len(row)):
+        bounds = row[block] - highest
+        with np.errstate(over="ignore"):
+            bounds /= divisor
+        bounds -= least
+        np.exp(bounds, out=bounds)
+        bounds *= np.float32(2.0**32 * (1 + 1e-4))  # more than rounding takes away
+        rest = ~high_bits(seed, position, _all_products(len(row))[block])
+        found.append(np.flatnonzero(rest.astype(np.float32) <= bounds) + block.start)
+    ids = np.concatenate(found)
+    return ids[row[ids] > -np.inf]
