@@ -27,6 +27,7 @@ from exporter.checkpoints import gguf_file as gguf_file_module
 from exporter.checkpoints import gguf_keys
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
 from exporter.checkpoints.gguf_metadata import metadata
+from exporter.checkpoints.gguf_tokenizer import write_tokenizer
 from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.training.target import model_of
@@ -247,10 +248,10 @@ def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path)
 
 
 def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> None:
-    """A default, and one with a name for conversations with tools. Another name cannot leave the folder."""
+    """A default, and one with a name for conversations with tools."""
     fields = tokenizer_fields(template="plain {{ messages[0].content }}") | {
         "tokenizer.chat_template.tool_use": "tools {{ tools | length }}",
-        "tokenizer.chat_template.../odd": "odd",
+        "tokenizer.chat_template.2-a.b": "other",
     }
     folder = opened_checkpoint = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
     tokenizer, ours = AutoTokenizer.from_pretrained(folder.folder), ChatTemplate.of(opened_checkpoint.folder)
@@ -263,6 +264,19 @@ def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> N
         expected = tokenizer.apply_chat_template(messages, tools=offered, tokenize=False)
         assert ours.render(messages, tools=offered) == expected
         assert expected == ("tools 1" if offered else "plain hi")
+    assert tokenizer.chat_template["2-a.b"] == "other"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    (".../odd", "odd", "the chat template 'tokenizer.chat_template.../odd' has a name with other characters than letters, digits, '_', '-' and '.'"),
+    ("", 3, "tokenizer.chat_template is 3, expected a text: convert the model again"),
+])  # fmt: skip
+def test_chat_templates_that_are_none_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    with pytest.raises(InputError) as raised:
+        write_tokenizer(tokenizer_fields() | {f"tokenizer.chat_template{name}": value}, inner)
+    assert str(raised.value).startswith(message)
     assert not list(tmp_path.rglob("odd*"))
 
 
@@ -308,13 +322,28 @@ def test_rotary_scaling_is_what_llama_cpp_reads(tmp_path: Path, fields: dict[str
     v for k in vars(gguf.Keys).values() if isinstance(k, type) for v in vars(k).values() if isinstance(v, str) and "{" + "arch}" in v
 ])  # fmt: skip
 def test_every_key_of_the_format_is_read_or_known_or_refused(key: str) -> None:
-    """The list is gguf's own. What is neither read nor known to change nothing must not get past."""
+    """The list is gguf's own. What is neither read nor known to change nothing must not get past, zero and false included."""
     name = key.removeprefix("{arch}.")
     if name in gguf_keys.READ | gguf_keys.UNUSED:
         return
-    with pytest.raises(InputError, match=re.escape(f"has llama.{name} 2, which is not supported")):
-        gguf_keys.require_known({f"llama.{name}": 2}, "llama", "m.gguf")
-    gguf_keys.require_known({f"llama.{name}": gguf_keys.NEUTRAL.get(name, 0)}, "llama", "m.gguf")
+    neutral = repr(gguf_keys.NEUTRAL.get(name))
+    for value in (2, 0, 0.0, 1.0, False, True, "", []):
+        if repr(value) == neutral:
+            gguf_keys.require_known({f"llama.{name}": value}, "llama", "m.gguf")
+        else:
+            with pytest.raises(InputError, match=re.escape(f"has llama.{name} {value!r}, which is not supported")):
+                gguf_keys.require_known({f"llama.{name}": value}, "llama", "m.gguf")
+
+
+def test_a_key_whose_value_is_false_is_named_with_its_way_out() -> None:
+    for key, value in {"llama.attention.causal": False, "tokenizer.ggml.new_thing": False, "llama.rope.scaling.attn_factor": 0.0,
+                       "llama.rope.scaling.yarn_ext_factor": 1.0}.items():  # fmt: skip
+        with pytest.raises(InputError) as raised:
+            gguf_keys.require_known({key: value}, "llama", "m.gguf")
+        assert str(raised.value) == (
+            f"'m.gguf' has {key} {value}, which is not supported: name another file, or take the key out of this one if you know that "
+            f"the model does not need it (gguf-new-metadata --remove-metadata {key})"
+        )
 
 
 def split(file: Path, folder: Path, parts: int) -> list[Path]:
@@ -380,17 +409,56 @@ def changed(**fields: Any) -> dict[str, Any]:
     (changed(llama__expert_count=8), "is a mixture of experts"),
     (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
     (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
-    (changed(llama__attention__causal=False, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
+    (changed(llama__attention__causal=True, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
     (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
     (changed(llama__attention__head_count_kv=[2, 1]), "has another attention.head_count_kv in every layer"),
-    ({"fields": tokenizer_fields() | {"tokenizer.ggml.pre": "odd"}}, "splits text as 'odd' does"),
-    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "is of kind 'rwkv'"),
+    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' "),
     ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
 ])  # fmt: skip
 def test_unsupported_files_are_refused_by_name(tmp_path: Path, written: dict[str, Any], message: str) -> None:
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", **written)
     with pytest.raises(InputError, match=message):
         opened(file)
+
+
+AGAIN = "convert the model again, or name its folder in the Hugging Face layout"
+NO_ID = "without which it is not supported: say which token it is (gguf-new-metadata --special-token-by-id"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("bos_token_id", 300, "tokenizer.ggml.bos_token_id is 300, expected the id of a token, from 0 to 299: take the key out, if no text needs "
+     f"that token (gguf-new-metadata --remove-metadata tokenizer.ggml.bos_token_id), or {AGAIN}"),
+    ("padding_token_id", "x", "tokenizer.ggml.padding_token_id is 'x', expected the id of a token"),
+    ("eot_token_id", -1, "tokenizer.ggml.eot_token_id is -1, expected the id of a token"),
+    ("fim_pre_token_id", True, "tokenizer.ggml.fim_pre_token_id is True, expected the id of a token"),
+    ("eos_token_id", None, f"the tokenizer has no tokenizer.ggml.eos_token_id, {NO_ID} eos ID)"),
+    ("add_bos_token", "no", f"tokenizer.ggml.add_bos_token is 'no', expected true or false: {AGAIN}"),
+    ("add_eos_token", 0, f"tokenizer.ggml.add_eos_token is 0, expected true or false: {AGAIN}"),
+    ("tokens", [1, 2], f"tokenizer.ggml.tokens is [1, 2], expected a list of texts: {AGAIN}"),
+    ("token_type", [0] * 300, f"tokenizer.ggml.token_type holds 0, expected numbers from 1 to 6: {AGAIN}"),
+    ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of numbers: {AGAIN}"),
+    ("model", ["gpt2"], "tokenizer.ggml.model is ['gpt2'], expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name another target"),
+    ("merges", None, f"the tokenizer has no tokenizer.ggml.merges, without which it is not supported: {AGAIN}"),
+    ("merges", ["ab"], f"tokenizer.ggml.merges holds 'ab', which is no pair of tokens that are a token together: {AGAIN}"),
+    ("merges", ["a zz"], f"tokenizer.ggml.merges holds 'a zz', which is no pair of tokens that are a token together: {AGAIN}"),
+    ("pre", "qwen", "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (the closest name is qwen2): name the model's "
+     "folder in the Hugging Face layout, or, if you know that the model splits as another name says, give that (gguf-new-metadata "
+     "--pre-tokenizer NAME)"),
+    ("pre", 3, "tokenizer.ggml.pre is 3, a way of splitting a text that is not supported: name the model's folder"),
+])  # fmt: skip
+def test_values_of_a_tokenizer_are_refused_by_name(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    fields = tokenizer_fields() | {f"tokenizer.ggml.{name}": value}
+    with pytest.raises(InputError) as raised:
+        write_tokenizer({key: own for key, own in fields.items() if own is not None}, tmp_path)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_beginning_that_is_put_before_every_text_is_needed(tmp_path: Path) -> None:
+    """llama.cpp puts token 11."""
+    fields = tokenizer_fields() | {"tokenizer.ggml.add_bos_token": True}
+    del fields["tokenizer.ggml.bos_token_id"]
+    with pytest.raises(InputError, match="^the tokenizer has no tokenizer.ggml.bos_token_id, without which"):
+        write_tokenizer(fields, tmp_path)
 
 
 @given(st.data())

@@ -138,7 +138,10 @@ class GgufCheckpoint(Checkpoint):
         weakref.finalize(self, folder.cleanup)
         (self.folder / "config.json").write_text(json.dumps(self.config), "utf-8")
         with self._damage_errors(self.files[0], " in its tokenizer"):
-            self.notes = write_tokenizer(fields, self.folder)
+            try:
+                self.notes = write_tokenizer(fields, self.folder)
+            except InputError as error:
+                raise InputError(f"'{source}': {error}") from None
 
     def _read(self) -> tuple[dict[str, Any], dict[str, _Table]]:
         """The metadata of the first part, and the tensors of all."""

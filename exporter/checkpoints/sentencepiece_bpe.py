@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 from runtime.errors import InputError, UnavailableError
 
+from .json_config import shown
 from .special_tokens import Kind, add_special
 
 _SPACE = "\u2581"  # stands for a space within pieces
@@ -33,7 +35,8 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
     """The tokenizer, without tokens before or after a text.
 
     SentencePiece joins the pair whose piece has the highest score, the leftmost of several. Here every pair of pieces that form a piece is
-    a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do.
+    a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do. So no two pieces that pairs form may have
+    the same score: raises InputError.
     """
     ids = {text: i for i, text in enumerate(pieces.texts)}
     joined = {text: i for text, i in ids.items() if pieces.kinds[i] in (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)}
@@ -45,6 +48,12 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
         if text[:at] in joined and text[at:] in joined
     ]
     merges.sort()
+    for (score, first, *_), (other, second, *_) in pairwise(merges):
+        if first != second and not score < other:
+            raise InputError(
+                f"the tokenizer gives {shown(pieces.texts[first])} and {shown(pieces.texts[second])} the same score, so that a text "
+                "decides which is made first, which is not supported: convert the model again, or name another target"
+            )
     unknown = next((text for text, i in ids.items() if pieces.kinds[i] == Kind.UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
