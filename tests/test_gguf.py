@@ -382,11 +382,15 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         assert model.config == whole.config
         assert all(torch.equal(model.read(name), whole.read(name)) for name in whole.names())
     assert len(model.identity()) == 3
-    parts[1].rename(tmp_path / "elsewhere.gguf")
+    elsewhere = parts[1].rename(tmp_path / "parts" / "elsewhere.gguf")
+    with pytest.raises(
+        InputError, match="holds 2 models in GGUF files: name one, such as '.*', or give the part 'm-00002-of-00003.gguf' of"
+    ):
+        gguf_file(str(tmp_path / "parts"))
     with pytest.raises(InputError, match="lacks the part 'm-00002-of-00003.gguf' of a model in 3 files: put all of them"):
         opened(parts[0])
     with pytest.raises(InputError, match=r"elsewhere.gguf' says that it is part 1 .from 0. of 3, and has another name"):
-        opened(tmp_path / "elsewhere.gguf")
+        opened(elsewhere)
 
 
 def test_a_package_that_is_missing_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,12 +410,15 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("written", "message"), [
     ({"architecture": "falcon"}, "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another"),
-    (changed(llama__expert_count=8), "is a mixture of experts"),
-    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
+    (changed(llama__expert_count=8), "is a mixture of experts, which is not supported: name another target"),
+    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn', expected none, linear or llama3: name another target"),
     (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
     (changed(llama__attention__causal=True, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
     (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
-    (changed(llama__attention__head_count_kv=[2, 1]), "has another attention.head_count_kv in every layer"),
+    (changed(llama__attention__head_count_kv=[2, 1]),
+     r"has llama.attention.head_count_kv \[2, 1\], not the same for every layer, which is not supported: name another target"),
+    (changed(llama__rope__dimension_count=4), "has llama.rope.dimension_count 4, not the size of a head, 16, which is not supported: name another"),
+    (changed(general__alignment=0), "m.gguf' has general.alignment 0, expected a power of two: convert the model again"),
     ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' "),
     ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
 ])  # fmt: skip
@@ -419,6 +426,38 @@ def test_unsupported_files_are_refused_by_name(tmp_path: Path, written: dict[str
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", **written)
     with pytest.raises(InputError, match=message):
         opened(file)
+
+
+@pytest.mark.parametrize(("at", "content", "message"), [
+    (4, struct.pack("<I", 1), "' has version 1 of GGUF, expected 2 or 3: convert the model again"),
+    (4, struct.pack("<I", 4), "' has version 4 of GGUF, expected 2 or 3: convert the model again"),
+    (4, struct.pack(">I", 3), "' has its bytes in big-endian order: convert it (gguf-convert-endian '"),
+    (b"token_embd.weight", struct.pack("<I", 50), "' holds 'token_embd.weight' in the type 50 of tensors, which is not supported: convert the model "
+     "again, to Q8_0 for example"),
+    (b"token_embd.weight", struct.pack("<I", 4), "' holds 'token_embd.weight' in the type 4 of tensors, which is not supported: convert"),
+])  # fmt: skip
+def test_what_is_unknown_is_not_called_damaged(at: int | bytes, content: bytes, message: str, tmp_path: Path) -> None:
+    start = at if isinstance(at, int) else SMALL.index(at) + len(at) + 4 + 2 * 8  # behind the name: the shape
+    file = tmp_path / "m.gguf"
+    file.write_bytes(SMALL[:start] + content + SMALL[start + 4 :])
+    with pytest.raises(InputError) as raised:
+        opened(file)
+    assert str(raised.value).startswith(f"'{file}{message}")
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), [
+    ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536"),
+    ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536"),
+    ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648"),
+    ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1"),
+    ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15"),
+    ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
+])  # fmt: skip
+def test_values_out_of_range_are_named_as_in_the_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{key}": value})
+    with pytest.raises(InputError) as raised:
+        llama_config(opened(file))
+    assert str(raised.value) == f"target '{file}': it has {expected}"
 
 
 AGAIN = "convert the model again, or name its folder in the Hugging Face layout"
@@ -499,8 +538,10 @@ def test_folders(tmp_path: Path) -> None:
     assert gguf_file(str(tmp_path)) is None
     (tmp_path / "a.gguf").write_bytes(b"")
     assert gguf_file(str(tmp_path)) == gguf_file(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
-    with pytest.raises(DamageError):
+    with pytest.raises(DamageError, match=r"a.gguf is truncated or damaged \(it is empty\): download it again"):
         opened(tmp_path / "a.gguf")
+    (tmp_path / "blob").write_bytes(SMALL)
+    assert gguf_file(str(tmp_path / "blob")) == tmp_path / "blob"  # by its content
     (tmp_path / "b.gguf").write_bytes(b"")
     with pytest.raises(InputError, match="holds 2 models in GGUF files: name one"):
         gguf_file(str(tmp_path))
@@ -525,7 +566,9 @@ def test_a_file_of_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match=r"^'own er/na--me/m.gguf' is neither a file nor a hub id with a file"):
         gguf_file("own er/na--me/m.gguf")
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert gguf_file("./owner/name/m.gguf") is None
+    for missing in ("./owner/name/m.gguf", "owner/name/m.gguf", "name/m.gguf", "m.gguf", "/m.gguf"):
+        with pytest.raises(InputError, match=f"^there is no file '{missing}': check --ckpt and --target$"):
+            gguf_file(missing)
 
 
 def test_a_file_that_a_hub_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
