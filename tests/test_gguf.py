@@ -445,6 +445,19 @@ def test_what_is_unknown_is_not_called_damaged(at: int | bytes, content: bytes, 
     assert str(raised.value).startswith(f"'{file}{message}")
 
 
+def test_rotary_factors_of_another_type_are_refused(tmp_path: Path) -> None:
+    file = gguf_files.write(RandomPair({**SIZES, **SHAPES["llama3"]}).make_target(), tmp_path / "m.gguf")
+    content = bytearray(file.read_bytes())
+    content[content.index(b"rope_freqs.weight") + 17 + 4 + 8] = GGMLQuantizationType.F16
+    file.write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        opened(file)
+    assert (
+        str(raised.value)
+        == f"'{file}' has 'rope_freqs.weight' in F16 and shape [32], expected one row in F32: convert the model again"
+    )
+
+
 @pytest.mark.parametrize(("key", "value", "expected"), [
     ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536"),
     ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536"),
@@ -475,12 +488,12 @@ NO_ID = "without which it is not supported: say which token it is (gguf-new-meta
     ("add_eos_token", 0, f"tokenizer.ggml.add_eos_token is 0, expected true or false: {AGAIN}"),
     ("tokens", [1, 2], f"tokenizer.ggml.tokens is [1, 2], expected a list of texts: {AGAIN}"),
     ("token_type", [0] * 300, f"tokenizer.ggml.token_type holds 0, expected numbers from 1 to 6: {AGAIN}"),
-    ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of numbers: {AGAIN}"),
+    ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of whole numbers: {AGAIN}"),
     ("model", ["gpt2"], "tokenizer.ggml.model is ['gpt2'], expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name another target"),
     ("merges", None, f"the tokenizer has no tokenizer.ggml.merges, without which it is not supported: {AGAIN}"),
     ("merges", ["ab"], f"tokenizer.ggml.merges holds 'ab', which is no pair of tokens that are a token together: {AGAIN}"),
     ("merges", ["a zz"], f"tokenizer.ggml.merges holds 'a zz', which is no pair of tokens that are a token together: {AGAIN}"),
-    ("pre", "qwen", "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (the closest name is qwen2): name the model's "
+    ("pre", "qwen", "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (closest: qwen2): name the model's "
      "folder in the Hugging Face layout, or, if you know that the model splits as another name says, give that (gguf-new-metadata "
      "--pre-tokenizer NAME)"),
     ("pre", 3, "tokenizer.ggml.pre is 3, a way of splitting a text that is not supported: name the model's folder"),
@@ -561,7 +574,10 @@ def test_a_file_of_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert gguf_file("owner/name/sub/m.Q4_0.gguf") == file
-    with pytest.raises(UnavailableError, match=r"^'owner/name/other.gguf' is not in the local hub cache"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"^'owner/name/other.gguf' is not in the local hub cache and the hub cannot be reached: name a local file$",
+    ):
         gguf_file("owner/name/other.gguf")
     with pytest.raises(InputError, match=r"^'own er/na--me/m.gguf' is neither a file nor a hub id with a file"):
         gguf_file("own er/na--me/m.gguf")

@@ -104,7 +104,7 @@ def test_ids_are_sentencepiece_s(form: str, text: str) -> None:
     ("scores", [0.0] * 420, "the tokenizer gives '▁▁' and '▁▁▁▁' the same score, so that a text decides which is made first, which is not "
      "supported: convert the model again, or name another target"),
     ("add_space_prefix", 1, "tokenizer.ggml.add_space_prefix is 1, expected true or false: convert the model again"),
-    ("precompiled_charsmap", "x", "tokenizer.ggml.precompiled_charsmap is 'x', expected a list of numbers: convert the model again"),
+    ("precompiled_charsmap", "x", "tokenizer.ggml.precompiled_charsmap is 'x', expected a list of whole numbers: convert the model again"),
 ])  # fmt: skip
 def test_what_no_converter_writes_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
     """llama.cpp takes the leftmost of pieces with the same score, and bytes for text if there are no types."""

@@ -151,8 +151,8 @@ class GgufCheckpoint(Checkpoint):
         with self._damage_errors(self.files[0], " in its tokenizer"):
             try:
                 self.notes = write_tokenizer(fields, self.folder)
-            except InputError as error:
-                raise InputError(f"'{source}': {error}") from None
+            except (InputError, DamageError) as error:
+                raise type(error)(f"'{source}': {error}") from None
 
     def _read(self) -> tuple[dict[str, Any], dict[str, _Table]]:
         """The metadata of the first part, and the tensors of all."""

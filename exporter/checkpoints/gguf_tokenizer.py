@@ -62,6 +62,7 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     ids = _token_ids(fields, kind, len(tokens))
     ends = end_tokens({f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}, tokens)
     kinds = _kinds(fields, tokens, ids, ends)
+    prefix, trims = _flag(fields, "add_space_prefix", True), _flag(fields, "remove_extra_whitespaces", False)
     notes = list[str]()
     if kind == "gpt2":
         splitting = _pre_tokenizer(fields, notes)
@@ -69,7 +70,6 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
         add_special(tokenizer, tokens, kinds)
     else:
         charsmap = bytes(byte % 256 for byte in _list(fields, "precompiled_charsmap", int, ()))
-        prefix, trims = _flag(fields, "add_space_prefix", True), _flag(fields, "remove_extra_whitespaces", False)
         scores = _each(fields, "scores", tokens, float | int)
         tokenizer, begins = tokenizer_of(Pieces(tokens, scores, kinds, prefix, trims, charsmap)), True
 
@@ -103,7 +103,7 @@ def _list(fields: Mapping[str, Any], name: str, of: Any, default: Sequence[Any] 
     if found is None:
         raise InputError(f"the tokenizer has no tokenizer.ggml.{name}, without which it is not supported: {_WAY_OUT}")
     if not isinstance(found, list | tuple) or not all(isinstance(value, of) and not isinstance(value, bool) for value in found):
-        expected = "texts" if of is str else "numbers"
+        expected = "texts" if of is str else "whole numbers" if of is int else "numbers"
         raise InputError(f"tokenizer.ggml.{name} is {shown(found)}, expected a list of {expected}: {_WAY_OUT}")
     return found
 
@@ -173,10 +173,10 @@ def _pre_tokenizer(fields: Mapping[str, Any], notes: list[str]) -> PreTokenizer:
         return PRE_TOKENIZERS["default"]
     if isinstance(pre, str) and pre in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[pre]
-    close = " or ".join(get_close_matches(str(pre), PRE_TOKENIZERS, cutoff=0.5))
+    close = ", ".join(get_close_matches(str(pre), PRE_TOKENIZERS, cutoff=0.5))
     raise InputError(
         f"tokenizer.ggml.pre is {shown(pre)}, a way of splitting a text that is not supported"
-        f"{f' (the closest name is {close})' if close else ''}: name the model's folder in the Hugging Face layout, or, if you "
+        f"{f' (closest: {close})' if close else ''}: name the model's folder in the Hugging Face layout, or, if you "
         "know that the model splits as another name says, give that (gguf-new-metadata --pre-tokenizer NAME)"
     )
 
