@@ -418,6 +418,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     (changed(llama__attention__head_count_kv=[2, 1]),
      r"has llama.attention.head_count_kv \[2, 1\], not the same for every layer, which is not supported: name another target"),
     (changed(llama__rope__dimension_count=4), "has llama.rope.dimension_count 4, not the size of a head, 16, which is not supported: name another"),
+    (changed(tokenizer__ggml__tokens=3), "m.gguf': tokenizer.ggml.tokens is 3, expected a list of texts: convert the model"),
     (changed(general__alignment=0), "m.gguf' has general.alignment 0, expected a power of two: convert the model again"),
     ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' "),
     ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
@@ -464,6 +465,7 @@ def test_rotary_factors_of_another_type_are_refused(tmp_path: Path) -> None:
     ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648"),
     ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1"),
     ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15"),
+    ("rope.scaling.factor", ["", ""], "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
     ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
 ])  # fmt: skip
 def test_values_out_of_range_are_named_as_in_the_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:

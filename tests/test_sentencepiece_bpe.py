@@ -101,6 +101,7 @@ def test_ids_are_sentencepiece_s(form: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("scores", None, "the tokenizer has no tokenizer.ggml.scores, without which it is not supported: convert the model again, or name "),
     ("token_type", None, "the tokenizer has no tokenizer.ggml.token_type, without which it is not supported: convert the model again"),
+    ("scores", [float("nan")] * 420, "tokenizer.ggml.scores holds NaN or infinity: convert the model again"),
     ("scores", [0.0] * 420, "the tokenizer gives '▁▁' and '▁▁▁▁' the same score, so that a text decides which is made first, which is not "
      "supported: convert the model again, or name another target"),
     ("add_space_prefix", 1, "tokenizer.ggml.add_space_prefix is 1, expected true or false: convert the model again"),

@@ -50,6 +50,7 @@ def config(
             )
         return value[0]
 
+    tokens = fields.get("tokenizer.ggml.tokens")
     heads, hidden, window = field("attention.head_count"), field("embedding_length"), field("attention.sliding_window")
     found: dict[str, Any] = {
         "model_type": "mistral" if architecture == "llama" and window else architecture,
@@ -58,7 +59,7 @@ def config(
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv", heads),
-        "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+        "vocab_size": field("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         "max_position_embeddings": field("context_length", 1 << 30),
         "sliding_window": window,
         "use_sliding_window": bool(window),
@@ -79,7 +80,8 @@ def config(
             )
     if field("expert_count", 0) != 0:
         raise InputError(f"'{source}' is a mixture of experts, which is not supported: name another target")
-    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0)) or 1.0
+    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0))
+    factor = 1.0 if factor == 0 else factor
     if scaling not in ("none", "linear"):
         raise InputError(
             f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3: name another target"

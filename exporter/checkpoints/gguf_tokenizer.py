@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     else:
         charsmap = bytes(byte % 256 for byte in _list(fields, "precompiled_charsmap", int, ()))
         scores = _each(fields, "scores", tokens, float | int)
+        if not all(map(isfinite, scores)):
+            raise InputError(f"tokenizer.ggml.scores holds NaN or infinity: {_WAY_OUT}")
         tokenizer, begins = tokenizer_of(Pieces(tokens, scores, kinds, prefix, trims, charsmap)), True
 
     def around(name: str, default: bool) -> str | None:
