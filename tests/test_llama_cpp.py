@@ -18,7 +18,9 @@ COMPOSED, CASED = ("e\u0301",), ("e\u0301", "Ñandú", "हिन्दी")
 
 def written(fields: dict[str, Any], folder: Path) -> tuple[Tokenizer, list[int], list[str]]:
     """The tokenizer, the ends of a text and the notes."""
-    notes = write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in fields.items()}, folder)
+    notes = write_tokenizer(
+        {name if "." in name else f"tokenizer.ggml.{name}": value for name, value in fields.items()}, folder
+    )
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     return Tokenizer.from_file(str(folder / "tokenizer.json")), ends, notes
 
@@ -38,7 +40,9 @@ def test_every_pre_tokenizer_is_recorded() -> None:
     assert RECORDED["pre"].keys() == {"", *PRE_TOKENIZERS}
 
 
-@pytest.mark.parametrize("case", RECORDED["sentencepiece"], ids=["as it is", "no prefix", "with an end", "without ids"])
+@pytest.mark.parametrize(
+    "case", RECORDED["sentencepiece"], ids=["as it is", "no prefix", "with an end", "without ids", "of Phi-3"]
+)
 def test_special_tokens_of_sentencepiece(case: dict[str, Any], tmp_path: Path) -> None:
     tokenizer, ends, _ = written(case["fields"], tmp_path)
     assert [tokenizer.encode(text).ids for text in RECORDED["texts"]] == case["ids"]

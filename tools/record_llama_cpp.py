@@ -62,8 +62,8 @@ def byte_level() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sentencepiece(**more: Any) -> dict[str, Any]:
-    """Bytes, characters and joins, whose scores fall."""
+def sentencepiece(special: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    """Bytes, characters and joins, whose scores fall, and special tokens."""
     words = [
         "▁▁",
         "▁▁▁▁",
@@ -86,8 +86,8 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
         "nk",
     ]
     characters = sorted({c for text in TEXTS[:4] + TEXTS[-2:] for c in text.replace(" ", "▁") if c.isprintable()})
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "[X]", *words, *characters]
-    kinds = [2, 3, 3, *[6] * 256, 4, *[1] * (len(words) + len(characters))]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "[X]", *words, *characters, *special]
+    kinds = [2, 3, 3, *[6] * 256, 4, *[1] * (len(words) + len(characters)), *[3] * len(special)]
     return {
         "model": "llama", "tokens": tokens, "token_type": kinds, "scores": [-float(max(0, i - 259)) for i in range(len(tokens))],
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
@@ -107,7 +107,7 @@ def write(fields: Mapping[str, Any], file: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     for name, value in fields.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"tokenizer.ggml.{name}", value)
+        add(name if "." in name else f"tokenizer.ggml.{name}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,6 +142,7 @@ def record() -> dict[str, Any]:
             for fields in (
                 pieces, pieces | {"add_space_prefix": False, "add_bos_token": False}, pieces | {"add_eos_token": True},
                 {name: value for name, value in pieces.items() if not name.endswith("_id")},
+                {**sentencepiece(("<|endoftext|>",)), "general.name": "A Phi-3 by another"},
             )
         ],
         "ends": [

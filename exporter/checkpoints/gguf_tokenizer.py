@@ -37,6 +37,7 @@ _SHOWN = frozenset(
     ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 )  # special in a text, and part of what is decoded
 _WITHIN = {"<|end|>": Kind.USER_DEFINED, "</s>": Kind.NORMAL}  # where they end no text, beside certain others
+_KEEP_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))  # of the special tokens of Phi-3, which a file's name tells
 _NO_PRE = (
     "the file does not say how its tokenizer splits a text (tokenizer.ggml.pre), so that it is split by llama.cpp's default, with which "
     "the text may get worse: convert the model again"
@@ -64,17 +65,18 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     ends = end_tokens({f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}, tokens)
     kinds = _kinds(fields, tokens, ids, ends)
     prefix, trims = _flag(fields, "add_space_prefix", True), _flag(fields, "remove_extra_whitespaces", False)
+    strips = set(tokens) - _KEEP_SPACES if re.search("phi-?3", str(fields.get("general.name")).lower()) else ()
     notes = list[str]()
     if kind == "gpt2":
         splitting = _pre_tokenizer(fields, notes)
         tokenizer, begins = _byte_level(_list(fields, "merges", str), tokens, splitting), splitting.begins
-        add_special(tokenizer, tokens, kinds)
+        add_special(tokenizer, tokens, kinds, strips)
     else:
         charsmap = bytes(byte % 256 for byte in _list(fields, "precompiled_charsmap", int, ()))
         scores = _each(fields, "scores", tokens, float | int)
         if not all(map(isfinite, scores)):
             raise InputError(f"tokenizer.ggml.scores holds NaN or infinity: {_WAY_OUT}")
-        tokenizer, begins = tokenizer_of(Pieces(tokens, scores, kinds, prefix, trims, charsmap)), True
+        tokenizer, begins = tokenizer_of(Pieces(tokens, scores, kinds, prefix, trims, charsmap, strips)), True
 
     def around(name: str, default: bool) -> str | None:
         if not _flag(fields, f"add_{name}_token", default):

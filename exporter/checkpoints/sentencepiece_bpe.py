@@ -1,6 +1,6 @@
 """SentencePiece's byte-pair encoding (google/sentencepiece, src/bpe_model.cc) as a tokenizer of the tokenizers library."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ class Pieces:
     """A vocabulary, by token id.
 
     prefix: whether a text, and what follows a special token, begins with a space. trims: whether several spaces become one, and those at
-    the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none.
+    the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none. strips: as ``add_special``.
     """
 
     texts: Sequence[str]
@@ -29,6 +29,7 @@ class Pieces:
     prefix: bool = True
     trims: bool = False
     charsmap: bytes = b""
+    strips: Collection[str] = ()
 
 
 def tokenizer_of(pieces: Pieces) -> Tokenizer:
@@ -76,7 +77,7 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
             *([decoders.Strip(" ", 1, 0)] if pieces.prefix else []),
         ]
     )
-    add_special(tokenizer, pieces.texts, pieces.kinds)
+    add_special(tokenizer, pieces.texts, pieces.kinds, pieces.strips)
     return tokenizer
 
 
