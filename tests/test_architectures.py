@@ -255,7 +255,7 @@ def test_a_gguf_file_is_the_folder_it_was_made_from(kind: str, tmp_path: Path) -
     model.save_pretrained(tmp_path / "folder")
     letters = [chr(ord("a") + i) for i in range(26)] + [f"a{chr(ord('a') + i)}" for i in range(14)]
     tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": letters,
-              "tokenizer.ggml.merges": ["a a", "a b"]}  # fmt: skip
+              "tokenizer.ggml.merges": ["a a", "a b"], "tokenizer.ggml.eos_token_id": 0}  # fmt: skip
     written = {"llama.attention.sliding_window": CAPACITY} if kind == "mistral" else tokens
     file = gguf_files.write(model, tmp_path / "m.gguf", fields=written)
     targets = [LoneTarget(Checkpoint(str(tmp_path / "folder"), "target")), LoneTarget(GgufCheckpoint(str(file), file))]

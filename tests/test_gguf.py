@@ -27,6 +27,7 @@ from exporter.checkpoints import gguf_file as gguf_file_module
 from exporter.checkpoints import gguf_keys
 from exporter.checkpoints.gguf_file import GgufCheckpoint, gguf_file
 from exporter.checkpoints.gguf_metadata import metadata
+from exporter.checkpoints.gguf_tokenizer import write_tokenizer
 from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.training.target import model_of
@@ -247,10 +248,10 @@ def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path)
 
 
 def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> None:
-    """A default, and one with a name for conversations with tools. Another name cannot leave the folder."""
+    """A default, and one with a name for conversations with tools."""
     fields = tokenizer_fields(template="plain {{ messages[0].content }}") | {
         "tokenizer.chat_template.tool_use": "tools {{ tools | length }}",
-        "tokenizer.chat_template.../odd": "odd",
+        "tokenizer.chat_template.2-a.b": "other",
     }
     folder = opened_checkpoint = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
     tokenizer, ours = AutoTokenizer.from_pretrained(folder.folder), ChatTemplate.of(opened_checkpoint.folder)
@@ -263,6 +264,19 @@ def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> N
         expected = tokenizer.apply_chat_template(messages, tools=offered, tokenize=False)
         assert ours.render(messages, tools=offered) == expected
         assert expected == ("tools 1" if offered else "plain hi")
+    assert tokenizer.chat_template["2-a.b"] == "other"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    (".../odd", "odd", "the chat template 'tokenizer.chat_template.../odd' has a name with other characters than letters, digits, '_', '-' and '.'"),
+    ("", 3, "tokenizer.chat_template is 3, expected a text: convert the model again"),
+])  # fmt: skip
+def test_chat_templates_that_are_none_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    with pytest.raises(InputError) as raised:
+        write_tokenizer(tokenizer_fields() | {f"tokenizer.chat_template{name}": value}, inner)
+    assert str(raised.value).startswith(message)
     assert not list(tmp_path.rglob("odd*"))
 
 
@@ -308,13 +322,28 @@ def test_rotary_scaling_is_what_llama_cpp_reads(tmp_path: Path, fields: dict[str
     v for k in vars(gguf.Keys).values() if isinstance(k, type) for v in vars(k).values() if isinstance(v, str) and "{" + "arch}" in v
 ])  # fmt: skip
 def test_every_key_of_the_format_is_read_or_known_or_refused(key: str) -> None:
-    """The list is gguf's own. What is neither read nor known to change nothing must not get past."""
+    """The list is gguf's own. What is neither read nor known to change nothing must not get past, zero and false included."""
     name = key.removeprefix("{arch}.")
     if name in gguf_keys.READ | gguf_keys.UNUSED:
         return
-    with pytest.raises(InputError, match=re.escape(f"has llama.{name} 2, which is not supported")):
-        gguf_keys.require_known({f"llama.{name}": 2}, "llama", "m.gguf")
-    gguf_keys.require_known({f"llama.{name}": gguf_keys.NEUTRAL.get(name, 0)}, "llama", "m.gguf")
+    neutral = repr(gguf_keys.NEUTRAL.get(name))
+    for value in (2, 0, 0.0, 1.0, False, True, "", []):
+        if repr(value) == neutral:
+            gguf_keys.require_known({f"llama.{name}": value}, "llama", "m.gguf")
+        else:
+            with pytest.raises(InputError, match=re.escape(f"has llama.{name} {value!r}, which is not supported")):
+                gguf_keys.require_known({f"llama.{name}": value}, "llama", "m.gguf")
+
+
+def test_a_key_whose_value_is_false_is_named_with_its_way_out() -> None:
+    for key, value in {"llama.attention.causal": False, "tokenizer.ggml.new_thing": False, "llama.rope.scaling.attn_factor": 0.0,
+                       "llama.rope.scaling.yarn_ext_factor": 1.0}.items():  # fmt: skip
+        with pytest.raises(InputError) as raised:
+            gguf_keys.require_known({key: value}, "llama", "m.gguf")
+        assert str(raised.value) == (
+            f"'m.gguf' has {key} {value}, which is not supported: name another file, or take the key out of this one if you know that "
+            f"the model does not need it (gguf-new-metadata --remove-metadata {key})"
+        )
 
 
 def split(file: Path, folder: Path, parts: int) -> list[Path]:
@@ -353,11 +382,15 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         assert model.config == whole.config
         assert all(torch.equal(model.read(name), whole.read(name)) for name in whole.names())
     assert len(model.identity()) == 3
-    parts[1].rename(tmp_path / "elsewhere.gguf")
+    elsewhere = parts[1].rename(tmp_path / "parts" / "elsewhere.gguf")
+    with pytest.raises(
+        InputError, match="holds 2 models in GGUF files: name one, such as '.*', or give the part 'm-00002-of-00003.gguf' of"
+    ):
+        gguf_file(str(tmp_path / "parts"))
     with pytest.raises(InputError, match="lacks the part 'm-00002-of-00003.gguf' of a model in 3 files: put all of them"):
         opened(parts[0])
     with pytest.raises(InputError, match=r"elsewhere.gguf' says that it is part 1 .from 0. of 3, and has another name"):
-        opened(tmp_path / "elsewhere.gguf")
+        opened(elsewhere)
 
 
 def test_a_package_that_is_missing_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,20 +410,109 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("written", "message"), [
     ({"architecture": "falcon"}, "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another"),
-    (changed(llama__expert_count=8), "is a mixture of experts"),
-    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn'"),
+    (changed(llama__expert_count=8), "is a mixture of experts, which is not supported: name another target"),
+    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn', expected none, linear or llama3: name another target"),
     (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
-    (changed(llama__attention__causal=False, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
+    (changed(llama__attention__causal=True, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
     (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
-    (changed(llama__attention__head_count_kv=[2, 1]), "has another attention.head_count_kv in every layer"),
-    ({"fields": tokenizer_fields() | {"tokenizer.ggml.pre": "odd"}}, "splits text as 'odd' does"),
-    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "is of kind 'rwkv'"),
+    (changed(llama__attention__head_count_kv=[2, 1]),
+     r"has llama.attention.head_count_kv \[2, 1\], not the same for every layer, which is not supported: name another target"),
+    (changed(llama__rope__dimension_count=4), "has llama.rope.dimension_count 4, not the size of a head, 16, which is not supported: name another"),
+    (changed(tokenizer__ggml__tokens=3), "m.gguf': tokenizer.ggml.tokens is 3, expected a list of texts: convert the model"),
+    (changed(general__alignment=0), "m.gguf' has general.alignment 0, expected a power of two: convert the model again"),
+    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' "),
     ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
 ])  # fmt: skip
 def test_unsupported_files_are_refused_by_name(tmp_path: Path, written: dict[str, Any], message: str) -> None:
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", **written)
     with pytest.raises(InputError, match=message):
         opened(file)
+
+
+@pytest.mark.parametrize(("at", "content", "message"), [
+    (4, struct.pack("<I", 1), "' has version 1 of GGUF, expected 2 or 3: convert the model again"),
+    (4, struct.pack("<I", 4), "' has version 4 of GGUF, expected 2 or 3: convert the model again"),
+    (4, struct.pack(">I", 3), "' has its bytes in big-endian order: convert it (gguf-convert-endian '"),
+    (b"token_embd.weight", struct.pack("<I", 50), "' holds 'token_embd.weight' in the type 50 of tensors, which is not supported: convert the model "
+     "again, to Q8_0 for example"),
+    (b"token_embd.weight", struct.pack("<I", 4), "' holds 'token_embd.weight' in the type 4 of tensors, which is not supported: convert"),
+])  # fmt: skip
+def test_what_is_unknown_is_not_called_damaged(at: int | bytes, content: bytes, message: str, tmp_path: Path) -> None:
+    start = at if isinstance(at, int) else SMALL.index(at) + len(at) + 4 + 2 * 8  # behind the name: the shape
+    file = tmp_path / "m.gguf"
+    file.write_bytes(SMALL[:start] + content + SMALL[start + 4 :])
+    with pytest.raises(InputError) as raised:
+        opened(file)
+    assert str(raised.value).startswith(f"'{file}{message}")
+
+
+def test_rotary_factors_of_another_type_are_refused(tmp_path: Path) -> None:
+    file = gguf_files.write(RandomPair({**SIZES, **SHAPES["llama3"]}).make_target(), tmp_path / "m.gguf")
+    content = bytearray(file.read_bytes())
+    content[content.index(b"rope_freqs.weight") + 17 + 4 + 8] = GGMLQuantizationType.F16
+    file.write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        opened(file)
+    assert (
+        str(raised.value)
+        == f"'{file}' has 'rope_freqs.weight' in F16 and shape [32], expected one row in F32: convert the model again"
+    )
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), [
+    ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536"),
+    ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536"),
+    ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648"),
+    ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1"),
+    ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15"),
+    ("rope.scaling.factor", ["", ""], "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
+    ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
+])  # fmt: skip
+def test_values_out_of_range_are_named_as_in_the_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:
+    file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{key}": value})
+    with pytest.raises(InputError) as raised:
+        llama_config(opened(file))
+    assert str(raised.value) == f"target '{file}': it has {expected}"
+
+
+AGAIN = "convert the model again, or name its folder in the Hugging Face layout"
+NO_ID = "without which it is not supported: say which token it is (gguf-new-metadata --special-token-by-id"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("bos_token_id", 300, "tokenizer.ggml.bos_token_id is 300, expected the id of a token, from 0 to 299: take the key out, if no text needs "
+     f"that token (gguf-new-metadata --remove-metadata tokenizer.ggml.bos_token_id), or {AGAIN}"),
+    ("padding_token_id", "x", "tokenizer.ggml.padding_token_id is 'x', expected the id of a token"),
+    ("eot_token_id", -1, "tokenizer.ggml.eot_token_id is -1, expected the id of a token"),
+    ("fim_pre_token_id", True, "tokenizer.ggml.fim_pre_token_id is True, expected the id of a token"),
+    ("eos_token_id", None, f"the tokenizer has no tokenizer.ggml.eos_token_id, {NO_ID} eos ID)"),
+    ("add_bos_token", "no", f"tokenizer.ggml.add_bos_token is 'no', expected true or false: {AGAIN}"),
+    ("add_eos_token", 0, f"tokenizer.ggml.add_eos_token is 0, expected true or false: {AGAIN}"),
+    ("tokens", [1, 2], f"tokenizer.ggml.tokens is [1, 2], expected a list of texts: {AGAIN}"),
+    ("token_type", [0] * 300, f"tokenizer.ggml.token_type holds 0, expected numbers from 1 to 6: {AGAIN}"),
+    ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of whole numbers: {AGAIN}"),
+    ("model", ["gpt2"], "tokenizer.ggml.model is ['gpt2'], expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name another target"),
+    ("merges", None, f"the tokenizer has no tokenizer.ggml.merges, without which it is not supported: {AGAIN}"),
+    ("merges", ["ab"], f"tokenizer.ggml.merges holds 'ab', which is no pair of tokens that are a token together: {AGAIN}"),
+    ("merges", ["a zz"], f"tokenizer.ggml.merges holds 'a zz', which is no pair of tokens that are a token together: {AGAIN}"),
+    ("pre", "qwen", "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (closest: qwen2): name the model's "
+     "folder in the Hugging Face layout, or, if you know that the model splits as another name says, give that (gguf-new-metadata "
+     "--pre-tokenizer NAME)"),
+    ("pre", 3, "tokenizer.ggml.pre is 3, a way of splitting a text that is not supported: name the model's folder"),
+])  # fmt: skip
+def test_values_of_a_tokenizer_are_refused_by_name(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    fields = tokenizer_fields() | {f"tokenizer.ggml.{name}": value}
+    with pytest.raises(InputError) as raised:
+        write_tokenizer({key: own for key, own in fields.items() if own is not None}, tmp_path)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_beginning_that_is_put_before_every_text_is_needed(tmp_path: Path) -> None:
+    """llama.cpp puts token 11."""
+    fields = tokenizer_fields() | {"tokenizer.ggml.add_bos_token": True}
+    del fields["tokenizer.ggml.bos_token_id"]
+    with pytest.raises(InputError, match="^the tokenizer has no tokenizer.ggml.bos_token_id, without which"):
+        write_tokenizer(fields, tmp_path)
 
 
 @given(st.data())
@@ -431,8 +553,10 @@ def test_folders(tmp_path: Path) -> None:
     assert gguf_file(str(tmp_path)) is None
     (tmp_path / "a.gguf").write_bytes(b"")
     assert gguf_file(str(tmp_path)) == gguf_file(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
-    with pytest.raises(DamageError):
+    with pytest.raises(DamageError, match=r"a.gguf is truncated or damaged \(it is empty\): download it again"):
         opened(tmp_path / "a.gguf")
+    (tmp_path / "blob").write_bytes(SMALL)
+    assert gguf_file(str(tmp_path / "blob")) == tmp_path / "blob"  # by its content
     (tmp_path / "b.gguf").write_bytes(b"")
     with pytest.raises(InputError, match="holds 2 models in GGUF files: name one"):
         gguf_file(str(tmp_path))
@@ -452,12 +576,17 @@ def test_a_file_of_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert gguf_file("owner/name/sub/m.Q4_0.gguf") == file
-    with pytest.raises(UnavailableError, match=r"^'owner/name/other.gguf' is not in the local hub cache"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"^'owner/name/other.gguf' is not in the local hub cache and the hub cannot be reached: name a local file$",
+    ):
         gguf_file("owner/name/other.gguf")
     with pytest.raises(InputError, match=r"^'own er/na--me/m.gguf' is neither a file nor a hub id with a file"):
         gguf_file("own er/na--me/m.gguf")
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert gguf_file("./owner/name/m.gguf") is None
+    for missing in ("./owner/name/m.gguf", "owner/name/m.gguf", "name/m.gguf", "m.gguf", "/m.gguf"):
+        with pytest.raises(InputError, match=f"^there is no file '{missing}': check --ckpt and --target$"):
+            gguf_file(missing)
 
 
 def test_a_file_that_a_hub_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

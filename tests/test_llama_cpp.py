@@ -18,7 +18,9 @@ COMPOSED, CASED = ("e\u0301",), ("e\u0301", "Ñandú", "हिन्दी")
 
 def written(fields: dict[str, Any], folder: Path) -> tuple[Tokenizer, list[int], list[str]]:
     """The tokenizer, the ends of a text and the notes."""
-    notes = write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in fields.items()}, folder)
+    notes = write_tokenizer(
+        {name if "." in name else f"tokenizer.ggml.{name}": value for name, value in fields.items()}, folder
+    )
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     return Tokenizer.from_file(str(folder / "tokenizer.json")), ends, notes
 
@@ -38,22 +40,35 @@ def test_every_pre_tokenizer_is_recorded() -> None:
     assert RECORDED["pre"].keys() == {"", *PRE_TOKENIZERS}
 
 
-@pytest.mark.parametrize("case", RECORDED["sentencepiece"], ids=["as it is", "no prefix", "with an end", "without ids"])
+@pytest.mark.parametrize(
+    "case", RECORDED["sentencepiece"], ids=["as it is", "no prefix", "with an end", "without ids", "of Phi-3"]
+)
 def test_special_tokens_of_sentencepiece(case: dict[str, Any], tmp_path: Path) -> None:
     tokenizer, ends, _ = written(case["fields"], tmp_path)
     assert [tokenizer.encode(text).ids for text in RECORDED["texts"]] == case["ids"]
     assert sorted(ends) == case["ends"]
 
 
-def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path) -> None:
+def with_tokens(case: dict[str, Any], kind: int) -> dict[str, Any]:
+    """The vocabulary of pieces, with a case's tokens behind them and its keys."""
     base = RECORDED["sentencepiece"][0]["fields"]
+    tokens = ["<none>" if text == "</s>" else text for text in base["tokens"]]
+    return base | {
+        "tokens": [*tokens, *case["tokens"]], "token_type": base["token_type"] + [kind] * len(case["tokens"]),
+        "scores": base["scores"] + [0.0] * len(case["tokens"]),
+    } | {f"{name}_token_id": len(tokens) + i for name, i in case["keys"].items()}  # fmt: skip
+
+
+def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path) -> None:
     for case in RECORDED["ends"]:
-        tokens = ["<none>" if text == "</s>" else text for text in base["tokens"]]
-        fields = base | {
-            "tokens": [*tokens, *case["tokens"]], "token_type": base["token_type"] + [3] * len(case["tokens"]),
-            "scores": base["scores"] + [0.0] * len(case["tokens"]),
-        } | {f"{name}_token_id": len(tokens) + i for name, i in case["keys"].items()}  # fmt: skip
-        assert sorted(written(fields, tmp_path)[1]) == case["ids"], case["tokens"]
+        assert sorted(written(with_tokens(case, 3), tmp_path)[1]) == case["ids"], case["tokens"]
+
+
+def test_spelling_makes_tokens_special_and_others_normal(tmp_path: Path) -> None:
+    for case in RECORDED["spelled"]:
+        tokenizer, ends, _ = written(with_tokens(case, case["kind"]), tmp_path)
+        assert [tokenizer.encode(f"a{text}b").ids for text in case["tokens"]] == case["ids"], case
+        assert sorted(ends) == case["ends"], case["tokens"]
 
 
 def test_a_token_that_looks_like_an_end_is_special_whatever_its_type(tmp_path: Path) -> None:

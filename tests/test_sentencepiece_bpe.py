@@ -98,6 +98,23 @@ def test_ids_are_sentencepiece_s(form: str, text: str) -> None:
         assert ours[0].decode(expected) == theirs.decode(expected)
 
 
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("scores", None, "the tokenizer has no tokenizer.ggml.scores, without which it is not supported: convert the model again, or name "),
+    ("token_type", None, "the tokenizer has no tokenizer.ggml.token_type, without which it is not supported: convert the model again"),
+    ("scores", [float("nan")] * 420, "tokenizer.ggml.scores holds NaN or infinity: convert the model again"),
+    ("scores", [0.0] * 420, "the tokenizer gives '▁▁' and '▁▁▁▁' the same score, so that a text decides which is made first, which is not "
+     "supported: convert the model again, or name another target"),
+    ("add_space_prefix", 1, "tokenizer.ggml.add_space_prefix is 1, expected true or false: convert the model again"),
+    ("precompiled_charsmap", "x", "tokenizer.ggml.precompiled_charsmap is 'x', expected a list of whole numbers: convert the model again"),
+])  # fmt: skip
+def test_what_no_converter_writes_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    """llama.cpp takes the leftmost of pieces with the same score, and bytes for text if there are no types."""
+    changed = fields("as Llama 2") | {f"tokenizer.ggml.{name}": value}
+    with pytest.raises(InputError) as raised:
+        write_tokenizer({key: own for key, own in changed.items() if own is not None}, tmp_path)
+    assert str(raised.value).startswith(message)
+
+
 def test_a_folder_with_sentencepiece_s_file_alone(tmp_path: Path) -> None:
     """Vicuna's, with the settings that Llama's tokenizers have had since 2023."""
     (tmp_path / "tokenizer.model").write_bytes(trained("as Llama 2"))

@@ -31,6 +31,18 @@ OF_ENDS: list[tuple[list[str], dict[str, int]]] = [
     (["</s>", "<|tool_response>"], {}), (["</s>", "<eos>"], {}), (["<|im_start|>", "<bos>"], {"eos": 1}), (["<|im_start|>", "<bos>", "<|im_end|>"], {"eot": 1}),
     (["<|im_start|>", "<bos>"], {"eom": 0}), (["<|file_sep|>", "<bos>"], {"fim_sep": 1}), (["<|fim_pad|>", "<bos>"], {"fim_pad": 1, "eos": 0}),
 ]  # fmt: skip
+# Tokens that the file says are normal, control tokens (3) or otherwise, and keys; some of them become others by their spelling.
+SPELLED: list[tuple[list[str], int, dict[str, int]]] = [
+    *(([text], 1, dict[str, int]()) for text in (
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>",
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>",
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>",
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+        "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|im_end|>", "</s>", "<|im_start|>", "<fim_repo>",
+    )),
+    (["<PRE>", "<other>"], 1, {"fim_pre": 1}), (["<PRE>", "<other>"], 1, {"prefix": 1}), (["<|fim_pad|>", "<other>"], 1, {"fim_pad": 1}),
+    (["</s>", "<|tool_response>"], 3, {}), (["</s>", "<eos>"], 3, {}), (["<|end|>", "<|return|>", "<|call|>"], 1, {}),
+]  # fmt: skip
 
 
 def byte_level() -> dict[str, Any]:
@@ -50,8 +62,8 @@ def byte_level() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sentencepiece(**more: Any) -> dict[str, Any]:
-    """Bytes, characters and joins, whose scores fall."""
+def sentencepiece(special: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    """Bytes, characters and joins, whose scores fall, and special tokens."""
     words = [
         "▁▁",
         "▁▁▁▁",
@@ -74,8 +86,8 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
         "nk",
     ]
     characters = sorted({c for text in TEXTS[:4] + TEXTS[-2:] for c in text.replace(" ", "▁") if c.isprintable()})
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "[X]", *words, *characters]
-    kinds = [2, 3, 3, *[6] * 256, 4, *[1] * (len(words) + len(characters))]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "[X]", *words, *characters, *special]
+    kinds = [2, 3, 3, *[6] * 256, 4, *[1] * (len(words) + len(characters)), *[3] * len(special)]
     return {
         "model": "llama", "tokens": tokens, "token_type": kinds, "scores": [-float(max(0, i - 259)) for i in range(len(tokens))],
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
@@ -95,7 +107,7 @@ def write(fields: Mapping[str, Any], file: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     for name, value in fields.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"tokenizer.ggml.{name}", value)
+        add(name if "." in name else f"tokenizer.ggml.{name}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,20 +142,28 @@ def record() -> dict[str, Any]:
             for fields in (
                 pieces, pieces | {"add_space_prefix": False, "add_bos_token": False}, pieces | {"add_eos_token": True},
                 {name: value for name, value in pieces.items() if not name.endswith("_id")},
+                {**sentencepiece(("<|endoftext|>",)), "general.name": "A Phi-3 by another"},
             )
         ],
         "ends": [
             {"tokens": tokens, "keys": keys, "ids": recorded(_of_ends(tokens, keys), [])[1]} for tokens, keys in ends
         ],
+        "spelled": [
+            {
+                "tokens": tokens, "kind": kind, "keys": keys,
+                **dict(zip(("ids", "ends"), recorded(_of_ends(tokens, keys, kind), [f"a{text}b" for text in tokens]), strict=True)),
+            }
+            for tokens, kind, keys in SPELLED
+        ],
     }  # fmt: skip
 
 
-def _of_ends(tokens: Sequence[str], keys: Mapping[str, int]) -> dict[str, Any]:
+def _of_ends(tokens: Sequence[str], keys: Mapping[str, int], kind: int = 3) -> dict[str, Any]:
     """Behind tokens of bytes, so that llama.cpp's defaults of ids that are not named are not among them."""
     fields = sentencepiece()
     at = len(fields["tokens"])
     fields["tokens"] = ["<none>" if text == "</s>" else text for text in fields["tokens"]] + list(tokens)
-    fields["token_type"] += [3] * len(tokens)
+    fields["token_type"] += [kind] * len(tokens)
     fields["scores"] += [0.0] * len(tokens)
     return fields | {f"{name}_token_id": at + i for name, i in keys.items()}
 

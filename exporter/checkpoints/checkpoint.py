@@ -49,6 +49,7 @@ class Checkpoint:
     ``read``, never all at once."""
 
     notes: Sequence[str] = ()
+    called: Mapping[str, str] | None = None  # as ``json_config.llama_fields``
 
     def __init__(self, source: str, kind: str) -> None:
         """source: folder or hub id; kind: "target" or "drafter", which decides how names are normalized.

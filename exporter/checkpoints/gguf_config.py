@@ -19,6 +19,13 @@ _LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Where the fields of a config.json are, without the architecture's name.
+KEYS = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length", "sliding_window": "attention.sliding_window", "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base", "factor": "rope.scaling.factor",
+}  # fmt: skip
 
 
 def config(
@@ -37,9 +44,13 @@ def config(
         if not isinstance(value, list):
             return value
         if not value or any(own != value[0] for own in value):
-            raise InputError(f"'{source}' has another {name} in every layer, which is not supported")
+            raise InputError(
+                f"'{source}' has {architecture}.{name} {shown(value)}, not the same for every layer, which is not supported: name another "
+                "target"
+            )
         return value[0]
 
+    tokens = fields.get("tokenizer.ggml.tokens")
     heads, hidden, window = field("attention.head_count"), field("embedding_length"), field("attention.sliding_window")
     found: dict[str, Any] = {
         "model_type": "mistral" if architecture == "llama" and window else architecture,
@@ -48,7 +59,7 @@ def config(
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv", heads),
-        "vocab_size": field("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+        "vocab_size": field("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         "max_position_embeddings": field("context_length", 1 << 30),
         "sliding_window": window,
         "use_sliding_window": bool(window),
@@ -61,26 +72,40 @@ def config(
     }
     usual = hidden // heads if is_whole(heads, 1, 1 << 16) and is_whole(hidden, 1, 1 << 24) else None
     size = found["head_dim"] = field("attention.key_length", usual)
-    if field("rope.dimension_count", size) != size or field("attention.value_length", usual) != size:
-        raise InputError(f"'{source}' rotates a part of each head only, or has values of another size, which is not supported")
-    if field("expert_count"):
-        raise InputError(f"'{source}' is a mixture of experts, which is not supported")
-    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0)) or 1.0
+    for name, default in (("rope.dimension_count", size), ("attention.value_length", usual)):
+        if (own := field(name, default)) != size:
+            raise InputError(
+                f"'{source}' has {architecture}.{name} {shown(own)}, not the size of a head, {shown(size)}, which is not supported: name "
+                "another target"
+            )
+    if field("expert_count", 0) != 0:
+        raise InputError(f"'{source}' is a mixture of experts, which is not supported: name another target")
+    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0))
+    factor = 1.0 if factor == 0 else factor
     if scaling not in ("none", "linear"):
-        raise InputError(f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3")
+        raise InputError(
+            f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3: name another target"
+        )
     if factors is not None:
-        found["rope_scaling"] = _llama3(factors, float(found["rope_theta"]), source)
+        found["rope_scaling"] = _llama3(factors, found["rope_theta"], source)
     if scaling == "linear" and factor != 1.0:
         if factors is not None:
-            raise InputError(f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported")
+            raise InputError(
+                f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported: name another target"
+            )
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
 
-def _llama3(factors: np.ndarray, theta: float, source: str) -> dict[str, Any]:
-    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]."""
+def _llama3(factors: np.ndarray, theta: Any, source: str) -> dict[str, Any]:
+    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]. theta: ``json_config`` refuses
+    what is no positive number."""
+    if not isinstance(theta, int | float) or theta <= 0:
+        return _LLAMA3
     rope = {**_LLAMA3, "factor": float(factors[-1])}
     inverse = 1 / theta ** (torch.arange(len(factors), dtype=torch.float64) / len(factors))
     if not np.allclose(factors, (inverse / scaled(inverse, rope)).numpy(), rtol=1e-4):
-        raise InputError(f"'{source}' has rotary factors that are not those of Llama 3, which is not supported")
+        raise InputError(
+            f"'{source}' has rotary factors that are not those of Llama 3, which is not supported: name another target"
+        )
     return rope

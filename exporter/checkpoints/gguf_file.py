@@ -88,23 +88,33 @@ def gguf_file(source: str) -> Path | None:
     """The GGUF file that a source names: itself, the only one of a folder without a config.json, or a file of a hub model; None if
     there is none. Of a model in several parts any one.
 
-    Raises InputError if the folder has several models, and as ``hub.locate_file``.
+    Raises InputError for a file that does not exist or a folder with several models, and as ``hub.locate_file``.
     """
     try:
         path = Path(source).expanduser()
         if path.suffix.lower() == SUFFIX:
             if path.is_file():
                 return path
-            if source.count("/") >= 2 and not source.startswith((".", "/", "~")) and not path.parent.exists():
+            if (
+                source.count("/") >= 2
+                and not source.startswith((".", "/", "~"))
+                and not Path(source.partition("/")[0]).exists()
+            ):
                 *_, found = (locate_file(f"{source.rpartition('/')[0]}/{part.name}") for part in _parts(path))
                 return found
+            if not path.exists():
+                raise InputError(f"there is no file '{source}': check --ckpt and --target")
+        elif path.is_file() and gguf_metadata.is_gguf(path):
+            return path
         if not path.is_dir() or (path / "config.json").exists():
             return None
         files = sorted({_parts(file)[0] for file in path.iterdir() if file.suffix.lower() == SUFFIX})
     except (OSError, RuntimeError, ValueError):  # not the name of a file or folder, which ``locate`` reports
         return None
     if len(files) > 1:
-        raise InputError(f"'{source}' holds {len(files)} models in GGUF files: name one, such as '{files[0]}'")
+        lacking = next((part.name for file in files for part in _parts(file) if not part.is_file()), None)
+        more = f", or give the part '{lacking}' of one its name again" if lacking else ""
+        raise InputError(f"'{source}' holds {len(files)} models in GGUF files: name one, such as '{files[0]}'{more}")
     return files[0] if files else None
 
 
@@ -130,6 +140,7 @@ class GgufCheckpoint(Checkpoint):
         if odd:
             raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
         with self._damage_errors(self.files[0], " in its metadata"):
+            self.called = {field: f"{architecture}.{key}" for field, key in gguf_config.KEYS.items()}
             self.config = gguf_config.config(architecture, fields, tables.keys(), self._factors(tables), source)
         permuted = self._permuted if architecture == "llama" else lambda _, table: table
         self._tables = {_name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS}
@@ -138,7 +149,10 @@ class GgufCheckpoint(Checkpoint):
         weakref.finalize(self, folder.cleanup)
         (self.folder / "config.json").write_text(json.dumps(self.config), "utf-8")
         with self._damage_errors(self.files[0], " in its tokenizer"):
-            self.notes = write_tokenizer(fields, self.folder)
+            try:
+                self.notes = write_tokenizer(fields, self.folder)
+            except (InputError, DamageError) as error:
+                raise type(error)(f"'{source}': {error}") from None
 
     def _read(self) -> tuple[dict[str, Any], dict[str, _Table]]:
         """The metadata of the first part, and the tensors of all."""
@@ -146,7 +160,8 @@ class GgufCheckpoint(Checkpoint):
         for i, file in enumerate(self.files):
             if not file.is_file():
                 raise InputError(
-                    f"'{self.source}' lacks the part '{file.name}' of a model in {len(self.files)} files: put all of them into one folder"
+                    f"'{self.source}' lacks the part '{file.name}' of a model in {len(self.files)} files: put all of them into one folder, "
+                    "under the names that they had"
                 )
             with self._damage_errors(file):
                 fields, tensors = gguf_metadata.metadata(file)
@@ -168,16 +183,21 @@ class GgufCheckpoint(Checkpoint):
         if key is None:
             return table
         heads = self.config[key]
-        if not is_whole(heads, 1, table.shape[0]) or table.shape[0] % (2 * heads):
-            raise DamageError(
-                f"'{self.source}' has {shown(heads)} heads and {table.shape[0]} rows in '{name}': download it again"
-            )
+        if not is_whole(heads, 1, 1 << 16):
+            return table  # ``json_config`` refuses it
+        if not table.shape or table.shape[0] % (2 * heads):
+            raise DamageError(f"'{self.source}' has {heads} heads and shape {list(table.shape)} of '{name}': download it again")
         return replace(table, heads=heads)
 
     def _factors(self, tables: Mapping[str, _Table]) -> np.ndarray | None:
         if _ROTARY_FACTORS not in tables:
             return None
         table = tables[_ROTARY_FACTORS]
+        if table.kind.name != "F32" or len(table.shape) != 1:
+            raise InputError(
+                f"'{self.source}' has '{_ROTARY_FACTORS}' in {table.kind.name} and shape {list(table.shape)}, expected one row in F32: convert "
+                "the model again"
+            )
         return np.fromfile(table.file, np.float32, table.shape[0], offset=table.offset)
 
     def identity(self) -> list[tuple[str, int, int]]:
@@ -266,5 +286,5 @@ class GgufCheckpoint(Checkpoint):
 def _name(stored: str, source: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)", stored)
     if match is None or match[2] not in _NAMES:
-        raise InputError(f"'{source}' holds the tensor '{shown(stored)}', which no supported model has: it is a variant")
+        raise InputError(f"'{source}' holds the tensor {shown(stored)}, which no supported model has: name another target")
     return f"{f'layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runtime.errors import InputError
+
+from .json_config import is_whole, shown
+
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
@@ -34,22 +38,38 @@ class Tensor:
 
 
 def metadata(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """The fields by name, and the tensors. Raises ValueError, struct.error or OSError for a damaged file."""
+    """The fields by name, and the tensors. Raises InputError for what is not supported, and ValueError, struct.error or OSError for a
+    damaged file."""
+    if file.stat().st_size == 0:
+        raise ValueError("it is empty")
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Reader(data).read()
+        return _Reader(data, file).read()
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether a file begins as a GGUF file does, whatever its name is. Raises OSError."""
+    with file.open("rb") as opened:
+        return opened.read(len(_MAGIC)) == _MAGIC
 
 
 class _Reader:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: mmap.mmap, file: Path) -> None:
+        self._data, self._at, self._file = data, 0, file
 
     def read(self) -> tuple[dict[str, Any], list[Tensor]]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        file = self._file
         if self._bytes(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._number(4)) not in _VERSIONS:
-            raise ValueError(f"version {version}, expected one of {_VERSIONS}")
+            if version & 0xFFFF == 0:
+                raise InputError(
+                    f"'{file}' has its bytes in big-endian order: convert it (gguf-convert-endian '{file}' little)"
+                )
+            raise InputError(
+                f"'{file}' has version {version} of GGUF, expected {' or '.join(map(str, _VERSIONS))}: convert the model again"
+            )
         tensor_count, field_count = self._number(10), self._number(10)
         fields = dict[str, Any]()
         for _ in range(field_count):
@@ -63,8 +83,17 @@ class _Reader:
             if name in infos:
                 raise ValueError(f"it has the tensor {name} twice")
             shape = tuple(reversed(self._numbers(10, self._number(4))))
-            infos[name] = shape, GGMLQuantizationType(self._number(4)), self._number(10)
+            if (kind := self._number(4)) not in GGML_QUANT_SIZES:
+                raise InputError(
+                    f"'{file}' holds '{name}' in the type {kind} of tensors, which is not supported: convert the model again, to Q8_0 for "
+                    "example"
+                )
+            infos[name] = shape, GGMLQuantizationType(kind), self._number(10)
         alignment = fields.get("general.alignment", 32)
+        if not is_whole(alignment, 1, 1 << 31) or alignment & (alignment - 1):
+            raise InputError(
+                f"'{file}' has general.alignment {shown(alignment)}, expected a power of two: convert the model again"
+            )
         start = self._at + -self._at % alignment
         found = []
         for name, (shape, kind, offset) in infos.items():

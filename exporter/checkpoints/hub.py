@@ -75,6 +75,7 @@ def _hub_errors(source: str, not_found: InputError) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
+    local = "file" if source.count("/") > 1 else "folder"
     try:
         yield
     except HFValidationError:
@@ -87,7 +88,7 @@ def _hub_errors(source: str, not_found: InputError) -> Iterator[None]:
         raise InputError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
     except LocalEntryNotFoundError:
         raise UnavailableError(
-            f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local folder"
+            f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local {local}"
         ) from None
     except EntryNotFoundError:
         raise InputError(
@@ -95,5 +96,5 @@ def _hub_errors(source: str, not_found: InputError) -> Iterator[None]:
         ) from None
     except Exception as error:  # transport errors (httpx) and those of the hub have no common base class
         raise UnavailableError(
-            f"fetching '{source}' from the hub failed ({reason(error)}): try again, or name a local folder"
+            f"fetching '{source}' from the hub failed ({reason(error)}): try again, or name a local {local}"
         ) from None

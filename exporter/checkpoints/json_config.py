@@ -82,13 +82,15 @@ def is_whole(value: object, least: float, most: float) -> bool:
 
 
 class _Reader:
-    """Reads the fields of a config.json. raw: its content, with the architecture's defaults; where: the checkpoint, for errors."""
+    """Reads the fields of a config.json. raw: its content, with the architecture's defaults; where: the checkpoint, for errors; called:
+    as ``llama_fields``."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+    def __init__(self, raw: Mapping[str, Any], where: str, called: Mapping[str, str]) -> None:
+        self.raw, self.where, self.called = raw, where, called
 
     def refuse(self, key: str, value: object, expected: str) -> InputError:
-        return InputError(f"{self.where}: config.json has {shown(value)} as '{key}', expected {expected}")
+        file, name = ("it", self.called.get(key, key)) if self.called else ("config.json", key)
+        return InputError(f"{self.where}: {file} has {shown(value)} as '{name}', expected {expected}")
 
     def whole(self, key: str, least: int, most: int) -> int:
         value = self.raw.get(key)
@@ -120,14 +122,20 @@ class _Reader:
         return "sliding_attention" in types
 
 
-def llama_fields(raw: Mapping[str, Any], where: str, architecture: Architecture = ARCHITECTURES["llama"]) -> dict[str, Any]:
+def llama_fields(
+    raw: Mapping[str, Any],
+    where: str,
+    architecture: Architecture = ARCHITECTURES["llama"],
+    called: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The fields of a config.json that describe the model, checked for type and range, for ``LlamaConfig``.
 
-    raw: config.json. where: the checkpoint, for errors. The result always has the newer field of the rotary embedding,
+    raw: config.json. where: the checkpoint, for errors. called: the names that its fields have in the file they were read from, if that
+    is no config.json. The result always has the newer field of the rotary embedding,
     ``rope_parameters``. Raises InputError with the name of the field.
     """
     raw = {**architecture.defaults, **raw}
-    read = _Reader(raw, where)
+    read = _Reader(raw, where, called or {})
     refuse = read.refuse
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":

@@ -76,7 +76,7 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
             f"{where} is quantized already ({cause}), in a way that is not supported: "
             "give the checkpoint it was made from, and --weights int4 or int8"
         )
-    return LlamaConfig(**llama_fields(raw, where, ARCHITECTURES[kind]), model_type=kind)
+    return LlamaConfig(**llama_fields(raw, where, ARCHITECTURES[kind], checkpoint.called), model_type=kind)
 
 
 @contextmanager

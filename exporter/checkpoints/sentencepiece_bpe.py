@@ -1,13 +1,15 @@
 """SentencePiece's byte-pair encoding (google/sentencepiece, src/bpe_model.cc) as a tokenizer of the tokenizers library."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 from runtime.errors import InputError, UnavailableError
 
+from .json_config import shown
 from .special_tokens import Kind, add_special
 
 _SPACE = "\u2581"  # stands for a space within pieces
@@ -18,7 +20,7 @@ class Pieces:
     """A vocabulary, by token id.
 
     prefix: whether a text, and what follows a special token, begins with a space. trims: whether several spaces become one, and those at
-    the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none.
+    the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none. strips: as ``add_special``.
     """
 
     texts: Sequence[str]
@@ -27,13 +29,15 @@ class Pieces:
     prefix: bool = True
     trims: bool = False
     charsmap: bytes = b""
+    strips: Collection[str] = ()
 
 
 def tokenizer_of(pieces: Pieces) -> Tokenizer:
     """The tokenizer, without tokens before or after a text.
 
     SentencePiece joins the pair whose piece has the highest score, the leftmost of several. Here every pair of pieces that form a piece is
-    a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do.
+    a merge, in that order; longer left sides go first, as the leftmost of overlapping pairs do. So no two pieces that pairs form may have
+    the same score: raises InputError.
     """
     ids = {text: i for i, text in enumerate(pieces.texts)}
     joined = {text: i for text, i in ids.items() if pieces.kinds[i] in (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)}
@@ -45,6 +49,12 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
         if text[:at] in joined and text[at:] in joined
     ]
     merges.sort()
+    for (score, first, *_), (other, second, *_) in pairwise(merges):
+        if first != second and not score < other:
+            raise InputError(
+                f"the tokenizer gives {shown(pieces.texts[first])} and {shown(pieces.texts[second])} the same score, so that a text "
+                "decides which is made first, which is not supported: convert the model again, or name another target"
+            )
     unknown = next((text for text, i in ids.items() if pieces.kinds[i] == Kind.UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
@@ -67,7 +77,7 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
             *([decoders.Strip(" ", 1, 0)] if pieces.prefix else []),
         ]
     )
-    add_special(tokenizer, pieces.texts, pieces.kinds)
+    add_special(tokenizer, pieces.texts, pieces.kinds, pieces.strips)
     return tokenizer
 
 

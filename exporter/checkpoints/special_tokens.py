@@ -1,6 +1,6 @@
 """Special tokens of a tokenizer that is built here: those that a text may hold, and those around every text."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from tokenizers import AddedToken, Tokenizer, processors
@@ -17,12 +17,12 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-def add_special(tokenizer: Tokenizer, texts: Sequence[str], kinds: Sequence[int]) -> None:
+def add_special(tokenizer: Tokenizer, texts: Sequence[str], kinds: Sequence[int], strips: Collection[str] = ()) -> None:
     """Makes control tokens special, and those that a user defined whole: both are found in a text before it is split. texts, kinds: by
-    token id."""
+    token id. strips: which of them take the spaces behind them."""
     for special, of in ((True, (Kind.CONTROL, Kind.UNKNOWN)), (False, (Kind.USER_DEFINED,))):
         found = [text for text, kind in zip(texts, kinds, strict=True) if kind in of]
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
+        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False, rstrip=text in strips) for text in found])
 
 
 def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None, first: Sequence[processors.PostProcessor] = ()) -> None:
