@@ -51,8 +51,8 @@ class ChatTemplate:
 
     @staticmethod
     def of(folder: Path) -> "ChatTemplate | None":
-        """The template of a bundle, as transformers chooses it; None without any. Raises DamageError for damaged files, and for a
-        template that does not parse."""
+        """The template of a bundle, as transformers chooses it; None without any. Raises DamageError for damaged files and a
+        template that does not parse, and InputError for templates that are no texts."""
         found = templates(folder)
         if not found:
             return None
