@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from runtime import GumihoError, Model, load
 from runtime.bundle.files import replaced
@@ -269,6 +271,17 @@ def test_a_tokenizer_of_another_model(bundle: Path, tmp_path: Path) -> None:
     update(copy, "tokenizer.json")
     with load(copy, threads=1) as model, pytest.raises(GumihoError, match=r"token id 1\d\d\d, outside the vocabulary of 61"):
         model.generate("AB")
+
+
+def test_a_text_with_a_token_that_the_target_lacks(model: Model) -> None:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.add_tokens(["<pad>"])
+    model.bundle.__dict__["tokenizer"] = words
+    with pytest.raises(
+        GumihoError,
+        match=r"^the text holds '<pad>' \(token id 61\), which the target does not know: its vocabulary is 61; write something",
+    ):
+        model.encode("w1<pad>")
 
 
 def test_a_tokenizer_that_panics(model: Model) -> None:

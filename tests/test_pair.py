@@ -135,6 +135,18 @@ def test_the_same_tokenizer_fits_and_one_alone_does(folder: Path) -> None:
     open_pair(folder)
 
 
+def test_a_token_that_the_target_lacks(folder: Path) -> None:
+    """But for padding, which no text holds: published targets have it without a row."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(V)}, "w0"))
+    words.add_tokens(["<pad>"])
+    words.save(str(folder / "target" / "tokenizer.json"))
+    open_pair(folder)
+    words.add_tokens(["<x>"])
+    words.save(str(folder / "target" / "tokenizer.json"))
+    refused(folder, f"the tokenizer in {folder / 'target'} gives '<x>' the id 62, but target '{folder / 'target'}' has a vocabulary of 61: "
+            "remove the token from the tokenizer's files, or give the checkpoint that knows it")  # fmt: skip
+
+
 def test_a_damaged_tokenizer(folder: Path) -> None:
     for side in ("target", "drafter"):
         tokenizer(folder / side, ["a"])

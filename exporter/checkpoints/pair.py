@@ -132,13 +132,18 @@ class Pair:
         return tokenizer.get_vocab()
 
     def _check_ids(self, tokenizer: Any, folder: Path) -> None:
-        # Added tokens are ignored: some targets have one for padding, which no text contains and the runtime refuses.
-        too_large = {i: t for t, i in tokenizer.get_vocab(with_added_tokens=False).items() if i >= self.target_shape.vocabulary}
-        if too_large:
+        # Some targets have a token for padding without a row, which no text holds; the runtime refuses it by name.
+        most = self.target_shape.vocabulary
+        too_large = {i: t for t, i in tokenizer.get_vocab().items() if i >= most and "pad" not in t.lower()}
+        if not too_large:
+            return
+        largest = max(too_large)
+        where = f"the tokenizer in {folder} gives {shown(too_large[largest])} the id {largest}, but target '{self.target.source}' has"
+        if largest in tokenizer.get_added_tokens_decoder():
             raise InputError(
-                f"the tokenizer in {folder} gives {shown(too_large[max(too_large)])} the id {max(too_large)}, but target "
-                f"'{self.target.source}' has a vocabulary of {self.target_shape.vocabulary}: it belongs to another model"
+                f"{where} a vocabulary of {most}: remove the token from the tokenizer's files, or give the checkpoint that knows it"
             )
+        raise InputError(f"{where} a vocabulary of {most}: it belongs to another model")
 
     @cached_property
     def _expected_target(self) -> dict[str, tuple[int, ...]]:
