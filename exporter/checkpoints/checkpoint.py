@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason, unreadable
 
 from ..weights.source import Coded, Source, Stored, is_finite
 from .hub import WEIGHT_FILES, locate
@@ -116,6 +116,7 @@ class Checkpoint:
         """Shape and dtype of every tensor in a file, by the name in the file."""
         if file not in self._headers:
             with self._damage_errors(file):
+                file.open("rb").close()  # safetensors says of a file that may not be read that there is none
                 if file.suffix == ".safetensors":
                     with safe_open(file, framework="pt") as handle:
                         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
@@ -135,6 +136,8 @@ class Checkpoint:
             raise
         except ImportError as error:
             raise UnavailableError(f"reading {file} needs a package ({reason(error)}): install it") from None
+        except PermissionError as error:
+            raise unreadable(file, error, "") from None
         except Exception as error:  # libraries raise exceptions of any type for damaged files
             raise DamageError(f"{file} is truncated or damaged{where} ({reason(error)}): download it again") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import DamageError, InputError, reason
+from runtime.errors import DamageError, InputError, reason, unreadable
 
 from .architectures import ARCHITECTURES, Architecture
 
@@ -46,7 +46,7 @@ def shown(value: object) -> str:
 def document(path: Path) -> dict[str, Any]:
     """The JSON object in a regular file. All its numbers are finite.
 
-    Raises FileNotFoundError, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
+    Raises FileNotFoundError, UnavailableError without permission to read it, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
     parse, NaN and Infinity, which Python's parser would accept.
     """
     try:
@@ -58,6 +58,8 @@ def document(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"), parse_constant=_refused, parse_float=_finite)
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise unreadable(path, error, "") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamageError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
     if not isinstance(content, dict):

@@ -132,7 +132,7 @@ class Pair:
         if not file.is_file():
             return None
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
         except BaseException as error:  # the library raises Exception itself, and BaseException when its Rust code panics
             raise damaged(error, f"{file} is damaged") from None
         self._check_ids(tokenizer, folder)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runtime.bundle.files import read_regular
-from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason, unreadable
 from runtime.text.template_files import templates
 
 from .json_config import document, is_whole, shown
@@ -42,6 +42,8 @@ def damaged(error: BaseException, what: str) -> BaseException:
     package is missing. what: is the matter, without the cause."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError):
         return error
+    if isinstance(error, PermissionError):
+        return unreadable(error.filename, error, "")
     said = f"{what} ({reason(error)})"
     if isinstance(error, ImportError):
         return UnavailableError(f"{said}: install the package that is missing")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle.records import shown
-from ..errors import DamageError, InputError, reason
+from ..errors import DamageError, InputError, reason, unreadable
 
 TEMPLATES = "additional_chat_templates"  # a folder
 _CONFIG = "tokenizer_config.json"
@@ -16,7 +16,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DamageError(f"{file} cannot be read ({reason(error)}): correct it, or copy it again") from None
+        raise unreadable(file, error, "correct it, or copy it again") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
