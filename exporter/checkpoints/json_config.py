@@ -20,6 +20,7 @@ _REQUIRED = {
 }  # fmt: skip
 _OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max_position_embeddings": (1, 1 << 31)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_CORRECT = "correct it, or name another checkpoint"
 _WINDOW = 4, 1 << 31  # 4 is the least capacity
 _EPS = 1e-12, 0.1
 _THETA = 1.0, 1e15
@@ -90,7 +91,7 @@ class _Reader:
         self.raw, self.where = raw, where
 
     def refuse(self, key: str, value: object, expected: str) -> InputError:
-        return InputError(f"{self.where}: config.json has {shown(value)} as '{key}', expected {expected}")
+        return InputError(f"{self.where}: config.json has {shown(value)} as '{key}', expected {expected}: {_CORRECT}")
 
     def whole(self, key: str, least: int, most: int) -> int:
         value = self.raw.get(key)
@@ -133,7 +134,7 @@ def llama_fields(raw: Mapping[str, Any], where: str, architecture: Architecture 
     refuse = read.refuse
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":
-        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
+        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu': name another checkpoint")
     for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
         if key in _REQUIRED or raw.get(key) is not None:
             fields[key] = read.whole(key, least, most)
@@ -149,9 +150,13 @@ def llama_fields(raw: Mapping[str, Any], where: str, architecture: Architecture 
     heads = fields["num_attention_heads"]
     kv_heads = fields.setdefault("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise InputError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads, expected a divisor")
+        raise InputError(
+            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads, expected a divisor: {_CORRECT}"
+        )
     if fields["hidden_size"] % heads:
-        raise InputError(f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads")
+        raise InputError(
+            f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads: {_CORRECT}"
+        )
     head_dim = fields.setdefault("head_dim", fields["hidden_size"] // heads)
     if head_dim % 2:
         raise refuse("head_dim", head_dim, "an even number, for the rotary embedding")
@@ -163,7 +168,7 @@ def llama_fields(raw: Mapping[str, Any], where: str, architecture: Architecture 
             raise refuse(key, rotary, "an object")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROTARY:
-        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
+        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3: name another checkpoint")
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
     # The default of transformers.
     rotary = {"original_max_position_embeddings": fields.get("max_position_embeddings", 2048)} | rotary
@@ -194,6 +199,7 @@ def end_ids(value: object, vocabulary: int, file: Path) -> tuple[int, ...]:
     for i in ids:
         if not is_whole(i, 0, vocabulary - 1):
             raise InputError(
-                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}"
+                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}: "
+                "correct it"
             )
     return tuple(dict.fromkeys(ids))
