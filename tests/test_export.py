@@ -798,6 +798,20 @@ def test_a_bundle_that_cannot_be_written_to_its_place(tiny: Path, tmp_path: Path
     assert list(snapshot(tmp_path)) == ["file"]
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("file", "'{out}' exists: name another folder with --out, or replace it with --overwrite"),
+    ("file/out", "writing '{out}' failed (Not a directory): name another folder with --out"),
+    ("new/out", "writing '{out}' failed (Permission denied): make its place writable, or name another folder with --out"),
+])  # fmt: skip
+def test_a_dry_run_says_that_a_bundle_cannot_be_written(
+    tiny: Path, tmp_path: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(exporter.staging.os, "access", lambda folder, _: folder != tmp_path)
+    refused(options(tiny, tmp_path / name, "--dry-run"), capsys, f"error: {says.replace('{out}', str(tmp_path / name))}\n")
+    assert list(snapshot(tmp_path)) == ["file"]
+
+
 # --- --dry-run and disk space ------------------------------------------------------------------------------------------
 
 
@@ -1108,6 +1122,7 @@ def test_defaults_follow_the_backend(pair: Path, more: list[str], rows: int, hea
 
 @pytest.mark.parametrize(("more", "message"), [
     (("--backend", "cpu", "migraphx", "--device", "ref"), "--device ref belongs to one backend"),
+    (("--device", "gpu", "--dry-run"), "error: there is no device 'gpu' of backend cpu: leave --device out\n"),
     (("--backend", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
     (("--backend", "migraphx", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
 ])  # fmt: skip
