@@ -121,6 +121,12 @@ def _warnings(pair: "Pair") -> list[str]:
             f"Warning: no token ends a text, so that every text goes on to its largest length. If you know one, {edit}."
         )
     tokenizer, named = pair.special_tokens
+    if tokenizer is None:
+        others = " that is supported (tekken.json is not)" if (pair.target.folder / "tekken.json").exists() else ""
+        lines.append(
+            f"Warning: the target has no tokenizer{others}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, "
+            "as transformers saves it, into its folder, and export again."
+        )
     try:
         turn = end_of_turn(pair.target.folder, tokenizer, named) if tokenizer else None
     except GumihoError as error:

@@ -1065,6 +1065,22 @@ def test_a_dry_run_says_what_a_chat_template_lacks(
     assert ("Warning" in out) == says.startswith("Warning")
 
 
+@pytest.mark.parametrize(("files", "lacks"), [
+    ([], "no tokenizer"), (["tekken.json"], "no tokenizer that is supported (tekken.json is not)"),
+])  # fmt: skip
+def test_a_dry_run_says_that_there_is_no_tokenizer(
+    tiny: Path, tmp_path: Path, files: list[str], lacks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    for name in files:
+        (tmp_path / "pair" / "target" / name).write_text("{}")
+    assert main([*options(tmp_path / "pair", tmp_path / "out"), "--dry-run"]) == 0
+    assert (
+        f"Warning: the target has {lacks}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, as transformers "
+        "saves it, into its folder, and export again.\n" in capsys.readouterr().out
+    )
+
+
 def test_the_end_that_a_gguf_file_lacks(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields: dict[str, Any] = {
         "model": "llama", "tokens": ["<unk>", "<s>", "</s>", "<turn>", *(chr(0x4E00 + i) for i in range(57))],
