@@ -9,7 +9,7 @@ from runtime.command import run
 from runtime.errors import DamageError, GumihoError
 
 from .options import open_pair, parsed, plan, require_drafter
-from .staging import interruptible, resumable, staged, unfinished
+from .staging import interruptible, require_place, resumable, staged, unfinished
 from .summary import describe, report
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def export_nothing(args: argparse.Namespace, out: Path) -> None:
 
     planned = _planned(args)
     print(describe(planned, out, args))
+    require_place(out, args.overwrite)
     require_space(planned.disk(), out)
 
 
@@ -91,6 +92,8 @@ def _planned(args: argparse.Namespace) -> "Plan":
     """Raises GumihoError for options or checkpoints that cannot be exported."""
     if args.device and len(args.backend) > 1:
         raise GumihoError(f"--device {args.device} belongs to one backend: leave it out, or export for that backend only")
+    if args.device and args.backend == ["cpu"]:
+        raise GumihoError(f"there is no device '{args.device}' of backend cpu: leave --device out")
     return plan(args)
 
 
@@ -131,6 +134,7 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
         needed = vllm.size(pair, dtype)
         if args.dry_run:
             print(f"Would write '{out}': config.json and model.safetensors, at most {needed / 1e6:.1f} MB.")
+            require_place(out, args.overwrite, vllm.is_export)
         require_space(needed, out)
         if args.dry_run:
             return

@@ -98,10 +98,26 @@ def staged(
                     if not resume:
                         shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            way = remedy(error, "" if resume and full else "name another folder with --out")
-            again = f", and run the command again: it continues from '{partial}'" if resume else ""
-            raise UnavailableError(f"writing '{out}' failed ({reason(error)}): {way}{again}") from None
+            raise _failed(out, error, resume) from None
+
+
+def _failed(out: Path, error: OSError, resume: bool = False) -> UnavailableError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way = remedy(error, "" if resume and full else "name another folder with --out")
+    again = f", and run the command again: it continues from '{unfinished(out)}'" if resume else ""
+    return UnavailableError(f"writing '{out}' failed ({reason(error)}): {way}{again}")
+
+
+def require_place(out: Path, overwrite: bool, replaceable: Callable[[Path], bool] = is_bundle) -> None:
+    """Raises what ``staged`` would for an ``out`` that exists or has no place, without writing anything."""
+    _require_replaceable(out, overwrite, replaceable)
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise _failed(out, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise _failed(out, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def resumable(out: Path) -> bool:

@@ -107,16 +107,31 @@ def _remarks(plan: "Plan") -> list[str]:
 
 def _warnings(pair: "Pair") -> list[str]:
     """What the target's files lack."""
+    from runtime.errors import GumihoError
+
     from .checkpoints.end_tokens import end_of_turn
+    from .checkpoints.gguf_file import GgufCheckpoint
 
     ends, edit = pair.eos_token_ids, "add it to eos_token_id in the target's generation_config.json, and export again"
+    if isinstance(pair.target, GgufCheckpoint):
+        edit = "write its id to the key tokenizer.ggml.eot_token_id of the target's file, and export again"
     lines = [f"Warning: {note}." for note in pair.target.notes]
     if not ends:
         lines.append(
             f"Warning: no token ends a text, so that every text goes on to its largest length. If you know one, {edit}."
         )
-    # In a dry run no template is run.
-    turn = end_of_turn(pair.tokenizer) if pair.__dict__.get("tokenizer") else None
+    tokenizer, named = pair.special_tokens
+    if tokenizer is None:
+        others = " that is supported (tekken.json is not)" if (pair.target.folder / "tekken.json").exists() else ""
+        lines.append(
+            f"Warning: the target has no tokenizer{others}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, "
+            "as transformers saves it, into its folder, and export again."
+        )
+    try:
+        turn = end_of_turn(pair.target.folder, tokenizer, named) if tokenizer else None
+    except GumihoError as error:
+        cause = str(error).replace(str(pair.target.folder), pair.target.source)  # a GGUF file's is a temporary one
+        return [*lines, f"Warning: the bundle completes texts but takes no conversations, because {cause}, and export again."]
     if turn is not None and turn not in ends:
         lines.append(
             f"Warning: the chat template ends an answer with {pair.spelled([turn])[0]}, at which texts do not end: {edit}."

@@ -378,7 +378,9 @@ def test_other_rotary_kinds_are_refused_by_name(tmp_path: Path, kind: str, spell
         rope: dict[str, Any] = {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **extra}}
     else:
         rope = {"rope_theta": 1e4, "rope_scaling": {spelling: kind, **extra}}
-    with pytest.raises(GumihoError, match=rf"rotary scaling '{kind}', expected plain, linear or llama3$"):
+    with pytest.raises(
+        GumihoError, match=rf"rotary scaling '{kind}', expected plain, linear or llama3: name another checkpoint$"
+    ):
         llama_config(configured(tmp_path, BASE | rope))
 
 

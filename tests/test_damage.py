@@ -1,5 +1,6 @@
 """Odd files, arguments and circumstances that the commands meet: each is refused in one line, and harms nothing."""
 
+import errno
 import gc
 import hashlib
 import io
@@ -12,20 +13,24 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from exporter.cli import main as export
 from runtime import GumihoError, Model, load
 from runtime.bundle.files import replaced
+from runtime.bundle.reader import Bundle
 from runtime.command import run
 from runtime.errors import GumihoError as Error
 from runtime.generate import main as generate
-from tests import hostile_bundles
+from tests import hostile_bundles, hostile_checkpoints
 from tests.limits import full_disk
 from tests.seal import update
 
@@ -271,6 +276,17 @@ def test_a_tokenizer_of_another_model(bundle: Path, tmp_path: Path) -> None:
         model.generate("AB")
 
 
+def test_a_text_with_a_token_that_the_target_lacks(model: Model) -> None:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.add_tokens(["<pad>"])
+    model.bundle.__dict__["tokenizer"] = words
+    with pytest.raises(
+        GumihoError,
+        match=r"^the text holds '<pad>' \(token id 61\), which the target does not know: its vocabulary is 61; write something",
+    ):
+        model.encode("w1<pad>")
+
+
 def test_a_tokenizer_that_panics(model: Model) -> None:
     class Panic(BaseException):
         pass
@@ -282,6 +298,64 @@ def test_a_tokenizer_that_panics(model: Model) -> None:
     model.bundle.__dict__["tokenizer"] = Broken()
     with pytest.raises(GumihoError, match="tokenizer fails on this text \\(index out of bounds"):
         model.encode("AB")
+
+
+# --- permissions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of files that this user may not read, which the system itself would let an administrator read."""
+    names: set[str] = set()
+
+    def guarded(opens: Callable[..., Any]) -> Callable[..., Any]:
+        def opening(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int) and Path(os.fsdecode(path)).name in names:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+            return opens(path, *args, **kwargs)
+
+        return opening
+
+    for module in (io, os):
+        monkeypatch.setattr(module, "open", guarded(module.open))
+    return names
+
+
+MAY_NOT = "cannot be read (Permission denied): let this user read it, and the folders above it"
+
+
+@pytest.mark.parametrize("name", ["gumiho.json", "tokenizer.json", "target.bin", "draft.bin", "target.onnx", "golden.npz"])
+def test_a_bundle_s_file_that_may_not_be_read(bundle: Path, forbidden: set[str], name: str) -> None:
+    forbidden.add(name)
+
+    def opened() -> None:
+        found = Bundle(bundle)
+        _ = found.tokenizer
+        found.verify(quick=True)
+
+    with pytest.raises(GumihoError) as caught:
+        opened()
+    assert str(caught.value) == f"{next(bundle.rglob(name))} {MAY_NOT}"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    hostile_checkpoints.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [
+    "target/config.json", "target/model-00001-of-00002.safetensors", "target/tokenizer.json", "target/tokenizer_config.json",
+    "target/generation_config.json", "target/chat_template.jinja", "drafter/pytorch_model.bin",
+])  # fmt: skip
+def test_a_checkpoint_s_file_that_may_not_be_read(
+    checkpoints: Path, forbidden: set[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forbidden.add(Path(name).name)
+    sources = ["--ckpt", str(checkpoints / "drafter"), "--target", str(checkpoints / "target"), *hostile_checkpoints.OPTIONS]
+    assert export([*sources, "--out", str(checkpoints / "out"), "--dry-run"]) == 1
+    assert capsys.readouterr().err == f"error: {checkpoints / name} {MAY_NOT}\n"
 
 
 # --- threads and memory ------------------------------------------------------------------------------------------------

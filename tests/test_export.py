@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import exporter.bundle
 import exporter.staging
@@ -49,6 +49,7 @@ from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
 from runtime.decoding import sampling
 from runtime.errors import GumihoError, UnavailableError
+from tests import gguf_files
 from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter
 from tests.seal import update
@@ -797,6 +798,20 @@ def test_a_bundle_that_cannot_be_written_to_its_place(tiny: Path, tmp_path: Path
     assert list(snapshot(tmp_path)) == ["file"]
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("file", "'{out}' exists: name another folder with --out, or replace it with --overwrite"),
+    ("file/out", "writing '{out}' failed (Not a directory): name another folder with --out"),
+    ("new/out", "writing '{out}' failed (Permission denied): make its place writable, or name another folder with --out"),
+])  # fmt: skip
+def test_a_dry_run_says_that_a_bundle_cannot_be_written(
+    tiny: Path, tmp_path: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(exporter.staging.os, "access", lambda folder, _: folder != tmp_path)
+    refused(options(tiny, tmp_path / name, "--dry-run"), capsys, f"error: {says.replace('{out}', str(tmp_path / name))}\n")
+    assert list(snapshot(tmp_path)) == ["file"]
+
+
 # --- --dry-run and disk space ------------------------------------------------------------------------------------------
 
 
@@ -1018,10 +1033,69 @@ def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path
 ])  # fmt: skip
 def test_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, expected: int | None) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "<b>": 1, "<s>": 2}, "a"))
-    tokenizer.add_tokens([AddedToken("<b>", special=True), AddedToken("<s>", special=True)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    loaded = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
-    assert end_of_turn(loaded) == expected
+    tokenizer.add_tokens([AddedToken("<b>", special=True), AddedToken("<s>")])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert end_of_turn(tmp_path, tokenizer, {"eos_token": "<s>"}) == expected
+
+
+TURNS = "{% for m in messages %}{{ m.content }}a{% endfor %}"
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"chat_template": TURNS},
+     "Warning: the chat template ends an answer with 'a' (0), at which texts do not end: add it to eos_token_id in the target's "
+     "generation_config.json, and export again.\n"),
+    ({"chat_template": [{"name": "default", "template": TURNS}]}, "Warning: the chat template ends an answer with 'a' (0)"),
+    ({"chat_template": "{% for %}"},
+     "Warning: the bundle completes texts but takes no conversations, because the chat template in {target}/tokenizer_config.json does not "
+     "parse (line 1: Expected an expression, got 'end of statement block'): correct it, and export again.\n"),
+    ({"chat_template": "{{ raise_exception('no') }}"}, "Ends: a text ends at '<s>' (2).\n"),
+])  # fmt: skip
+def test_a_dry_run_says_what_a_chat_template_lacks(
+    tiny: Path, tmp_path: Path, settings: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "<s>": 2}, "a"))
+    words.add_tokens([AddedToken("a", special=True)])
+    target = written(tmp_path / "pair" / "target", PLAIN | {"eos_token": "<s>"} | settings, words)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert main([*options(tmp_path / "pair", tmp_path / "out"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert says.replace("{target}", str(target)) in out
+    assert ("Warning" in out) == says.startswith("Warning")
+
+
+@pytest.mark.parametrize(("files", "lacks"), [
+    ([], "no tokenizer"), (["tekken.json"], "no tokenizer that is supported (tekken.json is not)"),
+])  # fmt: skip
+def test_a_dry_run_says_that_there_is_no_tokenizer(
+    tiny: Path, tmp_path: Path, files: list[str], lacks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny, tmp_path / "pair")
+    for name in files:
+        (tmp_path / "pair" / "target" / name).write_text("{}")
+    assert main([*options(tmp_path / "pair", tmp_path / "out"), "--dry-run"]) == 0
+    assert (
+        f"Warning: the target has {lacks}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, as transformers "
+        "saves it, into its folder, and export again.\n" in capsys.readouterr().out
+    )
+
+
+def test_the_end_that_a_gguf_file_lacks(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = {
+        "model": "llama", "tokens": ["<unk>", "<s>", "</s>", "<turn>", *(chr(0x4E00 + i) for i in range(57))],
+        "scores": [0.0] * 61, "token_type": [2, 3, 3, 3, *[1] * 57],
+    }  # fmt: skip
+    fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    for template, says in (
+        (TURNS.replace("a{", "<turn>{"), "Warning: the chat template ends an answer with '<turn>' (3), at which texts do not end: write its id to "
+         "the key tokenizer.ggml.eot_token_id of the target's file, and export again.\n"),
+        ("{% for %}", f"takes no conversations, because the chat template in {tmp_path / 'x.gguf'}/chat_template.jinja does not parse"),
+    ):  # fmt: skip
+        model = LlamaForCausalLM.from_pretrained(tiny / "target")
+        gguf_files.write(model, tmp_path / "x.gguf", fields=fields | {"tokenizer.chat_template": template})
+        assert main(["--target", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> None:
@@ -1064,6 +1138,7 @@ def test_defaults_follow_the_backend(pair: Path, more: list[str], rows: int, hea
 
 @pytest.mark.parametrize(("more", "message"), [
     (("--backend", "cpu", "migraphx", "--device", "ref"), "--device ref belongs to one backend"),
+    (("--device", "gpu", "--dry-run"), "error: there is no device 'gpu' of backend cpu: leave --device out\n"),
     (("--backend", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
     (("--backend", "migraphx", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
 ])  # fmt: skip

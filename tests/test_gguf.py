@@ -460,13 +460,13 @@ def test_rotary_factors_of_another_type_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "expected"), [
-    ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536"),
-    ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536"),
-    ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648"),
-    ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1"),
-    ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15"),
-    ("rope.scaling.factor", ["", ""], "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
-    ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09"),
+    ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536: correct it, or name another checkpoint"),
+    ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536: correct it, or name another checkpoint"),
+    ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648: correct it, or name another checkpoint"),
+    ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1: correct it, or name another checkpoint"),
+    ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15: correct it, or name another checkpoint"),
+    ("rope.scaling.factor", ["", ""], "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another checkpoint"),
+    ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another checkpoint"),
 ])  # fmt: skip
 def test_values_out_of_range_are_named_as_in_the_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{key}": value})
@@ -480,10 +480,7 @@ NO_ID = "without which it is not supported: say which token it is (gguf-new-meta
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("bos_token_id", 300, "tokenizer.ggml.bos_token_id is 300, expected the id of a token, from 0 to 299: take the key out, if no text needs "
-     f"that token (gguf-new-metadata --remove-metadata tokenizer.ggml.bos_token_id), or {AGAIN}"),
     ("padding_token_id", "x", "tokenizer.ggml.padding_token_id is 'x', expected the id of a token"),
-    ("eot_token_id", -1, "tokenizer.ggml.eot_token_id is -1, expected the id of a token"),
     ("fim_pre_token_id", True, "tokenizer.ggml.fim_pre_token_id is True, expected the id of a token"),
     ("eos_token_id", None, f"the tokenizer has no tokenizer.ggml.eos_token_id, {NO_ID} eos ID)"),
     ("add_bos_token", "no", f"tokenizer.ggml.add_bos_token is 'no', expected true or false: {AGAIN}"),
@@ -505,6 +502,16 @@ def test_values_of_a_tokenizer_are_refused_by_name(tmp_path: Path, name: str, va
     with pytest.raises(InputError) as raised:
         write_tokenizer({key: own for key, own in fields.items() if own is not None}, tmp_path)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("value", [300, -1, 1 << 32])
+def test_an_id_of_no_token_counts_for_nothing(tmp_path: Path, value: int) -> None:
+    """As in llama.cpp ("bad special token"), whose converters have written such ids."""
+    notes = write_tokenizer(tokenizer_fields() | {"tokenizer.ggml.eot_token_id": value}, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}  # 0 by its spelling
+    assert [note.partition(", so that")[0] for note in notes] == [
+        f"tokenizer.ggml.eot_token_id is {value}, the id of none of its 300 tokens"
+    ]
 
 
 def test_a_beginning_that_is_put_before_every_text_is_needed(tmp_path: Path) -> None:

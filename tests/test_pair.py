@@ -2,8 +2,10 @@
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,18 @@ def test_the_same_tokenizer_fits_and_one_alone_does(folder: Path) -> None:
     open_pair(folder)
 
 
+def test_a_token_that_the_target_lacks(folder: Path) -> None:
+    """But for padding, which no text holds: published targets have it without a row."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(V)}, "w0"))
+    words.add_tokens(["<pad>"])
+    words.save(str(folder / "target" / "tokenizer.json"))
+    open_pair(folder)
+    words.add_tokens(["<x>"])
+    words.save(str(folder / "target" / "tokenizer.json"))
+    refused(folder, f"the tokenizer in {folder / 'target'} gives '<x>' the id 62, but target '{folder / 'target'}' has a vocabulary of 61: "
+            "remove the token from the tokenizer's files, or give the checkpoint that knows it")  # fmt: skip
+
+
 def test_a_damaged_tokenizer(folder: Path) -> None:
     for side in ("target", "drafter"):
         tokenizer(folder / side, ["a"])
@@ -185,8 +199,16 @@ def test_a_transposed_matrix_is_a_wrong_shape(folder: Path) -> None:
     ],
 )
 def test_a_surplus_tensor(folder: Path, side: str, stored: str, name: str) -> None:
-    rewrite(folder / side, lambda state: state.update({stored: torch.zeros(H)}))
-    refused(folder, f"{side} '{folder / side}'", f"'{name}'")
+    rewrite(folder / side, lambda state: state.update({stored: torch.ones(H)}))
+    refused(
+        folder,
+        f"{side} '{folder / side}' has the tensor '{name}', which no {side} with its config.json has, so that it is not supported: ",
+    )
+
+
+def test_a_bias_of_zeros_is_none(folder: Path) -> None:
+    rewrite(folder / "target", lambda state: state.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(H)}))
+    assert not any(name.endswith("bias") for name in open_pair(folder).target_sources(1))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
@@ -212,12 +234,27 @@ def test_a_truncated_bin(folder: Path, keep: float, legacy: bool) -> None:
 def test_a_git_lfs_pointer(folder: Path, side: str, name: str) -> None:
     """What a clone without git-lfs leaves in the place of the weights."""
     (folder / side / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 16060522240\n")
-    refused(folder, str(folder / side / name), "download it again")
+    refused(folder, f"{folder / side / name} is Git LFS's pointer to the file, not the file itself: run git lfs pull")
 
 
-def test_a_bin_that_holds_no_tensors_by_name(folder: Path) -> None:
-    torch.save([torch.zeros(2)], folder / "drafter" / "pytorch_model.bin")
-    refused(folder, str(folder / "drafter" / "pytorch_model.bin"))
+CONVERT = ": convert it to .safetensors where its origin is trusted, or name another checkpoint"
+SAVED: dict[str, tuple[Any, str]] = {
+    "a list": ([torch.zeros(2)], "does not hold tensors by name, which is all that is supported" + CONVERT),
+    "a fraction": ({"x": Fraction(1, 2)}, "holds an object of fractions.Fraction, which is not supported, as reading it could run code" + CONVERT),
+    "a sparse one": ({"x": torch.zeros(2).to_sparse()}, "holds 'x' as a tensor that is sparse, quantized or without numbers" + CONVERT),
+    "text": (b"hello", "is no file of torch.save: download it again"),
+    "nothing": (b"", "is empty: download it again"),
+    "a pickle": (pickle.dumps({"x": 1}), "is no file of torch.save: download it again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_bin_that_holds_no_tensors_by_name(folder: Path, case: str) -> None:
+    (content, says), file = SAVED[case], folder / "drafter" / "pytorch_model.bin"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(GumihoError) as caught:
+        open_pair(folder)
+    assert str(caught.value) == f"{file} {says}"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn], ids=str)
@@ -229,7 +266,12 @@ def test_a_wrong_dtype_is_refused_before_anything_is_written(
     folder: Path, side: str, stored: str, name: str, dtype: torch.dtype
 ) -> None:
     rewrite(folder / side, lambda state: state.update({stored: state[stored].to(dtype)}))
-    refused(folder, f"{side} '{folder / side}'", f"'{name}'", str(dtype), "expected float16, bfloat16 or float32")
+    refused(
+        folder,
+        f"{side} '{folder / side}'",
+        f"'{name}'",
+        f"is {str(dtype).removeprefix('torch.')}, expected float16, bfloat16 or float32: convert it, or name the checkpoint it was made from",
+    )
 
 
 @pytest.mark.parametrize("side", ["target", "drafter"])

@@ -1,6 +1,7 @@
 """A tokenizer that is recognized as loadable without transformers is one that transformers loads as it is."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from tokenizers.models import BPE, WordLevel
 
 from exporter.checkpoints.llama import LlamaConfig
 from exporter.checkpoints.tokenizer import load_tokenizer, surely_loads
+from runtime.errors import GumihoError, InputError
 from tests.conftest import examples
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -118,6 +120,78 @@ def test_what_is_recognized_loads_as_it_is(
         if surely_loads(folder, 61):
             loaded = load_tokenizer(folder, CONFIG).backend_tokenizer
             assert loaded.get_vocab(with_added_tokens=False) == tokenizer.get_vocab(with_added_tokens=False)
+
+
+# --- folders that have only SentencePiece's file ------------------------------------------------------------------------
+
+MARKS = {"<|im_start|>": 420, "<mask>": 421, "[extra]": 422}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "added alone": {"added_tokens.json": MARKS},
+    "added and named": {
+        "added_tokens.json": MARKS,
+        "tokenizer_config.json": {"additional_special_tokens": ["<mask>"], "pad_token": {"__type": "AddedToken", "content": "[extra]", **FLAGS}},
+        "special_tokens_map.json": {name: {"content": text, **FLAGS} for name, text in NAMES.items()},
+    },
+    "described": {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(i): {"content": t, "special": False, **FLAGS} for t, i in MARKS.items()}}
+    },
+}  # fmt: skip
+
+
+def with_pieces(folder: Path, files: dict[str, Any]) -> Path:
+    from tests.test_sentencepiece_bpe import trained
+
+    (folder / "tokenizer.model").write_bytes(trained("as Llama 2"))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_beside_sentencepiece_s_are_found_anywhere(tmp_path: Path, layout: str) -> None:
+    """The texts between them are sentencepiece's, as in transformers 4.57.1's LlamaTokenizer, which gives the same ids."""
+    import sentencepiece
+
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(with_pieces(tmp_path, LAYOUTS[layout]) / "tokenizer.model"))
+    tokenizer, known = load_tokenizer(tmp_path, CONFIG), MARKS | {"<s>": 1, "</s>": 2}
+    for parts in (
+        ["hi ", "<mask>"], ["\n", "<|im_start|>", "user\nthe ", "<|im_start|>"], ["<mask>", "<mask>"], ["<mask>", " ", "<mask>", "a the"],
+        ["  ", "<mask>", "  the  "], ["the", "[extra]", "the ", "[extra]", " the"], ["a ", "</s>", " b", "<s>", "c"],
+    ):  # fmt: skip
+        expected = [i for part in parts for i in ([known[part]] if part in known else theirs.encode(part))]
+        assert tokenizer("".join(parts)).input_ids == [1, *expected]
+
+
+@pytest.mark.parametrize(("files", "says"), [
+    ({"added_tokens.json": {"<x>": 421}}, "gives '<x>' the id 421, but tokenizer.model and the tokens before it leave 420 for it, which is not "
+     "supported: put the model's tokenizer.json into the folder, as transformers saves it"),
+    ({"added_tokens.json": {"<s>": 420}}, "gives '<s>' the id 420, but tokenizer.model and the tokens before it leave 1 for it"),
+    ({"tokenizer_config.json": {"bos_token": "zz"}},
+     "tokenizer_config.json puts 'zz' around every text, which is no token of tokenizer.model: correct its bos_token and eos_token"),
+])  # fmt: skip
+def test_tokens_that_are_not_where_they_should_be(tmp_path: Path, files: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=re.escape(says)):
+        load_tokenizer(with_pieces(tmp_path, files), CONFIG)
+
+
+@pytest.mark.parametrize(("file", "content", "says"), [
+    ("added_tokens.json", "3", "added_tokens.json does not hold a JSON object: download it again"),
+    ("added_tokens.json", '{"<x>": -1}', "added_tokens.json has -1 as '<x>', expected a token id: correct it"),
+    ("tokenizer_config.json", "", "tokenizer_config.json cannot be read as JSON (it is empty): download it again"),
+    ("tokenizer_config.json", '{"eos_token": {"content": "a"}}', "has {'content': 'a'} as 'eos_token', expected the text of a token: correct it"),
+    ("special_tokens_map.json", '{"eos_token": {"text": "a"}}', "has {'text': 'a'} as 'eos_token', expected the text of a token: correct it"),
+    ("tokenizer_config.json", '{"additional_special_tokens": [3]}', "has [3] as 'additional_special_tokens', expected the texts of tokens: correct"),
+    ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "as 'added_tokens_decoder', expected tokens, each with its content, by id"),
+    ("tokenizer_config.json", '{"tokenizer_class": 5}', "has 5 as 'tokenizer_class', expected the name of a class: correct it"),
+    ("tokenizer_config.json", '{"chat_template": 5}', "has 5 as its chat template 'default', expected a text: correct it"),
+])  # fmt: skip
+def test_settings_that_no_tokenizer_has(tmp_path: Path, file: str, content: str, says: str) -> None:
+    (written(tmp_path) / file).write_text(content)
+    with pytest.raises(GumihoError, match=re.escape(says)) as caught:
+        load_tokenizer(tmp_path, CONFIG)
+    assert str(tmp_path / file) in str(caught.value)
 
 
 def test_a_dry_run_imports_no_transformers(tmp_path: Path) -> None:

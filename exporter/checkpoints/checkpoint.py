@@ -16,18 +16,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason
+from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason, unreadable
 
 from ..weights.source import Coded, Source, Stored, is_finite
+from . import pickled
 from .hub import WEIGHT_FILES, locate
 from .json_config import document, shown
 
 _SLICE_ELEMENTS = 16 << 20
+_POINTER = b"version https://git-lfs"
 _SMALL = 1 << 24  # bytes up to which a pickled file is read whole, since opening it for every tensor takes longer
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
 _TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by their names in safetensors files
 _DTYPES = {*_TORCH_DTYPES, *map(str, _TORCH_DTYPES.values())}
-_SAFETENSORS_DTYPES = {"I8": "torch.int8", "U8": "torch.uint8", "F64": "torch.float64", "F8_E4M3": "torch.float8_e4m3fn"}
+_SAFETENSORS_DTYPES = {"I8": "int8", "U8": "uint8", "F64": "float64", "F8_E4M3": "float8_e4m3fn"}
 
 
 def _target_name(name: str) -> str | None:
@@ -117,6 +119,9 @@ class Checkpoint:
         """Shape and dtype of every tensor in a file, by the name in the file."""
         if file not in self._headers:
             with self._damage_errors(file):
+                with file.open("rb") as opened:  # safetensors says of a file that may not be read that there is none
+                    if opened.read(len(_POINTER)) == _POINTER:
+                        raise InputError(f"{file} is Git LFS's pointer to the file, not the file itself: run git lfs pull")
                 if file.suffix == ".safetensors":
                     with safe_open(file, framework="pt") as handle:
                         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
@@ -136,26 +141,15 @@ class Checkpoint:
             raise
         except ImportError as error:
             raise UnavailableError(f"reading {file} needs a package ({reason(error)}): install it") from None
+        except PermissionError as error:
+            raise unreadable(file, error, "") from None
         except Exception as error:  # libraries raise exceptions of any type for damaged files
             raise DamageError(f"{file} is truncated or damaged{where} ({reason(error)}): download it again") from None
 
     def _load_pickle(self, file: Path) -> dict[str, Tensor]:
         if file in self._whole:
             return self._whole[file]
-        mapped = file.stat().st_size > _SMALL
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # Files from before PyTorch 1.6 cannot be mapped, so they are read whole.
-            state, mapped = torch.load(file, map_location="cpu", weights_only=True), False
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise RuntimeError(f"it holds a {type(state).__name__}, expected a dict of tensors")
-        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-        for name, value in tensors.items():
-            if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-                raise RuntimeError(f"'{name}' is not a dense CPU tensor")
+        tensors, mapped = pickled.load(file, file.stat().st_size > _SMALL)
         if not mapped:
             self._whole[file] = tensors
         return tensors
@@ -222,8 +216,11 @@ class Checkpoint:
         file, stored = self._location(name)
         dtype = self._open(file)[stored][1]
         if dtype not in _DTYPES:
-            dtype = _SAFETENSORS_DTYPES.get(dtype, dtype)
-            raise InputError(f"{self.kind} '{self.source}': tensor '{name}' is {dtype}, expected float16, bfloat16 or float32")
+            dtype = _SAFETENSORS_DTYPES.get(dtype, dtype).removeprefix("torch.")
+            raise InputError(
+                f"{self.kind} '{self.source}': tensor '{name}' is {dtype}, expected float16, bfloat16 or float32: convert it, or name the "
+                "checkpoint it was made from"
+            )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in its stored dtype: fp16, bf16 or fp32. Raises DamageError for NaN and infinity."""
@@ -271,12 +268,17 @@ class Checkpoint:
                     "download it again"
                 )
             self.check_dtype(name)
-        surplus = sorted(self.names() - set(expected) - optional)
+        surplus = sorted(name for name in self.names() - set(expected) - optional if not self._adds_nothing(name))
         if surplus:
+            more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
             raise InputError(
-                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}' (and {len(surplus) - 1} more), which no "
-                f"{self.kind} with its config.json has: name a checkpoint of that architecture, or download it again"
+                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}'{more}, which no {self.kind} with its config.json has, so that it "
+                "is not supported: name a checkpoint of that architecture, or download it again"
             )
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, as AutoGPTQ and others write it where a model has none."""
+        return name.endswith(".bias") and not self.read(name).any()
 
 
 def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]:

@@ -12,9 +12,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from runtime.errors import DamageError, InputError
 
-from .end_tokens import _OF_CODE, end_tokens, looks_like_an_end
+from .end_tokens import OF_CODE, end_tokens, looks_like_an_end
 from .gguf_keys import TOKENIZER_READ
-from .json_config import is_whole, shown
+from .json_config import shown
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece_bpe import Pieces, tokenizer_of
 from .special_tokens import Kind, add_special, surround
@@ -30,7 +30,7 @@ _SPELLED = {  # tokens around a gap in code, which are special where the file do
     "fim_mid": (
         "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>",
     ),
-    **_OF_CODE,
+    **OF_CODE,
 }  # fmt: skip
 _OLDER_KEYS = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid"}
 _SHOWN = frozenset(
@@ -61,12 +61,12 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
         )
     if len(set(tokens)) < len(tokens):
         raise DamageError("the tokenizer has a token twice: download the file again")
-    ids = _token_ids(fields, kind, len(tokens))
+    notes = list[str]()
+    ids = _token_ids(fields, kind, len(tokens), notes)
     ends = end_tokens({f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}, tokens)
     kinds = _kinds(fields, tokens, ids, ends)
     prefix, trims = _flag(fields, "add_space_prefix", True), _flag(fields, "remove_extra_whitespaces", False)
     strips = set(tokens) - _KEEP_SPACES if re.search("phi-?3", str(fields.get("general.name")).lower()) else ()
-    notes = list[str]()
     if kind == "gpt2":
         splitting = _pre_tokenizer(fields, notes)
         tokenizer, begins = _byte_level(_list(fields, "merges", str), tokens, splitting), splitting.begins
@@ -121,20 +121,23 @@ def _each(fields: Mapping[str, Any], name: str, tokens: Sequence[str], of: Any) 
     return found[: len(tokens)]
 
 
-def _token_ids(fields: Mapping[str, Any], kind: str, count: int) -> dict[str, int]:
-    """The ids of special tokens, by the names of their keys."""
+def _token_ids(fields: Mapping[str, Any], kind: str, count: int, notes: list[str]) -> dict[str, int]:
+    """The ids of special tokens, by the names of their keys. Those that no token has are left out, as by llama.cpp."""
     found = {name: i for name, i in _IDS[kind].items() if i < count}
     for key in sorted(TOKENIZER_READ):
         name = key.removesuffix("_token_id")
         value = fields.get(f"tokenizer.ggml.{key}")
         if name == key or value is None:
             continue
-        if not is_whole(value, 0, count - 1):
-            raise InputError(
-                f"tokenizer.ggml.{key} is {shown(value)}, expected the id of a token, from 0 to {count - 1}: take the key out, if no text "
-                f"needs that token (gguf-new-metadata --remove-metadata tokenizer.ggml.{key}), or {_WAY_OUT}"
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputError(f"tokenizer.ggml.{key} is {shown(value)}, expected the id of a token: {_WAY_OUT}")
+        if 0 <= value < count:
+            found[_OLDER_KEYS.get(name, name)] = value
+        else:
+            notes.append(
+                f"tokenizer.ggml.{key} is {value}, the id of none of its {count} tokens, so that it counts for nothing, as in llama.cpp: if "
+                f"texts need that token, convert the model again"
             )
-        found[_OLDER_KEYS.get(name, name)] = value
     return found
 
 

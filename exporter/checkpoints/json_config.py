@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import DamageError, InputError, reason
+from runtime.errors import DamageError, InputError, reason, unreadable
 
 from .architectures import ARCHITECTURES, Architecture
 
@@ -20,6 +20,7 @@ _REQUIRED = {
 }  # fmt: skip
 _OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max_position_embeddings": (1, 1 << 31)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_CORRECT = "correct it, or name another checkpoint"
 _WINDOW = 4, 1 << 31  # 4 is the least capacity
 _EPS = 1e-12, 0.1
 _THETA = 1.0, 1e15
@@ -46,7 +47,7 @@ def shown(value: object) -> str:
 def document(path: Path) -> dict[str, Any]:
     """The JSON object in a regular file. All its numbers are finite.
 
-    Raises FileNotFoundError, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
+    Raises FileNotFoundError, UnavailableError without permission to read it, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
     parse, NaN and Infinity, which Python's parser would accept.
     """
     try:
@@ -58,6 +59,8 @@ def document(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"), parse_constant=_refused, parse_float=_finite)
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise unreadable(path, error, "") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamageError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
     if not isinstance(content, dict):
@@ -90,7 +93,7 @@ class _Reader:
 
     def refuse(self, key: str, value: object, expected: str) -> InputError:
         file, name = ("it", self.called.get(key, key)) if self.called else ("config.json", key)
-        return InputError(f"{self.where}: {file} has {shown(value)} as '{name}', expected {expected}")
+        return InputError(f"{self.where}: {file} has {shown(value)} as '{name}', expected {expected}: {_CORRECT}")
 
     def whole(self, key: str, least: int, most: int) -> int:
         value = self.raw.get(key)
@@ -139,7 +142,7 @@ def llama_fields(
     refuse = read.refuse
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":
-        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu'")
+        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu': name another checkpoint")
     for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
         if key in _REQUIRED or raw.get(key) is not None:
             fields[key] = read.whole(key, least, most)
@@ -155,9 +158,13 @@ def llama_fields(
     heads = fields["num_attention_heads"]
     kv_heads = fields.setdefault("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise InputError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads, expected a divisor")
+        raise InputError(
+            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads, expected a divisor: {_CORRECT}"
+        )
     if fields["hidden_size"] % heads:
-        raise InputError(f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads")
+        raise InputError(
+            f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads: {_CORRECT}"
+        )
     head_dim = fields.setdefault("head_dim", fields["hidden_size"] // heads)
     if head_dim % 2:
         raise refuse("head_dim", head_dim, "an even number, for the rotary embedding")
@@ -169,7 +176,7 @@ def llama_fields(
             raise refuse(key, rotary, "an object")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROTARY:
-        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3")
+        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3: name another checkpoint")
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
     # The default of transformers.
     rotary = {"original_max_position_embeddings": fields.get("max_position_embeddings", 2048)} | rotary
@@ -200,6 +207,7 @@ def end_ids(value: object, vocabulary: int, file: Path) -> tuple[int, ...]:
     for i in ids:
         if not is_whole(i, 0, vocabulary - 1):
             raise InputError(
-                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}"
+                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}: "
+                "correct it"
             )
     return tuple(dict.fromkeys(ids))

@@ -16,6 +16,7 @@ from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
+from runtime.text.template_files import special_tokens
 
 from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint, require_tensors, tensor_indices
@@ -95,7 +96,8 @@ class Pair:
         require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
         self.target.require(self._expected_target)
         self.drafter.require(self.reader.expected, self.reader.optional)
-        draft, full = self._vocabulary(self.drafter.folder), self._tokens
+        own, full = self._tokenizer_in(self.drafter.folder), self._tokens
+        draft = own and own.get_vocab()
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)
             raise InputError(
@@ -114,31 +116,41 @@ class Pair:
         return len(self.draft_vocabulary.ids) if self.draft_vocabulary else self.target_shape.vocabulary
 
     @cached_property
+    def _file(self) -> Any:
+        """The ``tokenizers.Tokenizer`` in the target's tokenizer.json; None without one."""
+        return self._tokenizer_in(self.target.folder)
+
+    @cached_property
     def _tokens(self) -> dict[str, int] | None:
         """Ids by token in the target's tokenizer.json; None without one."""
-        return self._vocabulary(self.target.folder)
+        return self._file and self._file.get_vocab()
 
-    def _vocabulary(self, folder: Path) -> dict[str, int] | None:
+    def _tokenizer_in(self, folder: Path) -> Any:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
         except BaseException as error:  # the library raises Exception itself, and BaseException when its Rust code panics
             raise damaged(error, f"{file} is damaged") from None
         self._check_ids(tokenizer, folder)
-        return tokenizer.get_vocab()
+        return tokenizer
 
     def _check_ids(self, tokenizer: Any, folder: Path) -> None:
-        # Added tokens are ignored: some targets have one for padding, which no text contains and the runtime refuses.
-        too_large = {i: t for t, i in tokenizer.get_vocab(with_added_tokens=False).items() if i >= self.target_shape.vocabulary}
-        if too_large:
+        # Some targets have a token for padding without a row, which no text holds; the runtime refuses it by name.
+        most = self.target_shape.vocabulary
+        too_large = {i: t for t, i in tokenizer.get_vocab().items() if i >= most and "pad" not in t.lower()}
+        if not too_large:
+            return
+        largest = max(too_large)
+        where = f"the tokenizer in {folder} gives {shown(too_large[largest])} the id {largest}, but target '{self.target.source}' has"
+        if largest in tokenizer.get_added_tokens_decoder():
             raise InputError(
-                f"the tokenizer in {folder} gives {shown(too_large[max(too_large)])} the id {max(too_large)}, but target "
-                f"'{self.target.source}' has a vocabulary of {self.target_shape.vocabulary}: it belongs to another model"
+                f"{where} a vocabulary of {most}: remove the token from the tokenizer's files, or give the checkpoint that knows it"
             )
+        raise InputError(f"{where} a vocabulary of {most}: it belongs to another model")
 
     @cached_property
     def _expected_target(self) -> dict[str, tuple[int, ...]]:
@@ -188,6 +200,19 @@ class Pair:
             return None if text is None else (self._tokens or {}).get(text)
         found: int | None = self.tokenizer.eos_token_id if self.tokenizer else None
         return found
+
+    @property
+    def special_tokens(self) -> tuple[Any, Mapping[str, str]]:
+        """The target's ``tokenizers.Tokenizer`` and its special tokens by name, if possible without importing transformers; None without
+        a tokenizer."""
+        if "tokenizer" not in self.__dict__ and surely_loads(self.target.folder, self.target_shape.vocabulary):
+            found = special_tokens(self.target.folder)
+            self._file.add_special_tokens(list(found.values()))  # as transformers does; they are in the vocabulary
+            return self._file, found
+        if self.tokenizer is None:
+            return None, {}
+        named = self.tokenizer.special_tokens_map.items()
+        return self.tokenizer.backend_tokenizer, {name: token for name, token in named if isinstance(token, str)}
 
     def spelled(self, ids: Iterable[int]) -> list[str]:
         """Tokens as messages name them."""

@@ -3,7 +3,7 @@
 All three store w = scale * (code - zero) with a scale and a zero point for each group of a row, and eight codes per int32.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -233,11 +233,6 @@ class QuantizedCheckpoint(Checkpoint):
 
     def names(self) -> set[str]:
         return (super().names() - self._parts) | set(self._sizes)
-
-    def require(self, expected: dict[str, tuple[int, ...]], optional: Set[str] = frozenset()) -> None:
-        """AutoGPTQ gives every matrix a bias, of zeros where the model has none."""
-        surplus = {name for name in self.names() - set(expected) if name.endswith(".bias")}
-        super().require(expected, optional | {name for name in surplus if not self.read(name).any()})
 
     def __contains__(self, name: str) -> bool:
         return name in self.names()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from ..errors import unreadable
 from .records import Bounds, OneOf, Pattern
 
 _SAMPLE, _STRIDE = 64 << 10, 16 << 20  # bytes
@@ -33,7 +34,8 @@ class File:
 
 
 def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | None:
-    """The first file whose size or hash differs from its record, None if all agree. quick: see ``Bundle.verify``."""
+    """The first file whose size or hash differs from its record, None if all agree. quick: see ``Bundle.verify``. Raises
+    UnavailableError for a file that this user may not read."""
     bytes_left = _READ_WHOLE
     for name, expected in sorted(files.items(), key=lambda item: item[1].size):
         bytes_left -= expected.size
@@ -42,6 +44,8 @@ def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | N
             if not (root / name).is_file() or (root / name).stat().st_size != expected.size:
                 return name  # reading a pipe or a device might never end
             actual = file_hash(root / name) if whole else sample_hash(root / name)
+        except PermissionError as error:
+            raise unreadable(root / name, error, "") from None
         except OSError:
             return name
         if actual != (expected.sha256 if whole else expected.sample):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DamageError, InputError, reason
+from ..errors import DamageError, InputError, reason, unreadable
 from .files import read_arrays, read_regular
 from .hashes import first_damaged
 from .manifest import MANIFEST, Manifest
@@ -40,8 +40,8 @@ class Bundle:
     """A bundle on disk. Opening checks the manifest and that every file exists with its size; ``verify`` compares contents."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises InputError if the path is not a bundle or needs another version, and DamageError if a file is missing or
-        damaged.
+        """Raises InputError if the path is not a bundle or needs another version, DamageError if a file is missing or damaged, and
+        UnavailableError if this user may not read it.
         """
         self.path, self.golden, self._draft_tokens = folder(path), GOLDEN, draft_tokens_of("")
         manifest = self.path / MANIFEST
@@ -51,7 +51,13 @@ class Bundle:
             self._text = read_regular(manifest, _MOST)
             self.manifest = parse_manifest(self._text.decode("utf-8"), manifest)
         except (OSError, UnicodeDecodeError) as error:
-            raise DamageError(f"{manifest} cannot be read ({reason(error)}): copy the bundle again") from None
+            raise unreadable(manifest, error, "copy the bundle again") from None
+        try:
+            self._check_files()
+        except PermissionError as error:
+            raise unreadable(error.filename, error, "") from None
+
+    def _check_files(self) -> None:
         for name, expected in self.manifest.files.items():
             file = self.path / name
             if not file.is_file():
@@ -98,9 +104,11 @@ class Bundle:
         if not self.has_tokenizer:
             raise InputError(f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text")
         try:
-            return Tokenizer.from_file(str(file))
+            return Tokenizer.from_str(file.read_text("utf-8"))
         except (KeyboardInterrupt, SystemExit):
             raise
+        except PermissionError as error:
+            raise unreadable(file, error, "") from None
         except BaseException as error:  # the library raises plain Exception, and its panics derive from BaseException
             raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
 
@@ -112,6 +120,8 @@ class Bundle:
             return np.arange(count)
         try:
             ids = read_arrays(file, 8 * count).get("ids", np.zeros(0, np.int32))
+        except PermissionError as error:
+            raise unreadable(file, error, "") from None
         except OSError as error:
             raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
         if ids.shape != (count,) or ids.dtype != np.int32 or ids.min() < 0:

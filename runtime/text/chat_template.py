@@ -50,13 +50,14 @@ class ChatTemplate:
             raise DamageError(f"{self._name()} does not parse ({_described(error)}): correct it") from None
 
     @staticmethod
-    def of(folder: Path) -> "ChatTemplate | None":
-        """The template of a bundle, as transformers chooses it; None without any. Raises DamageError for damaged files, and for a
-        template that does not parse."""
+    def of(folder: Path, named: Mapping[str, str] | None = None) -> "ChatTemplate | None":
+        """The template of a bundle or a target, as transformers chooses it; None without any. named: special tokens by name, by default
+        those that its files name. Raises DamageError for damaged files and a
+        template that does not parse, and InputError for templates that are no texts."""
         found = templates(folder)
         if not found:
             return None
-        variables = special_tokens(folder)
+        variables = special_tokens(folder) if named is None else named
         with_tools = ChatTemplate(found["tool_use"][0], variables, found["tool_use"][1]) if "tool_use" in found else None
         if "default" in found:
             return ChatTemplate(*found["default"][:1], variables, found["default"][1], with_tools)

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import DamageError, reason
+from ..bundle.records import shown
+from ..errors import DamageError, InputError, reason, unreadable
 
 TEMPLATES = "additional_chat_templates"  # a folder
 _CONFIG = "tokenizer_config.json"
@@ -15,7 +16,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DamageError(f"{file} cannot be read ({reason(error)}): copy the bundle again") from None
+        raise unreadable(file, error, "correct it, or copy it again") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -25,15 +26,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
+        raise DamageError(f"{file} is damaged ({reason(error)}): correct it, or copy it again") from None
     if not isinstance(content, dict):
-        raise DamageError(f"{file} is damaged (it is not a JSON object): copy the bundle again")
+        raise DamageError(f"{file} is damaged (it is not a JSON object): correct it, or copy it again")
     return content
 
 
 def templates(folder: Path) -> dict[str, tuple[str, str]]:
     """The templates in a folder by name, each with its file. Those in files of their own replace those in the configuration. Raises
-    DamageError."""
+    DamageError, and InputError for templates that are no texts."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if found := {name: (_read(file), str(file)) for name, file in files.items() if file.is_file()}:
@@ -43,15 +44,18 @@ def templates(folder: Path) -> dict[str, tuple[str, str]]:
     if given is None:
         return {}
     if isinstance(given, list):
-        try:
-            given = {entry["name"]: entry["template"] for entry in given}
-        except (KeyError, TypeError):
-            raise DamageError(
-                f"{source} is damaged (its chat_template is not a list of names and templates): copy the bundle again"
-            ) from None
+        for entry in given:
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
+                raise InputError(
+                    f"{source} has {shown(json.dumps(entry))} among its chat templates, expected a name and a template: correct it"
+                )
+        given = {entry["name"]: entry["template"] for entry in given}
     listed = given if isinstance(given, dict) else {"default": given}
-    if not all(isinstance(name, str) and isinstance(text, str) for name, text in listed.items()):
-        raise DamageError(f"{source} is damaged (its chat_template is not a string): copy the bundle again")
+    for name, text in listed.items():
+        if not isinstance(text, str):
+            raise InputError(
+                f"{source} has {shown(json.dumps(text))} as its chat template '{shown(name)}', expected a text: correct it"
+            )
     return {name: (text, str(source)) for name, text in listed.items()}
 
 
