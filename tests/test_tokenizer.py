@@ -164,6 +164,26 @@ def test_tokens_beside_sentencepiece_s_are_found_anywhere(tmp_path: Path, layout
         assert tokenizer("".join(parts)).input_ids == [1, *expected]
 
 
+def test_a_space_before_the_text_only(tmp_path: Path) -> None:
+    """As transformers 4.57.1's LlamaTokenizer: it adds the space to the text and lets sentencepiece add none."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2 as protobuf
+
+    folder = with_pieces(tmp_path, {"added_tokens.json": MARKS, "tokenizer_config.json": {"legacy": False}})
+    model = protobuf.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
+    model.normalizer_spec.add_dummy_prefix = False
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    tokenizer = load_tokenizer(folder, CONFIG)
+    for first, mark, rest in (
+        ("hi the ", "<mask>", "the a"),
+        ("  the", "</s>", " the"),
+        (" ", "<|im_start|>", "user\nthe"),
+        ("", "<mask>", "a"),
+    ):
+        expected = [*theirs.encode(" " + first if first else ""), (MARKS | {"</s>": 2})[mark], *theirs.encode(rest)]
+        assert tokenizer(first + mark + rest).input_ids == [1, *expected]
+
+
 @pytest.mark.parametrize(("files", "says"), [
     ({"added_tokens.json": {"<x>": 421}}, "gives '<x>' the id 421, but tokenizer.model and the tokens before it leave 420 for it, which is not "
      "supported: put the model's tokenizer.json into the folder, as transformers saves it"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from runtime.errors import InputError, UnavailableError
 
@@ -19,7 +19,7 @@ _SPACE = "\u2581"  # stands for a space within pieces
 class Pieces:
     """A vocabulary, by token id.
 
-    prefix: whether a text, and what follows a special token, begins with a space. trims: whether several spaces become one, and those at
+    prefix: whether a text begins with a space. again: whether what follows a special token then does too. trims: whether several spaces become one, and those at
     the ends of a text none. charsmap: SentencePiece's compiled rules of replacing characters; empty for none. strips: as ``add_special``.
     """
 
@@ -30,6 +30,7 @@ class Pieces:
     trims: bool = False
     charsmap: bytes = b""
     strips: Collection[str] = ()
+    again: bool = True
 
 
 def tokenizer_of(pieces: Pieces) -> Tokenizer:
@@ -65,10 +66,14 @@ def tokenizer_of(pieces: Pieces) -> Tokenizer:
         [
             *([normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []),
             *([normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")] if pieces.trims else []),
-            *([normalizers.Prepend(_SPACE)] if pieces.prefix else []),
+            *([normalizers.Prepend(_SPACE)] if pieces.prefix and pieces.again else []),
             normalizers.Replace(" ", _SPACE),
         ]
     )
+    if pieces.prefix and not pieces.again:  # the first step sees no space, so that it puts one before every text
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(to, scheme, split=False) for to, scheme in ((" ", "first"), (_SPACE, "never"))]
+        )
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace(_SPACE, " "),

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,8 +83,8 @@ def _complete(folder: Path) -> Iterator[Path]:
     from .sentencepiece_bpe import read, tokenizer_of
     from .special_tokens import surround
 
-    pieces = read(folder / _SENTENCEPIECE)
-    settings, tokenizer = _optional(folder / _CONFIG), tokenizer_of(pieces)
+    settings, pieces = _optional(folder / _CONFIG), read(folder / _SENTENCEPIECE)
+    tokenizer = tokenizer_of(replace(pieces, again=settings.get("legacy") is not False))
     if "added_tokens_decoder" not in settings:
         settings |= _optional(folder / _SPECIAL)
     usual = {name: token for name, token in _USUAL.items() if token in pieces.texts}
