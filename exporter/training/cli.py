@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.command import INTERRUPTED, run
+from runtime.command import run
 from runtime.errors import GumihoError, InputError, UnavailableError
+from runtime.interruption import INTERRUPTED
 
 from ..checkpoints.families import EAGLE, GUMIHO, family
 from .interruption import Interruption
