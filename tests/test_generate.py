@@ -313,3 +313,11 @@ def test_examples_say_what_they_need(example: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(example), run_name="__main__")
     assert f"python {example} BUNDLE" in str(left.value.code)
+
+
+@pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda example: example.stem)
+def test_examples_refuse_what_is_no_bundle(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example), "nowhere"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(example), run_name="__main__")
+    assert left.value.code == "error: 'nowhere' is not a bundle (it has no gumiho.json): make one with gumiho-export"
