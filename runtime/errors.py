@@ -25,7 +25,7 @@ def reason(error: BaseException) -> str:
         return "it is nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return "a number has too many digits"
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return " ".join(str(error).split()).removesuffix(".")[:500] or type(error).__name__
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import command
 from .backends import DEVICES, NAMES
 from .bundle.files import read_regular
 from .command import argument_parser
@@ -18,7 +19,10 @@ _MAX_FILE_BYTES = 256 << 20  # of a file with prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argument_parser("generate", "Generates text from a bundle and streams it to standard output.")
+    about = "Generates text from a bundle and streams it to standard output."
+    if command.through_gumiho == "chat":
+        about = "Holds a conversation with a bundle's target, in its chat template, over standard input and output."
+    parser = argument_parser("generate", about)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", help="text to continue (default: read standard input)")

@@ -304,7 +304,9 @@ def test_help_names_the_command_that_was_called(
     monkeypatch.setattr("runtime.command.through_gumiho", "")
     with pytest.raises(SystemExit):
         gumiho([name, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: gumiho {name} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: gumiho {name} ")
+    assert ("Holds a conversation" in out) == (name == "chat")
 
 
 @pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda example: example.stem)
