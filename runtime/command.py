@@ -4,7 +4,8 @@ import argparse
 import errno
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from .errors import GumihoError, reason, remedy
 from .interruption import INTERRUPTED, raised
@@ -21,9 +22,39 @@ def argument_parser(command: str, description: str | None, prog: str = "") -> ar
     command: as ``gumiho`` knows it. prog: its name by itself, "" for the module's.
     """
     own = prog or f"python -m runtime.{command.replace('-', '_')}"
-    parser = argparse.ArgumentParser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
+    parser = _Parser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
+    for kind, read in ((int, _whole), (float, _number), (Path, _path)):
+        parser.register("type", kind, read)
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as commands do later: without the usage, which has as many lines as there are options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {GumihoError(message)} ({self.prog} --help lists the options)\n")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number: give one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number: give one") from None
+
+
+def _path(text: str) -> Path:
+    """An empty name, such as a variable's that the shell does not know, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: give that of a file or folder")
+    return Path(text)
 
 
 class _Version(argparse.Action):

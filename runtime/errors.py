@@ -2,6 +2,7 @@
 
 import errno
 import json
+from typing import Any
 
 _MOST = 1200  # characters
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
@@ -26,6 +27,15 @@ def reason(error: BaseException) -> str:
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return "a number has too many digits"
     return " ".join(str(error).split()).removesuffix(".")[:500] or type(error).__name__
+
+
+def json_line(line: str, number: int) -> Any:
+    """``json.loads`` of a line of a file. What it raises names the line's number there."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        error.lineno = number
+        raise
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:

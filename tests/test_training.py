@@ -504,9 +504,11 @@ def test_bad_input_gets_one_sentence(
 @pytest.mark.parametrize("line", ['{"prompt": 5}', "{}", '{"turns": []}', "[1]", "{"])
 def test_data_without_text_is_refused(line: str, chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text(line)
+    data.write_text(f"\n{line}")
     assert cli.main(["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data)]) == 1
-    assert "--data" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--data" in err
+    assert "data.jsonl:2" in err or "data.jsonl' cannot be read (line 2, column 2 is not JSON): give text" in err
 
 
 def test_too_little_text_is_refused(loaded: target.Target, tmp_path: Path) -> None:

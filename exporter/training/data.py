@@ -1,13 +1,12 @@
 """Text and prompts that the user gives."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.errors import InputError, reason
+from runtime.errors import InputError, json_line, reason
 
 from .store import ANSWER, Text
 
@@ -28,7 +27,7 @@ def _lines(files: Sequence[Path]) -> Iterator[tuple[int, str, Any]]:
                     continue
                 for at, line in enumerate(opened, 1):
                     if line.strip():
-                        yield number, f"{file}:{at}", json.loads(line)
+                        yield number, f"{file}:{at}", json_line(line, at)
                     number += 1
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"--data '{file}' cannot be read ({reason(error)}): give text, or a JSON object a line") from None

@@ -36,7 +36,7 @@ class GrammarProcess:
         weakref.finalize(self, connection.close)
 
     def compile(self, kind: str, text: str) -> None:
-        content = f"{kind} {text}".encode("utf-8", "surrogatepass")
+        content = f"{kind} {text}".encode()
         self._ask(child.COMPILE, len(content), content)
 
     def mask(self, bits: np.ndarray) -> None:
