@@ -2,9 +2,12 @@
 
 import sys
 
-from runtime import Grammar, load
+from runtime import Grammar, GumihoError, load
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)
-with load(sys.argv[1]) as model:
-    print("".join(model.generate("version = ", max_new_tokens=16, grammar=Grammar.regex(r"[0-9]\.[0-9]{1,2}"))))
+try:
+    with load(sys.argv[1]) as model:
+        print("".join(model.generate("version = ", max_new_tokens=16, grammar=Grammar.regex(r"[0-9]\.[0-9]{1,2}"))))
+except GumihoError as error:
+    sys.exit(f"error: {error}")

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from runtime import Model, load
+from runtime import GumihoError, Model, load
 
 
 async def text(stream: Model, prompt: str) -> str:
@@ -19,4 +19,7 @@ async def main(bundle: str, prompts: list[str]) -> None:
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)
-asyncio.run(main(sys.argv[1], sys.argv[2:] or ["import ", "def main():"]))
+try:
+    asyncio.run(main(sys.argv[1], sys.argv[2:] or ["import ", "def main():"]))
+except GumihoError as error:
+    sys.exit(f"error: {error}")

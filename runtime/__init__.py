@@ -6,11 +6,12 @@ for piece in model.generate("def main():", max_new_tokens=256):
     print(piece, end="")
 """
 
+from . import interruption as _interruption  # noqa: F401  # isort: skip  (before all others, to handle what comes while they load)
 import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import command as _command  # first, since it handles interruptions while the others load
+from . import command as _command
 from .errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 
 if _TYPE_CHECKING:

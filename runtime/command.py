@@ -2,15 +2,14 @@
 
 import argparse
 import errno
-import os
-import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from .errors import GumihoError, reason, remedy
+from .interruption import INTERRUPTED, raised
 
-INTERRUPTED = 130
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -23,9 +22,39 @@ def argument_parser(command: str, description: str | None, prog: str = "") -> ar
     command: as ``gumiho`` knows it. prog: its name by itself, "" for the module's.
     """
     own = prog or f"python -m runtime.{command.replace('-', '_')}"
-    parser = argparse.ArgumentParser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
+    parser = _Parser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
+    for kind, read in ((int, _whole), (float, _number), (Path, _path)):
+        parser.register("type", kind, read)
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as commands do later: without the usage, which has as many lines as there are options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {GumihoError(message)} ({self.prog} --help lists the options)\n")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number: give one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number: give one") from None
+
+
+def _path(text: str) -> Path:
+    """An empty name, such as a variable's that the shell does not know, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: give that of a file or folder")
+    return Path(text)
 
 
 class _Version(argparse.Action):
@@ -46,34 +75,18 @@ def package_version() -> str:
         return "unknown"
 
 
-def _leave(*_: object) -> None:
-    os._exit(INTERRUPTED)
-
-
-def _is_command(argv: list[str]) -> bool:
-    """Whether this process is one of the package's commands, ``python -m runtime.…``."""
-    return "-m" in argv[:-1] and argv[argv.index("-m") + 1].startswith(f"{__package__}.")
-
-
-# The package imports this module before its libraries. While they load nothing can be lost, and there is nobody to catch an exception.
-if _is_command(sys.orig_argv):
-    signal.signal(signal.SIGINT, _leave)
-
-
 def run(work: Callable[[], int], interrupted: str = "") -> int:
     """The exit status of a command. What fails is told in a line on standard error.
 
     1 for errors, 130 for an interruption, 141 where the reader of standard output has gone. interrupted: what to say of an
     interruption.
     """
-    loading = signal.getsignal(signal.SIGINT) is _leave
     try:
-        if loading:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = work()
-        if sys.stdout:
-            sys.stdout.flush()
-        return status
+        with raised():
+            status = work()
+            if sys.stdout:
+                sys.stdout.flush()
+            return status
     except GumihoError as error:
         return _failed(error)
     except KeyboardInterrupt:
@@ -94,9 +107,6 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
             sys.stdout = None
             return _failed(f"standard output cannot be written ({reason(error)}): {remedy(error, 'write it elsewhere')}")
         return _failed(f"the operating system refused a request ({reason(error)}): see what this machine lacks")
-    finally:
-        if loading:
-            signal.signal(signal.SIGINT, _leave)
 
 
 def _failed(error: object) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from typing import Any
 
 _MOST = 1200  # characters
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
@@ -25,7 +26,16 @@ def reason(error: BaseException) -> str:
         return "it is nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return "a number has too many digits"
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return " ".join(str(error).split()).removesuffix(".")[:500] or type(error).__name__
+
+
+def json_line(line: str, number: int) -> Any:
+    """``json.loads`` of a line of a file. What it raises names the line's number there."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        error.lineno = number
+        raise
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:

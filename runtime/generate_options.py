@@ -1,24 +1,27 @@
 """The options of ``generate``, and the settings and prompts that they give."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import command
 from .backends import DEVICES, NAMES
 from .bundle.files import read_regular
 from .command import argument_parser
 from .comparison import NEAR_TIE
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
-from .errors import InputError, reason
+from .errors import InputError, json_line, reason
 
 _MAX_FILE_BYTES = 256 << 20  # of a file with prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argument_parser("generate", "Generates text from a bundle and streams it to standard output.")
+    about = "Generates text from a bundle and streams it to standard output."
+    if command.through_gumiho == "chat":
+        about = "Holds a conversation with a bundle's target, in its chat template, over standard input and output."
+    parser = argument_parser("generate", about)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", help="text to continue (default: read standard input)")
@@ -67,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
     guided = choice.add_mutually_exclusive_group()
     guided.add_argument("--json-schema", metavar="FILE", help="emit JSON that matches this schema: a file, or the schema itself ({} for any JSON)")  # fmt: skip
     guided.add_argument("--regex", metavar="PATTERN", help="emit text that matches this regular expression")
-    guided.add_argument("--grammar", metavar="FILE", help="emit text that matches this grammar, in llguidance's Lark syntax")
+    guided.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="emit text that matches this grammar, in llguidance's Lark syntax"
+    )
 
     checks = parser.add_argument_group("checks and statistics")
     checks.add_argument("--compare", action="store_true", help="decode with and without speculation; exit status 1 if the tokens differ")  # fmt: skip
@@ -112,14 +117,22 @@ def read_text(file: Path, what: str) -> str:
     try:
         return read_regular(file, _MAX_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"{what} cannot be read ({reason(error)}): give a readable UTF-8 file") from None
+        raise InputError(f"'{file}' cannot be read as {what} ({reason(error)}): give a readable UTF-8 file") from None
+
+
+def _written(file: Path, what: str) -> str:
+    """Like ``read_text``; raises InputError for an empty file too."""
+    text = read_text(file, what)
+    if not text.strip():
+        raise InputError(f"'{file}' is empty: write {what} in it, or name another file")
+    return text
 
 
 def _biases(given: Sequence[str]) -> dict[int, float]:
     try:
         return {int(name): float(value) for name, value in (pair.split("=", 1) for pair in given)}
     except ValueError:
-        raise InputError(f"--logit-bias is {' '.join(given)}: give a token id and a number, such as 42=-1.5") from None
+        raise InputError(f"--logit-bias is '{' '.join(given)}': give a token id and a number, such as 42=-1.5") from None
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
@@ -127,8 +140,10 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
         return Grammar.regex(args.regex)
     if args.json_schema is not None:
         given = args.json_schema
-        return Grammar.json(given if given.lstrip().startswith("{") else read_text(Path(given), "the schema"))
-    return Grammar.lark(read_text(Path(args.grammar), "the grammar")) if args.grammar is not None else None
+        if not given.strip():
+            raise InputError("--json-schema is empty: give a file, or the schema itself ({} for any JSON)")
+        return Grammar.json(given if given.lstrip().startswith("{") else _written(Path(given), "the schema"))
+    return Grammar.lark(_written(args.grammar, "the grammar")) if args.grammar else None
 
 
 def prompted(args: argparse.Namespace) -> bool:
@@ -160,33 +175,41 @@ def settings(args: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
+def _prompts(file: Path) -> list[str]:
+    """The prompts of a .jsonl file."""
+    prompts = list[str]()
+    form = "give one JSON object per line, with a 'prompt'"
+    for number, line in enumerate(_written(file, "the prompts").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json_line(line, number)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"'{file}' is not a file of prompts ({reason(error)}): {form}") from None
+        record = record if isinstance(record, dict) else {}
+        turns = record.get("turns")
+        prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        if not isinstance(prompt, str):
+            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {form}")
+        prompts.append(prompt)
+    return prompts
+
+
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts given. Raises InputError if they cannot be read."""
     if args.prompt is not None:
         return [args.prompt]
     if args.prompt_file:
-        return [read_text(args.prompt_file, "the prompt")]
+        return [_written(args.prompt_file, "the prompt")]
     if args.prompts:
-        lines = [line for line in read_text(args.prompts, "the prompts").split("\n") if line.strip()]
-        try:
-            records = [json.loads(line) for line in lines]
-            prompts = [one["prompt"] if "prompt" in one else one["turns"][0] for one in records]
-            if not all(isinstance(one, dict) and isinstance(prompt, str) for one, prompt in zip(records, prompts, strict=True)):
-                raise TypeError("a prompt is not a string")
-            if any(isinstance(one.get("turns"), str) for one in records):
-                raise TypeError("turns is a string instead of a list")
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise InputError(
-                f"{args.prompts} is not a file of prompts ({reason(error)}): give one JSON object per line, with a 'prompt'"
-            ) from None
-        if not prompts:
-            raise InputError(f"{args.prompts} is empty: give one JSON object per line, with a 'prompt'")
-        return prompts
+        return _prompts(args.prompts)
     try:
         if sys.stdin is None:
             raise InputError("there is no standard input to read the prompt from: give --prompt")
         if sys.stdin.isatty():
             print("type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
-        return [sys.stdin.read()]
+        if not (typed := sys.stdin.read()):
+            raise InputError("the prompt on standard input is empty: write one, or give --prompt '' to continue nothing")
+        return [typed]
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt cannot be read ({reason(error)}): give UTF-8 text") from None

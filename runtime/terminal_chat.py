@@ -1,14 +1,17 @@
 """The chat in the terminal: messages from standard input, the conversation kept in the KV caches."""
 
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from .bundle.files import replaced
 from .decoding.settings import Settings
 from .decoding.stats import Stats
-from .errors import GumihoError, InputError, reason, remedy
+from .errors import GumihoError, InputError, reason
 from .model import Model
 from .stats_table import table
 
@@ -25,6 +28,10 @@ class _Input:
         """Raises InputError if there is no standard input."""
         if sys.stdin is None:
             raise InputError("there is no standard input to read messages from: give --prompt")
+        if isinstance(
+            sys.stdin, io.TextIOWrapper
+        ):  # whatever the locale, a message that is not UTF-8 is refused as the others are
+            sys.stdin.reconfigure(errors="surrogateescape")
         self.terminal = sys.stdin.isatty()
         self._edited = self.terminal and sys.stdout is not None and sys.stdout.isatty()
         if self._edited:
@@ -38,7 +45,7 @@ class _Input:
     def read(self) -> tuple[str, bool] | None:
         """The next message or command, without blanks around it, and whether it can be a command: several lines cannot. None at the end.
 
-        Raises InputError if it is not valid UTF-8.
+        What is not UTF-8 becomes lone surrogates, which tokenizers refuse.
         """
         while (line := self._line("> ")) is not None:
             text = line.strip()
@@ -61,8 +68,6 @@ class _Input:
             return sys.stdin.readline() or None
         except EOFError:
             return None
-        except UnicodeDecodeError as error:
-            raise InputError(f"the message cannot be read ({reason(error)}): give UTF-8 text") from None
 
 
 def opening(system: str | None) -> list[dict[str, str]]:
@@ -166,12 +171,15 @@ class TerminalChat:
 
     def save(self, file: str) -> None:
         try:
-            with Path(file).expanduser().open("x", encoding="utf-8") as out:
-                json.dump(self.messages, out, ensure_ascii=False, indent=1)
-        except FileExistsError:
-            self._refuse(f"'{file}' exists already: name another file")
-        except (OSError, ValueError, RuntimeError) as error:
-            self._refuse(f"'{file}' cannot be written ({reason(error)}): {remedy(error, 'name another file')}")
+            path = Path(file).expanduser()
+            if os.path.lexists(path):
+                raise InputError(f"'{file}' exists already: name another file")
+            with replaced(path) as out:
+                out.write(json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
+        except GumihoError as error:
+            self._refuse(str(error))
+        except RuntimeError as error:  # an unknown user's home
+            self._refuse(f"'{file}' cannot be written ({reason(error)}): name another file")
 
     def exit(self) -> None:
         self._ended = True

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from runtime.command import INTERRUPTED
 from runtime.errors import InputError
+from runtime.interruption import INTERRUPTED
 from tests.conftest import DEMO
 from tools import best_tree, compare
 

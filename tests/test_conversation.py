@@ -77,6 +77,20 @@ def test_a_conversation_that_gets_too_long_goes_on_after_new(
     assert len(out.splitlines()) >= 2
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's own choices, by locale
+def test_a_message_that_is_not_utf_8_is_refused_and_the_conversation_goes_on(
+    errors: str, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\ndef f(x):\n"), "utf-8", errors))
+    assert main([str(bundle), "--chat", "--max-new-tokens", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert err == (
+        "error: the prompt is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text "
+        "(/new starts a new conversation)\n"
+    )
+    assert out
+
+
 def test_one_message(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert talk(monkeypatch, "", bundle, "--prompt", "def f(x):") == 0
     out = capsys.readouterr().out
@@ -149,7 +163,7 @@ def test_commands_do_not_reach_the_model(
     file = tmp_path / "talk.json"
     typed = [
         "/regenerate", "def f(x):", "/regenerate", "/nwe", "/save", "/new now", f"/save {file}", f"/save {file}",
-        f"/save {tmp_path / 'none' / 'x'}", "/system Be brief.", "//etc", "/stats", "/help",
+        f"/save {tmp_path / 'none' / 'x'}", "/save ~nobody-here/x", "/system Be brief.", "//etc", "/stats", "/help",
     ]  # fmt: skip
     assert talk(monkeypatch, "\n".join(typed), bundle) == 0
     out, err = capsys.readouterr()
@@ -171,7 +185,8 @@ def test_commands_do_not_reach_the_model(
     ]
     nowhere = tmp_path / "none" / "x"
     assert said[5] == f"error: '{nowhere}' cannot be written (No such file or directory): name another file"
-    assert said[6].startswith("prompt ")
+    assert said[6] == "error: '~nobody-here/x' cannot be written (Could not determine home directory): name another file"
+    assert said[7].startswith("prompt ")
     assert [line.split()[0] for line in said[-7:]] == ["/help", "/new", "/system", "/regenerate", "/save", "/stats", "/exit"]
 
 

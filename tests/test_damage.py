@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -136,23 +135,42 @@ def test_compile_without_standard_output(bundle: Path, tmp_path: Path, to: str) 
     assert done.returncode == ("full" in to)
 
 
-@pytest.mark.parametrize("command", ["generate", "compile", "doctor", "selftest"])
-def test_an_interruption_while_libraries_load(command: str, tmp_path: Path) -> None:
-    """The first of them that is imported is made to wait."""
-    (tmp_path / "numpy.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(60)")
+INTERRUPTED = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError("initialization failed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "command"),
+    [
+        ("logging", ["-m", "runtime.generate"]),
+        ("logging", ["-mruntime.serve.main"]),
+        ("logging", ["-m", "exporter.cli"]),
+        ("logging", ["gumiho", "chat"]),
+        ("logging", ["gumiho-export"]),
+        ("numpy", ["gumiho", "generate"]),
+        ("onnxruntime", ["-m", "runtime.doctor", "--backend", "cpu"]),
+    ],
+)
+def test_an_interruption_while_libraries_load(loads: str, command: list[str], tmp_path: Path) -> None:
+    """It comes as one of them is imported. What pip installs are scripts such as these."""
+    (tmp_path / f"{loads}.py").write_text(INTERRUPTED)
+    (tmp_path / "gumiho").write_text("from runtime.gumiho import main; main()")
+    (tmp_path / "gumiho-export").write_text("from exporter.cli import main; main()")
     place = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"runtime.{command}", "x"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=place,
-        cwd=tmp_path,
-    )
-    assert process.stdout
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == b""
-    assert process.returncode == 130
+    done = subprocess.run([sys.executable, *command], capture_output=True, env=place, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_an_interruption_of_a_program_that_uses_the_package() -> None:
+    """It is the program's, whatever its arguments are."""
+    code = "import runtime, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code, "-m", "runtime.generate"], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "True\n"
 
 
 def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -92,13 +93,31 @@ def test_stats_for_readers(resident: Path, capsys: pytest.CaptureFixture[str]) -
     ("argv", "status", "message"),
     [
         (["nowhere", "--prompt", "x"], 1, "'nowhere' is not a bundle"),
-        (["BUNDLE", "--prompt-file", "nowhere"], 1, "the prompt cannot be read"),
+        (
+            ["BUNDLE", "--prompt-file", "nowhere"],
+            1,
+            "'nowhere' cannot be read as the prompt (No such file or directory): give a readable UTF-8 file\n",
+        ),
+        (["BUNDLE", "--prompt-file", ""], 2, "argument --prompt-file: the name is empty: give that of a file or folder ("),
+        (["BUNDLE", "--prompt", "x", "--grammar", ""], 2, "argument --grammar: the name is empty"),
+        (
+            ["BUNDLE", "--prompt", "x", "--json-schema", " "],
+            1,
+            "--json-schema is empty: give a file, or the schema itself ({} for any JSON)\n",
+        ),
+        (["BUNDLE", "--prompt-file", os.devnull], 1, f"'{os.devnull}' cannot be read as the prompt (it is not a regular file)"),
         (["BUNDLE", "--prompt", "x = 1\n" * 1000], 1, "the bundle's capacity is 1024"),
         (["BUNDLE", "--prompt", "x", "--max-new-tokens", "-3"], 1, "max_new_tokens is -3"),
         (["BUNDLE", "--prompt", "x", "--backend", "abacus"], 1, "there is no backend 'abacus'"),
         (["BUNDLE", "--prompt", "x", "--threads", "-1"], 1, "threads is -1"),
         (["BUNDLE", "--prompt", "x", "--compare", "--no-speculation"], 1, "leave out --no-speculation"),
         (["BUNDLE", "--prompt", "x", "--warp"], 2, "unrecognized arguments: --warp"),
+        (
+            ["BUNDLE", "--rows", "1.5"],
+            2,
+            "error: argument --rows: '1.5' is not a whole number: give one (python -m runtime.generate --help lists the options)\n",
+        ),
+        (["BUNDLE", "--top-p", "x"], 2, "error: argument --top-p: 'x' is not a number: give one ("),
         (["BUNDLE", "--prompt", "x", "--prompt-file", "y"], 2, "not allowed with"),
     ],
 )
@@ -106,9 +125,8 @@ def test_bad_input(demo_bundle: Path, argv: list[str], status: int, message: str
     found, out, err = here(capsys, *[demo_bundle if word == "BUNDLE" else word for word in argv])
     assert (found, out) == (status, "")
     assert message in err
-    if status == 1:
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
 
 
 def test_a_reader_that_leaves(demo_bundle: Path) -> None:
@@ -235,10 +253,13 @@ def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.Captu
         (["--top-p", "0"], "top_p is 0.0"),
         (["--seed", "-1"], "seed is -1"),
         (["--stop", ""], "none of them empty"),
-        (["--ban", "999999"], "outside the vocabulary"),
-        (["--logit-bias", "seven"], "--logit-bias is seven"),
+        (["--stop", "\udcff"], "stop is ['\\udcff']: give a string or a list of strings of UTF-8 text, none of them empty\n"),
+        (["--regex", "\udcff"], "the regex grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text\n"),
+        (["--logit-bias", ""], "--logit-bias is '': give a token id and a number, such as 42=-1.5\n"),
+        (["--ban", "999999"], "banned names token id 999999, outside the vocabulary of 2048: give 0 to 2047\n"),
+        (["--logit-bias", "seven"], "--logit-bias is 'seven'"),
         (["--regex", "(a"], "grammar is wrong"),
-        (["--json-schema", "nowhere.json"], "the schema cannot be read"),
+        (["--json-schema", "nowhere.json"], "'nowhere.json' cannot be read as the schema"),
         (["--chat"], "has no chat template"),
         (["--trace", "page.pdf"], "let it end in .html"),
         (["--trace", "nowhere/page.html"], "nowhere"),
@@ -278,12 +299,44 @@ def test_a_full_disk_behind_standard_output(demo_bundle: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"turns": []}', '{"prompt": null}', '{"turns": "hello"}', "[" * 100_000])
-def test_bad_prompts(resident: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ('{"prompt": "x"}\n\n{', "line 3, column 2 is not JSON"),
+        ('{"prompt": "x"}\n[1]', "line 2 has no prompt that is a string"),
+        ('{"turns": []}', "line 1 has no prompt that is a string"),
+        ('{"turns": "hello"}', "line 1 has no prompt that is a string"),
+        ('{"prompt": null}', "line 1 has no prompt that is a string"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+)
+def test_bad_prompts(resident: Path, tmp_path: Path, content: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text(content)
-    status, out, err = here(capsys, resident, "--prompts", tmp_path / "p.jsonl")
-    assert (status, out) == (1, "")
-    assert "give one JSON object per line, with a 'prompt'" in err
+    said = f"error: '{tmp_path}/p.jsonl' is not a file of prompts ({cause}): give one JSON object per line, with a 'prompt'\n"
+    assert here(capsys, resident, "--prompts", tmp_path / "p.jsonl") == (1, "", said)
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("--prompts", "the prompts"),
+        ("--prompt-file", "the prompt"),
+        ("--grammar", "the grammar"),
+        ("--json-schema", "the schema"),
+    ],
+)
+def test_empty_files(resident: Path, tmp_path: Path, option: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_text("\n")
+    found = here(
+        capsys, resident, option, tmp_path / "x", *(["--prompt", "x"] if what in ("the grammar", "the schema") else [])
+    )
+    assert found == (1, "", f"error: '{tmp_path / 'x'}' is empty: write {what} in it, or name another file\n")
+
+
+def test_an_empty_standard_input(resident: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    said = "error: the prompt on standard input is empty: write one, or give --prompt '' to continue nothing\n"
+    assert here(capsys, resident) == (1, "", said)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -304,7 +357,9 @@ def test_help_names_the_command_that_was_called(
     monkeypatch.setattr("runtime.command.through_gumiho", "")
     with pytest.raises(SystemExit):
         gumiho([name, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: gumiho {name} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: gumiho {name} ")
+    assert ("Holds a conversation" in out) == (name == "chat")
 
 
 @pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda example: example.stem)
@@ -313,3 +368,11 @@ def test_examples_say_what_they_need(example: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(example), run_name="__main__")
     assert f"python {example} BUNDLE" in str(left.value.code)
+
+
+@pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda example: example.stem)
+def test_examples_refuse_what_is_no_bundle(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example), "nowhere"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(example), run_name="__main__")
+    assert left.value.code == "error: 'nowhere' is not a bundle (it has no gumiho.json): make one with gumiho-export"

@@ -139,7 +139,7 @@ def test_special_tokens_begin_every_window(bundles: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--text", "nowhere.txt"], "the text cannot be read"),
+    (["--text", "nowhere.txt"], "'nowhere.txt' cannot be read as the text"),
     (["--text", "EMPTY"], "has too few tokens to measure anything: give a longer text"),
     (["--text", "TEXT", "--window", "1"], "--window is 1: give 2 to 200, the smallest capacity"),
     (["--text", "TEXT", "--window", "201"], "--window is 201: give 2 to 200, the smallest capacity"),

@@ -158,7 +158,7 @@ def test_keys(chat_bundle: Path, tmp_path: Path) -> None:
         (["--patience", "inf"], "--patience is inf"),
         (["--grace", "99999999999"], "--grace is 99999999999"),
         (["--api-key", "é"], "API key"),
-        (["--api-key-file", "/nowhere"], "API keys cannot be read"),
+        (["--api-key-file", "/nowhere"], "'/nowhere' cannot be read as the file of API keys"),
         (["--backend", "nothing"], "there is no backend"),
     ],
 )

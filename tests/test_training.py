@@ -479,9 +479,21 @@ def test_a_beginning_with_odd_tensors_is_refused(
         (["--anchors", "33"], "multiple of 32"),
         (["--steps", "0"], "--steps is 0: give 1 or more"),
         (["--rate", "nan"], "--rate is nan"),
+        (["--seed", "-1"], "--seed is -1: give 0 to 2**63 - 1"),
+        (["--threads", "9" * 30], f"--threads is {'9' * 30}: give 1 to 1024"),
+        (["--init", ""], "--init is empty: name a drafter, or leave it out"),
+        (
+            ["--work", "~nobody-here/x"],
+            "--work ~nobody-here/x cannot be the name of a folder (Could not determine home directory): name another",
+        ),
+        (["--out", "."], "--out '.' has no name of its own to write the drafter under: name another folder"),
         (["--window", "4096"], "--window is 4096: give at most 1024"),
         (["--target", "nowhere"], "nowhere"),
         (["--data", "missing.txt"], "missing.txt"),
+        (
+            ["--data", os.devnull],
+            f"--data '{os.devnull}' cannot be read (it is not a file): give text, or a JSON object a line",
+        ),
         (["--only", "drafter"], "write some first"),
         (["--device", "cuda:7"], "--device cuda:7 is not here"),
         (["--family", "eagle", "--heads", "2"], "--family eagle takes no --heads: leave it out"),
@@ -501,12 +513,18 @@ def test_bad_input_gets_one_sentence(
     assert said in error
 
 
-@pytest.mark.parametrize("line", ['{"prompt": 5}', "{}", '{"turns": []}', "[1]", "{"])
+@pytest.mark.parametrize("line", ["", '{"prompt": 5}', "{}", '{"turns": []}', "[1]", "{"])
 def test_data_without_text_is_refused(line: str, chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text(line)
+    data.write_text(f"\n{line}" if line else "")
     assert cli.main(["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data)]) == 1
-    assert "--data" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--data" in err
+    assert (
+        "data.jsonl:2" in err
+        or "data.jsonl' is empty: give text" in err
+        or "data.jsonl' cannot be read (line 2, column 2 is not JSON): give text" in err
+    )
 
 
 def test_too_little_text_is_refused(loaded: target.Target, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from exporter import cli
 from exporter.checkpoints.pair import Pair
 from exporter.trees import usual_tree
 from runtime import Model, load
-from runtime.command import INTERRUPTED
 from runtime.errors import InputError
+from runtime.interruption import INTERRUPTED
 from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]

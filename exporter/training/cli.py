@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.command import INTERRUPTED, run
+from runtime.command import run
 from runtime.errors import GumihoError, InputError, UnavailableError
+from runtime.interruption import INTERRUPTED
 
 from ..checkpoints.families import EAGLE, GUMIHO, family
 from .interruption import Interruption
@@ -46,7 +47,7 @@ def _train(args: argparse.Namespace, device: str, stopped: Callable[[], bool]) -
         )
     if args.shard_target and parallel.ranks() == 1:
         raise InputError("--shard-target splits the target over several processes: start them with torchrun --nproc-per-node N")
-    work = (args.work or args.out.with_name(f"{args.out.name}-training")).expanduser()
+    work = args.work or args.out.with_name(f"{args.out.name}-training")
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):

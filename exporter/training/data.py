@@ -1,13 +1,12 @@
 """Text and prompts that the user gives."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.errors import InputError, reason
+from runtime.errors import InputError, json_line, reason
 
 from .store import ANSWER, Text
 
@@ -19,19 +18,24 @@ def _lines(files: Sequence[Path]) -> Iterator[tuple[int, str, Any]]:
     """Number, place and content of every record: an object of a .jsonl file, or a piece of a text file as a string."""
     number = 0
     for file in files:
+        begun = number
         try:
+            if file.exists() and not file.is_file():  # a pipe can be read once, and a device may have no end
+                raise OSError("it is not a file")
             with file.open(encoding="utf-8") as opened:
                 if file.suffix != ".jsonl":
                     while piece := opened.read(_PIECE):
                         yield number, str(file), piece
                         number += 1
-                    continue
-                for at, line in enumerate(opened, 1):
-                    if line.strip():
-                        yield number, f"{file}:{at}", json.loads(line)
-                    number += 1
+                else:
+                    for at, line in enumerate(opened, 1):
+                        if line.strip():
+                            yield number, f"{file}:{at}", json_line(line, at)
+                        number += 1
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"--data '{file}' cannot be read ({reason(error)}): give text, or a JSON object a line") from None
+        if number == begun:
+            raise InputError(f"--data '{file}' is empty: give text, or a JSON object a line")
 
 
 def _record(place: str, content: Any) -> tuple[str, list[str]]:

@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 from runtime.command import argument_parser
-from runtime.errors import InputError
+from runtime.errors import InputError, reason
 
 from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
 
 # Serial layers and heads without an option or --init. Released: Medusa 5 heads, Hydra 4.
 USUAL = {GUMIHO: (2, 5), EAGLE: (1, 0), EAGLE_3: (1, 0), MEDUSA: (0, 5), HYDRA: (0, 4), SMALL: (4, 0)}
-_LEAST_WINDOW = 48
+_LEAST_WINDOW, _MOST_THREADS = 48, 1024
 _LAYERS, _HEADS, _INIT, _HIDDEN = "--serial-layers", "--heads", "--init", "--hidden-weight"
 _TAKEN = {
     GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN}, EAGLE: {_INIT, _HIDDEN}, EAGLE_3: set[str](), MEDUSA: {_HEADS}, HYDRA: {_HEADS},
@@ -121,6 +121,22 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < smallest:
             raise InputError(f"--{name.replace('_', '-')} is {value}: give {smallest} or more")
+    if args.threads is not None and args.threads > _MOST_THREADS:
+        raise InputError(f"--threads is {args.threads}: give 1 to {_MOST_THREADS}")
+    if not 0 <= args.seed < 1 << 63:
+        raise InputError(f"--seed is {args.seed}: give 0 to 2**63 - 1")
+    if args.init == "":
+        raise InputError("--init is empty: name a drafter, or leave it out")
+    for name in ("out", "work"):
+        if given := getattr(args, name):
+            try:
+                setattr(args, name, given.expanduser())
+            except RuntimeError as error:  # an unknown user's home
+                raise InputError(
+                    f"--{name} {given} cannot be the name of a folder ({reason(error)}): name another one"
+                ) from None
+    if args.out.name in ("", ".."):
+        raise InputError(f"--out '{args.out}' has no name of its own to write the drafter under: name another folder")
     for name in ("rate", "depth_decay", "save_every", "evaluate_every"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):

@@ -9,6 +9,7 @@ from ..bundle.graphs import Form
 from ..bundle.reader import Bundle
 from ..devices import Array, Call, Device
 from ..errors import InputError
+from ..interruption import delayed
 from .memory import Free, MemoryNeeds
 
 
@@ -111,5 +112,7 @@ def backend(name: str, device: str = "") -> Backend:
     """
     require(name)
     module, cls = _MODULES[name].split(":")
-    instance: Backend = getattr(import_module(f".{module}", __name__), cls)(device)
+    with delayed():
+        kind = getattr(import_module(f".{module}", __name__), cls)
+    instance: Backend = kind(device)
     return instance

@@ -194,6 +194,12 @@ def _checked(grammar: Grammar) -> str:
         raise InputError(f"'{grammar.kind}' is not a kind of grammar: give json, regex or lark")
     if len(grammar.text) > _MOST:
         raise InputError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and may have {_MOST}: shorten it")
+    try:
+        grammar.text.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"the {grammar.kind} grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text"
+        ) from None
     if grammar.kind == "json":
         try:
             return json.dumps(json.loads(grammar.text))

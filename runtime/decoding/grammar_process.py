@@ -37,7 +37,7 @@ class GrammarProcess:
 
     def compile(self, kind: str, text: str, trial: bool = False) -> None:
         """trial: within the limits of ``TRY_SECONDS`` and ``TRY_MEMORY``."""
-        content = f"{kind} {text}".encode("utf-8", "surrogatepass")
+        content = f"{kind} {text}".encode()
         self._ask(child.TRY if trial else child.COMPILE, len(content), content)
 
     def mask(self, bits: np.ndarray) -> None:

@@ -89,7 +89,9 @@ class Sampler:
             ("stop_token_ids", settings.stop_token_ids),
         ):
             if (odd := next((i for i in ids if not 0 <= i < vocabulary), None)) is not None:
-                raise InputError(f"{what} names token id {odd}, outside the vocabulary of {vocabulary}")
+                raise InputError(
+                    f"{what} names token id {odd}, outside the vocabulary of {vocabulary}: give 0 to {vocabulary - 1}"
+                )
         self._banned = np.array(sorted(settings.banned), np.int64)
         self._biased = np.array(list(settings.logit_bias), np.int64)
         self._bias = np.array(list(settings.logit_bias.values()), np.float32)

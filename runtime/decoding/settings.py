@@ -24,6 +24,7 @@ def _strings(given: str | Sequence[str]) -> tuple[str, ...]:
     given = (given,) if isinstance(given, str) else given
     if not all(isinstance(one, str) and one for one in given):
         raise TypeError
+    "".join(given).encode()  # ValueError for what no text can hold
     return tuple(given)
 
 
@@ -44,7 +45,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     *((name, float, "a number") for name in ("max_seconds", "repetition_penalty", "presence_penalty", "frequency_penalty",
                                              "temperature", "top_p", "min_p")),
     ("drafter", _name, "the name of a drafter"),
-    ("stop", _strings, "a string or a list of strings, none of them empty"),
+    ("stop", _strings, "a string or a list of strings of UTF-8 text, none of them empty"),
     *((name, _ids, "a list of token ids") for name in ("stop_token_ids", "banned")),
     ("logit_bias", lambda given: {index(i): float(bias) for i, bias in given.items()}, "a mapping of token ids to numbers"),
     ("forced", lambda given: {index(at): index(i) for at, i in given.items()}, "a mapping of indices to token ids"),

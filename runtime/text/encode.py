@@ -26,7 +26,9 @@ def encode(bundle: Bundle, text: str, special: bool = True, tokenizer: Any = Non
         )
         ids = list(found.ids)
     except (UnicodeEncodeError, TypeError):
-        raise InputError("the prompt is not valid Unicode: give text without lone surrogates") from None
+        raise InputError(
+            "the prompt is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text"
+        ) from None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
