@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # From the bottom up. The files of a package's own folder are at its top.
-RUNTIME = ["errors", "devices", "bundle", "backends", "text", "decoding", "engines"]
+RUNTIME = ["errors", "interruption", "devices", "bundle", "backends", "text", "decoding", "engines"]
 EXPORTER = ["weights", "checkpoints", "backends"]
 MOST_LINES = 300
 
