@@ -260,7 +260,7 @@ def test_without_a_map_everything_is_drafted(tmp_path: Path, own: dict[str, Tens
     ({"token_map": torch.zeros(0, dtype=torch.int64)}, ("shape [0]",)),
     ({"token_map": MAP, "lm_head.weight": torch.ones(4, 32)}, ("has 5 tokens", "lm_head 4 rows")),
     ({"token_map": MAP, "lm_head.weight": torch.ones(5, 31)}, ("'lm_head.weight' has shape [5, 31], expected 32 columns",)),
-    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 32, dtype=torch.int8)}, ("torch.int8, expected float16",)),
+    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 32, dtype=torch.int8)}, ("is int8, expected float16",)),
 ], ids=str)  # fmt: skip
 def test_a_map_that_is_none_is_refused(
     tmp_path: Path, own: dict[str, Tensor], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
