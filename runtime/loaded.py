@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +25,6 @@ from .teams import Teams
 
 if TYPE_CHECKING:
     from .backends.onnxruntime_lanes import Lanes
-    from .model import Model
     from .text.chat_template import ChatTemplate
     from .text.special_tokens import SpecialTokens
 
@@ -36,8 +34,7 @@ class Loaded:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
     choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the target take rows of several streams; otherwise each
-    stream takes a turn for a whole cycle. streams: those that exist, the first one the model that owns the engines. Weak, since each of
-    them holds this. numbers: of streams to come. closed: the engines are freed.
+    stream takes a turn for a whole cycle. numbers: of streams to come. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -48,7 +45,6 @@ class Loaded:
     backend: Backend | None = None
     shares: bool = False
     teams: Teams = field(default_factory=Teams)
-    streams: list[weakref.ref[Model]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
 

@@ -42,7 +42,7 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     loaded = Loaded.open(opened, chosen, threads, streams)
     try:
         model = Model(loaded)
-        model._kept = tuple(Model(loaded) for _ in range(streams - 1))
+        model._kept = tuple(Model(loaded, model) for _ in range(streams - 1))
         model.warm_up()
     except BaseException:
         close(loaded.engines, loaded.device)

@@ -43,8 +43,8 @@ class Model:
     thread: where texts for asyncio are computed, always the same one (see ``warm_up``).
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        """Use ``load`` to open a bundle on disk."""
+    def __init__(self, loaded: Loaded, owner: "Model | None" = None) -> None:
+        """Use ``load`` to open a bundle on disk, and ``stream`` for another stream. owner: the first stream, which owns the engines."""
         self.bundle, self._loaded = loaded.bundle, loaded
         self._number, teams = next(loaded.numbers), loaded.teams
 
@@ -60,7 +60,9 @@ class Model:
         self._current: Callable[[], Generation | None] = lambda: None
         self._kept: tuple[Model, ...] = ()  # streams that nobody else holds
         self._closed = False
-        loaded.streams.append(weakref.ref(self))
+        # Of all streams, the owner first. Weak, or none would be freed before all are.
+        self._family: list[weakref.ref[Model]] = owner._family if owner else []
+        self._family.append(weakref.ref(self))
 
     def __repr__(self) -> str:
         return f"<Model of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{', closed' * self._closed}>"
@@ -81,12 +83,12 @@ class Model:
         with self._held():
             if self._loaded.backend:
                 require_stream(self.bundle, self._loaded.backend)
-        return Model(self._loaded)
+        return Model(self._loaded, self)
 
     @property
     def streams(self) -> tuple["Model", ...]:
         """All open streams over these engines, the one that ``load`` returned first."""
-        return tuple(stream for one in self._loaded.streams if (stream := one()) is not None and not stream._closed)
+        return tuple(stream for one in self._family if (stream := one()) is not None and not stream._closed)
 
     def adopt(self, other: "Model", prompt: Sequence[int]) -> bool:
         """Copies the rows of a prompt's beginning from another stream's caches, so that ``start(resume=True)`` need not read it again.
@@ -270,7 +272,7 @@ class Model:
     def close(self) -> None:
         """Frees buffers, and with those of the model that ``load`` returned the engines and all streams; waits for a running cycle.
         Closing twice is fine."""
-        owner = self._loaded.streams[0]() is self
+        owner = self._family[0]() is self
         for stream in self.streams if owner else ():
             if stream is not self:
                 stream.close()

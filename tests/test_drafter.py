@@ -27,7 +27,7 @@ from graphs.dialects.standard import Standard
 from graphs.drafter import Drafter
 from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig
-from runtime.backends.onnxruntime import Engine
+from runtime.backends.onnxruntime_engine import Engine
 from tests.naive import Model, NaiveDrafter, Node, Noisy, brute_force_tree, reference_tree, static_tree
 from tests.pairs import RandomPair, drafter_config
 from tests.test_tree import check_tree, paths

@@ -19,7 +19,8 @@ from exporter.options import parser, plan
 from graphs.tree import TreeConfig
 from runtime import GumihoError
 from runtime.backends import backend
-from runtime.backends.onnxruntime import Cpu, Engine
+from runtime.backends.onnxruntime import Cpu
+from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
 from runtime.devices import Host

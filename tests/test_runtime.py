@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from exporter import cli
 from runtime import Cycle, GumihoError, InputError, MisuseError, Model, load
 from runtime.backends import backend
-from runtime.backends.onnxruntime import Engine
+from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.bundle.records import sealed

@@ -361,7 +361,7 @@ def test_tensorrt_on_two_devices_from_two_threads(nvidia: ModuleType, bundle: Pa
 def onnxruntime_gpu(nvidia: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The stand-in for ONNX Runtime with CUDA; every test has to free all."""
     provider = fresh(monkeypatch, "onnxruntime_cuda")
-    monkeypatch.setattr("runtime.backends.onnxruntime.ort", provider)
+    monkeypatch.setattr("runtime.backends.onnxruntime_engine.ort", provider)
     return provider
 
 

@@ -28,7 +28,7 @@ from graphs.dialects.quantization import UNQUANTIZED, Scheme, Schemes, dequantiz
 from graphs.dialects.standard import Standard
 from graphs.target import Target, choose
 from graphs.tree import TreeConfig
-from runtime.backends.onnxruntime import Engine
+from runtime.backends.onnxruntime_engine import Engine
 from tests.pairs import RandomPair
 
 CAPACITY, TREE = 40, TreeConfig(8, 2, 0, 4, 4, 4)

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
-from runtime.backends.onnxruntime import Cpu, Engine
+from runtime.backends.onnxruntime import Cpu
+from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.manifest import BOUND_WEIGHTS, NOISE, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle

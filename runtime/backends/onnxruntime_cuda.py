@@ -11,7 +11,7 @@ from ..bundle.reader import Bundle
 from ..devices import Accelerator, Array, Device, DeviceArray, Staging
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError
 from .memory import Free, MemoryNeeds, Space, buffers
-from .onnxruntime import failed_run, open_session, ort, session_options
+from .onnxruntime_engine import failed_run, open_session, ort, session_options
 from .onnxruntime_install import INSTALL_CUDA, NO_PACKAGE, require_one
 from .shared_weights import SharedWeights, nbytes
 

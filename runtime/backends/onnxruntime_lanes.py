@@ -9,7 +9,7 @@ import numpy as np
 from ..bundle.graphs import BLOCK, Graph
 from ..devices import Array, require_buffers
 from ..errors import GumihoError, MisuseError
-from .onnxruntime import Call, Engine, failed_run, ort
+from .onnxruntime_engine import Call, Engine, failed_run, ort
 
 _SAME = 16  # a pass of one row takes about as long as so many more rows of it
 _MOST_BINDINGS = 32
