@@ -1,21 +1,14 @@
 """How the operators of PyTorch that graphs use are spelled in ONNX (opset 18 and later)."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .capture import Recorder
+from .recording import Recording
 
-DTYPES = {
-    torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.float64: ir.DataType.DOUBLE, torch.int64: ir.DataType.INT64, torch.int32: ir.DataType.INT32,
-    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8, torch.bool: ir.DataType.BOOL,
-    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
-}  # fmt: skip
 # (recorder, the operator's output or outputs, its arguments) -> a value for each output
 Spelling = Callable[..., ir.Value | Sequence[ir.Value]]
 SPELLINGS: dict[str, Spelling] = {}
@@ -29,7 +22,7 @@ def _spells(*names: str) -> Callable[[Spelling], Spelling]:
     return register
 
 
-def _same(r: "Recorder", out: Tensor, x: Tensor, *_: Any, **__: Any) -> ir.Value:
+def _same(r: Recording, out: Tensor, x: Tensor, *_: Any, **__: Any) -> ir.Value:
     return r.value(x)
 
 
@@ -38,7 +31,7 @@ for _name in ("alias", "clone", "detach"):
 
 
 def _binary(op: str, compares: bool = False) -> Spelling:
-    def spelling(r: "Recorder", out: Tensor, x: Any, y: Any, alpha: int = 1) -> ir.Value:
+    def spelling(r: Recording, out: Tensor, x: Any, y: Any, alpha: int = 1) -> ir.Value:
         assert alpha == 1, "no graph scales a summand"
         first, second = (1 if isinstance(z, torch.SymInt) else z for z in (x, y))
         dtype = torch.result_type(first, second) if compares else out.dtype
@@ -70,53 +63,53 @@ SPELLINGS |= {"abs": _unary("Abs"), "exp": _unary("Exp"), "floor": _unary("Floor
 
 
 @_spells("div.Tensor_mode", "floor_divide")
-def _quotient(r: "Recorder", out: Tensor, x: Tensor, y: Any, rounding_mode: str = "floor") -> ir.Value:
+def _quotient(r: Recording, out: Tensor, x: Tensor, y: Any, rounding_mode: str = "floor") -> ir.Value:
     """Of integers, none negative: ONNX rounds toward zero."""
     assert (out.is_floating_point(), rounding_mode) == (False, "floor")
     return r.emit("Div", [r.operand(z, out.dtype, out.dim()) for z in (x, y)], out)
 
 
 @_spells("rsqrt")
-def _rsqrt(r: "Recorder", out: Tensor, x: Tensor) -> ir.Value:
+def _rsqrt(r: Recording, out: Tensor, x: Tensor) -> ir.Value:
     return r.emit("Reciprocal", [r.emit("Sqrt", [r.value(x)], out)], out)
 
 
 @_spells("silu")
-def _silu(r: "Recorder", out: Tensor, x: Tensor) -> ir.Value:
+def _silu(r: Recording, out: Tensor, x: Tensor) -> ir.Value:
     return r.emit("Mul", [r.value(x), r.emit("Sigmoid", [r.value(x)], out)], out)
 
 
 @_spells("clamp")
-def _clamp(r: "Recorder", out: Tensor, x: Tensor, min: Any = None, max: Any = None) -> ir.Value:
+def _clamp(r: Recording, out: Tensor, x: Tensor, min: Any = None, max: Any = None) -> ir.Value:
     bounds = [None if bound is None else r.operand(bound, out.dtype, 0) for bound in (min, max)]
     return r.emit("Clip", [r.value(x), *bounds[: 2 - (max is None)]], out)
 
 
 @_spells("_to_copy")
-def _cast(r: "Recorder", out: Tensor, x: Tensor, **_: Any) -> ir.Value:
+def _cast(r: Recording, out: Tensor, x: Tensor, **_: Any) -> ir.Value:
     return r.cast(r.value(x), x.dtype, out.shape, out.dtype)
 
 
 @_spells("where")
-def _where(r: "Recorder", out: Tensor, condition: Tensor, x: Tensor, y: Tensor) -> ir.Value:
+def _where(r: Recording, out: Tensor, condition: Tensor, x: Tensor, y: Tensor) -> ir.Value:
     return r.emit("Where", [r.value(condition), *(r.operand(z, out.dtype, out.dim()) for z in (x, y))], out)
 
 
 @_spells("arange")
-def _arange(r: "Recorder", out: Tensor, end: Any, **_: Any) -> ir.Value:
+def _arange(r: Recording, out: Tensor, end: Any, **_: Any) -> ir.Value:
     zero, one = (r.constant(torch.tensor(n)) for n in (0, 1))
     return r.emit("Range", [zero, r.operand(end, torch.int64, 0), one], out)
 
 
 @_spells("arange.start")
-def _arange_from(r: "Recorder", out: Tensor, start: Any, end: Any, **_: Any) -> ir.Value:
+def _arange_from(r: Recording, out: Tensor, start: Any, end: Any, **_: Any) -> ir.Value:
     return r.emit("Range", [*(r.operand(n, torch.int64, 0) for n in (start, end)), r.constant(torch.tensor(1))], out)
 
 
 def _constant_of(number: int) -> Spelling:
     """A tensor of symbolic sizes."""
 
-    def spelling(r: "Recorder", out: Tensor, *_: Any, **__: Any) -> ir.Value:
+    def spelling(r: Recording, out: Tensor, *_: Any, **__: Any) -> ir.Value:
         return r.emit("Expand", [r.constant(torch.tensor(number, dtype=out.dtype)), r.shape(out.shape)], out)
 
     return spelling
@@ -126,7 +119,7 @@ SPELLINGS |= {"zeros": _constant_of(0), "ones": _constant_of(1), "zeros_like": _
 
 
 @_spells("tril")
-def _tril(r: "Recorder", out: Tensor, x: Tensor, diagonal: int = 0) -> ir.Value:
+def _tril(r: Recording, out: Tensor, x: Tensor, diagonal: int = 0) -> ir.Value:
     assert diagonal == 0
     if x.dtype != torch.bool:
         return r.emit("Trilu", [r.value(x)], out, upper=0)
@@ -137,12 +130,12 @@ def _tril(r: "Recorder", out: Tensor, x: Tensor, diagonal: int = 0) -> ir.Value:
 
 
 @_spells("view", "_unsafe_view", "reshape")
-def _view(r: "Recorder", out: Tensor, x: Tensor, _: Any) -> ir.Value:
+def _view(r: Recording, out: Tensor, x: Tensor, _: Any) -> ir.Value:
     return r.value(x) if r.same_shape(x.shape, out.shape) else r.emit("Reshape", [r.value(x), r.reshaped(out.shape)], out)
 
 
 @_spells("expand")
-def _expand(r: "Recorder", out: Tensor, x: Tensor, *_: Any, **__: Any) -> ir.Value:
+def _expand(r: Recording, out: Tensor, x: Tensor, *_: Any, **__: Any) -> ir.Value:
     if r.same_shape(x.shape, out.shape):
         return r.value(x)
     own = [1] * (out.dim() - x.dim()) + list(x.shape)
@@ -151,34 +144,34 @@ def _expand(r: "Recorder", out: Tensor, x: Tensor, *_: Any, **__: Any) -> ir.Val
 
 
 @_spells("unsqueeze")
-def _unsqueeze(r: "Recorder", out: Tensor, x: Tensor, dim: int) -> ir.Value:
+def _unsqueeze(r: Recording, out: Tensor, x: Tensor, dim: int) -> ir.Value:
     return r.emit("Unsqueeze", [r.value(x), r.constant(torch.tensor([dim % out.dim()]))], out)
 
 
 @_spells("squeeze.dim")
-def _squeeze(r: "Recorder", out: Tensor, x: Tensor, dim: int) -> ir.Value:
+def _squeeze(r: Recording, out: Tensor, x: Tensor, dim: int) -> ir.Value:
     return r.emit("Squeeze", [r.value(x), r.constant(torch.tensor([dim % x.dim()]))], out)
 
 
 @_spells("transpose", "t")
-def _transpose(r: "Recorder", out: Tensor, x: Tensor, first: int = 0, second: int = 1) -> ir.Value:
+def _transpose(r: Recording, out: Tensor, x: Tensor, first: int = 0, second: int = 1) -> ir.Value:
     order = list(range(x.dim()))
     order[first], order[second] = order[second], order[first]
     return r.emit("Transpose", [r.value(x)], out, perm=order)
 
 
 @_spells("permute")
-def _permute(r: "Recorder", out: Tensor, x: Tensor, order: Sequence[int]) -> ir.Value:
+def _permute(r: Recording, out: Tensor, x: Tensor, order: Sequence[int]) -> ir.Value:
     return r.emit("Transpose", [r.value(x)], out, perm=[axis % x.dim() for axis in order])
 
 
 @_spells("cat")
-def _cat(r: "Recorder", out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> ir.Value:
+def _cat(r: Recording, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> ir.Value:
     return r.emit("Concat", [r.operand(part, out.dtype, out.dim()) for part in parts], out, axis=dim)
 
 
 @_spells("stack")
-def _stack(r: "Recorder", out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> ir.Value:
+def _stack(r: Recording, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> ir.Value:
     axis, shape = r.constant(torch.tensor([dim % out.dim()])), list(out.shape)
     shape[dim] = 1
     apart = [r.emit("Unsqueeze", [r.value(part), axis], (out.dtype, shape)) for part in parts]
@@ -186,17 +179,17 @@ def _stack(r: "Recorder", out: Tensor, parts: Sequence[Tensor], dim: int = 0) ->
 
 
 @_spells("split_with_sizes")
-def _split(r: "Recorder", out: Sequence[Tensor], x: Tensor, sizes: Sequence[Any], dim: int = 0) -> Sequence[ir.Value]:
+def _split(r: Recording, out: Sequence[Tensor], x: Tensor, sizes: Sequence[Any], dim: int = 0) -> Sequence[ir.Value]:
     return r.emit_all("Split", [r.value(x), r.shape(sizes)], out, axis=dim)
 
 
 @_spells("split")
-def _split_evenly(r: "Recorder", out: Sequence[Tensor], x: Tensor, _: int, dim: int = 0) -> Sequence[ir.Value]:
+def _split_evenly(r: Recording, out: Sequence[Tensor], x: Tensor, _: int, dim: int = 0) -> Sequence[ir.Value]:
     return r.emit_all("Split", [r.value(x)], out, axis=dim, num_outputs=len(out))
 
 
 @_spells("unbind")
-def _unbind(r: "Recorder", out: Sequence[Tensor], x: Tensor, dim: int = 0) -> Sequence[ir.Value]:
+def _unbind(r: Recording, out: Sequence[Tensor], x: Tensor, dim: int = 0) -> Sequence[ir.Value]:
     axis, shape = r.constant(torch.tensor([dim % x.dim()])), list(x.shape)
     shape[dim] = 1
 
@@ -208,7 +201,7 @@ def _unbind(r: "Recorder", out: Sequence[Tensor], x: Tensor, dim: int = 0) -> Se
 
 
 @_spells("slice")
-def _slice(r: "Recorder", out: Tensor, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ir.Value:
+def _slice(r: Recording, out: Tensor, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ir.Value:
     assert step == 1
     if r.same_shape(x.shape, out.shape):
         return r.value(x)
@@ -222,22 +215,22 @@ def _slice(r: "Recorder", out: Tensor, x: Tensor, dim: int = 0, start: Any = Non
 
 
 @_spells("select")
-def _select(r: "Recorder", out: Tensor, x: Tensor, dim: int, index: int) -> ir.Value:
+def _select(r: Recording, out: Tensor, x: Tensor, dim: int, index: int) -> ir.Value:
     return r.emit("Gather", [r.value(x), r.constant(torch.tensor(index))], out, axis=dim)
 
 
 @_spells("embedding")
-def _embedding(r: "Recorder", out: Tensor, table: Tensor, index: Tensor) -> ir.Value:
+def _embedding(r: Recording, out: Tensor, table: Tensor, index: Tensor) -> ir.Value:
     return r.emit("Gather", [r.value(table), r.value(index)], out, axis=0)
 
 
 @_spells("index_select")
-def _index_select(r: "Recorder", out: Tensor, x: Tensor, dim: int, index: Tensor) -> ir.Value:
+def _index_select(r: Recording, out: Tensor, x: Tensor, dim: int, index: Tensor) -> ir.Value:
     return r.emit("Gather", [r.value(x), r.value(index)], out, axis=dim)
 
 
 def _reduction(op: str) -> Spelling:
-    def spelling(r: "Recorder", out: Tensor, x: Tensor, dims: Any, keepdim: bool = False, **_: Any) -> ir.Value:
+    def spelling(r: Recording, out: Tensor, x: Tensor, dims: Any, keepdim: bool = False, **_: Any) -> ir.Value:
         axes = sorted(dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims))
         inputs = [r.operand(x, out.dtype, x.dim()), r.constant(torch.tensor(axes))]
         return r.emit(op, inputs, out, keepdims=int(keepdim), noop_with_empty_axes=0)
@@ -252,39 +245,39 @@ SPELLINGS |= {
 
 
 @_spells("argmax")
-def _argmax(r: "Recorder", out: Tensor, x: Tensor, dim: int, keepdim: bool = False) -> ir.Value:
+def _argmax(r: Recording, out: Tensor, x: Tensor, dim: int, keepdim: bool = False) -> ir.Value:
     return r.emit("ArgMax", [r.value(x)], out, axis=dim, keepdims=int(keepdim), select_last_index=0)
 
 
 @_spells("topk")
-def _topk(r: "Recorder", out: Sequence[Tensor], x: Tensor, k: int, dim: int = -1) -> Sequence[ir.Value]:
+def _topk(r: Recording, out: Sequence[Tensor], x: Tensor, k: int, dim: int = -1) -> Sequence[ir.Value]:
     return r.emit_all("TopK", [r.value(x), r.constant(torch.tensor([k]))], out, axis=dim, largest=1, sorted=1)
 
 
 @_spells("_softmax")
-def _softmax(r: "Recorder", out: Tensor, x: Tensor, dim: int, half_to_float: bool) -> ir.Value:
+def _softmax(r: Recording, out: Tensor, x: Tensor, dim: int, half_to_float: bool) -> ir.Value:
     return r.emit("Softmax", [r.value(x)], out, axis=dim)
 
 
 @_spells("_log_softmax")
-def _log_softmax(r: "Recorder", out: Tensor, x: Tensor, dim: int, half_to_float: bool) -> ir.Value:
+def _log_softmax(r: Recording, out: Tensor, x: Tensor, dim: int, half_to_float: bool) -> ir.Value:
     return r.emit("LogSoftmax", [r.value(x)], out, axis=dim)
 
 
 @_spells("matmul")
-def _matmul(r: "Recorder", out: Tensor, x: Tensor, y: Tensor) -> ir.Value:
+def _matmul(r: Recording, out: Tensor, x: Tensor, y: Tensor) -> ir.Value:
     return r.emit("MatMul", [r.value(x), r.value(y)], out)
 
 
 @_spells("linear")
-def _linear(r: "Recorder", out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ir.Value:
+def _linear(r: Recording, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ir.Value:
     """x: [n, K]; weight: [N, K]."""
     inputs = [r.value(x), r.value(weight), *([] if bias is None else [r.value(bias)])]
     return r.emit("Gemm", inputs, out, alpha=1.0, beta=1.0, transA=0, transB=1)
 
 
 @_spells("_symbolic", "_symbolic_multi_out")
-def _symbolic(r: "Recorder", out: Any, inputs: Sequence[Tensor | None], op: str, _: Any, **how: Any) -> Any:
+def _symbolic(r: Recording, out: Any, inputs: Sequence[Tensor | None], op: str, _: Any, **how: Any) -> Any:
     """``torch.onnx.ops.symbolic``: an operator of ONNX, of a domain and a version, with encoded attributes."""
     attributes = {}
     lists = {"i": how["attr_ints"], "f": how["attr_floats"], "s": how["attr_strs"]}

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any
 
 import onnx_ir as ir
 import sympy
@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs.tracing import tracing
 
-from .aten import DTYPES, SPELLINGS
+from .aten import SPELLINGS
 from .fake_results import computed, declared, inferred
+from .recording import DTYPES, Like
 from .signature import Input, arguments
 
 _PRODUCTS: dict[Any, str] = {
     torch.matmul: "matmul", Tensor.matmul: "matmul", Tensor.__matmul__: "matmul", torch.nn.functional.linear: "linear",
 }  # fmt: skip
-Like: TypeAlias = Tensor | tuple[torch.dtype, Any]
 _FILLED = {"zeros_like": 0, "ones_like": 1}  # constants, if the tensors that they are like have no open sizes
 _MOST_FOLDED = 1 << 16  # numbers of a constant that is computed here
 
@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
     """Appends an operator to ``graph`` for everything that is computed from its inputs and parameters. What depends on neither is computed
     at once, and becomes a constant.
 
-    Tensors are fake; sizes that inputs leave open are ``torch.SymInt``.
+    Tensors are fake; sizes that inputs leave open are ``torch.SymInt``. Implements ``recording.Recording``.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[Input], opset: int) -> None:
@@ -161,11 +161,9 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def value(self, x: Tensor) -> ir.Value:
-        """The value that stands for a tensor."""
         return self.constant(self._number(x)) if self._is_known(x) else self._values[id(self._faked(x))]
 
     def constant(self, x: Tensor) -> ir.Value:
-        """A constant; equal ones are one."""
         x = x.detach().contiguous()
         array = x.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).numpy()
         key = x.dtype, tuple(x.shape), array.tobytes()
@@ -178,7 +176,6 @@ class Recorder(TorchDispatchMode):
         return self._constants[key]
 
     def operand(self, x: Any, dtype: torch.dtype, dims: int) -> ir.Value:
-        """A tensor, a number or a size, cast to ``dtype``. dims: axes of what it is combined with."""
         if isinstance(x, torch.SymInt):
             size = self._size(_expression(x))
             size = size if dims else self.emit("Squeeze", [size], (torch.int64, []))
@@ -190,15 +187,12 @@ class Recorder(TorchDispatchMode):
         return self.cast(self.value(x), x.dtype, x.shape, dtype)
 
     def cast(self, value: ir.Value, dtype: torch.dtype, shape: Any, to: torch.dtype) -> ir.Value:
-        """A value of ``dtype`` and ``shape`` as ``to``."""
         return value if dtype == to else self.emit("Cast", [value], (to, shape), to=DTYPES[to])
 
     def same_shape(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
-        """Whether two shapes are equal whatever the open sizes are."""
         return [_expression(n) for n in first] == [_expression(n) for n in second]
 
     def shape(self, sizes: Sequence[Any]) -> ir.Value:
-        """Sizes as int64 [n]."""
         if all(isinstance(n, int) for n in sizes):
             return self.constant(torch.tensor(list(sizes), dtype=torch.int64))
         if len(sizes) == 1:
@@ -207,19 +201,16 @@ class Recorder(TorchDispatchMode):
         return self.emit("Concat", parts, (torch.int64, [len(parts)]), axis=0)
 
     def reshaped(self, sizes: Sequence[Any]) -> ir.Value:
-        """``shape`` for Reshape, which infers one open size."""
         is_open = [not isinstance(n, int) for n in sizes]
         return self.shape([-1 if is_open[i] else n for i, n in enumerate(sizes)] if sum(is_open) == 1 else sizes)
 
     def emit(self, op: str, inputs: Sequence[ir.Value | None], like: Like, **attributes: Any) -> ir.Value:
-        """Appends an operator with one output. like: a tensor of the output's dtype and shape, or these."""
         (value,) = self.emit_all(op, inputs, [like], **attributes)
         return value
 
     def emit_all(
         self, op: str, inputs: Sequence[ir.Value | None], like: Sequence[Like], domain: str = "", **attributes: Any
     ) -> list[ir.Value]:
-        """``emit`` for operators of several outputs."""
         made = [ir.convenience.convert_attribute(name, value) for name, value in attributes.items()]
         name = self._name(op)
         node = ir.Node(domain, op, inputs, made, num_outputs=len(like), name=name)

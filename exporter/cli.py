@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.command import run
 from runtime.errors import DamageError, GumihoError
 
-from .options import open_pair, parsed, plan, require_drafter
+from .options import parsed, plan, require_drafter
 from .staging import interruptible, require_place, resumable, staged, unfinished
 from .summary import describe, report
 
@@ -104,6 +104,7 @@ def export_vllm(args: argparse.Namespace, out: Path) -> None:
     from .checkpoints import vllm
     from .disk import require_space
     from .progress import Progress
+    from .sources import open_pair
 
     for option in (
         "validate", "link_weights", "device", "capacity",

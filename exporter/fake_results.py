@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .aten import DTYPES
+from .recording import DTYPES
 
 _OF_ONNX = {int(onnx): dtype for dtype, onnx in DTYPES.items()}
 _COMPARING = {"eq", "lt", "le", "gt", "ge"}

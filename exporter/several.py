@@ -11,8 +11,8 @@ from runtime.errors import InputError
 
 from .checkpoints.drafters import open_drafter
 from .checkpoints.pair import Pair
-from .options import overrides, trim
 from .plan import Plan
+from .sources import overrides, trim
 from .trees import tree_config
 
 

@@ -19,8 +19,8 @@ from runtime.bundle.graphs import Weight
 from runtime.errors import InputError
 
 from . import branches
-from .aten import DTYPES
 from .capture import capture
+from .recording import DTYPES
 from .repeated_layers import repeat, shortened
 from .signature import signature
 from .weights.source import Location

@@ -26,12 +26,12 @@ FILES = {
 }
 
 
-def imports(module: str, nested: bool) -> Iterator[str]:
-    """The project's modules that a module imports. nested: also inside functions and for type checkers."""
+def imports(module: str) -> Iterator[str]:
+    """The project's modules that a module imports, also inside functions and for type checkers."""
     file = FILES[module]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     tree = ast.parse((ROOT / file).read_text("utf-8"))
-    for node in ast.walk(tree) if nested else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             origin = ".".join(filter(None, (base, node.module)))
@@ -53,7 +53,7 @@ def room(module: str) -> tuple[str, int]:
 def test_no_file_imports_from_a_room_above_its_own(module: str) -> None:
     allowed = {"runtime": {"runtime"}, "graphs": {"graphs"}, "exporter": {"exporter", "graphs", "runtime"}}
     package, height = room(module)
-    for other in imports(module, nested=True):
+    for other in imports(module):
         its_package, its_height = room(other)
         assert its_package in allowed[package], other
         assert its_package != package or its_height <= height, other
@@ -66,7 +66,7 @@ def test_no_imports_form_a_circle() -> None:
         assert module not in path, " -> ".join((*path[path.index(module) :], module)) if module in path else ""
         if module in finished:
             return
-        for other in imports(module, nested=False):
+        for other in imports(module):
             visit(other, (*path, module))
         finished.add(module)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from exporter.cli import main
-from exporter.options import open_pair, parser
+from exporter.options import parser
+from exporter.sources import open_pair
 from exporter.trees import tree_config
 from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig

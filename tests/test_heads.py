@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import open_pair, parser, plan
+from exporter.options import parser, plan
+from exporter.sources import open_pair
 from exporter.trees import tree_config
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import open_pair, parser, plan
+from exporter.options import parser, plan
+from exporter.sources import open_pair
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded

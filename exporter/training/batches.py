@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import parallel
-from .model import Anchors
 from .store import ANSWER, TOKEN, Text
 
 SPAN = 32  # consecutive anchors, which share the target's distributions
@@ -30,6 +29,21 @@ class Batch:
     hidden: Tensor
     read: Tensor
     lengths: list[int]
+
+
+@dataclass
+class Anchors:
+    """Spans of positions to draft from: ``record`` int64 [N], the text of the batch; ``place`` int64 [N, S], consecutive positions."""
+
+    record: Tensor
+    place: Tensor
+
+    def of(self, x: Tensor, ahead: int = 0) -> Tensor:
+        """x: [B, T, ...] -> [N, S, ...], its rows at the anchors or so many positions after them."""
+        return x[self.record[:, None], self.place + ahead]
+
+    def first(self, count: int) -> "Anchors":
+        return Anchors(self.record[:count], self.place[:count])
 
 
 class Features:

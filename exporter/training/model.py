@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from graphs.tree import Step
 
+from .batches import Anchors, Features
 from .store import Text
-
-if TYPE_CHECKING:
-    from .batches import Features
 
 Cache = tuple[Tensor, Tensor]  # keys and values, [B, kv heads, n, d]
 
@@ -93,21 +90,6 @@ class Linear(nn.Module):
         self.linear = nn.Linear(inputs, outputs)
 
 
-@dataclass
-class Anchors:
-    """Spans of positions to draft from: ``record`` int64 [N], the text of the batch; ``place`` int64 [N, S], consecutive positions."""
-
-    record: Tensor
-    place: Tensor
-
-    def of(self, x: Tensor, ahead: int = 0) -> Tensor:
-        """x: [B, T, ...] -> [N, S, ...], its rows at the anchors or so many positions after them."""
-        return x[self.record[:, None], self.place + ahead]
-
-    def first(self, count: int) -> "Anchors":
-        return Anchors(self.record[:count], self.place[:count])
-
-
 class Drafter(nn.Module, ABC):
     """What is trained. Parameters are named as in the released checkpoints, but for ``stored_as``.
 
@@ -126,7 +108,7 @@ class Drafter(nn.Module, ABC):
         self.config = config
 
     @abstractmethod
-    def begin(self, target: Any, text: Text, features: "Features", report: Callable[[str], None]) -> None:
+    def begin(self, target: Any, text: Text, features: Features, report: Callable[[str], None]) -> None:
         """Gives it the weights that training begins with. target: transformers' model. All processes call it if that is split over them."""
 
     @abstractmethod

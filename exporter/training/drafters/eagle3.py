@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from ...checkpoints.drafters.eagle3 import official_taps
 from ...checkpoints.families import EAGLE_3
-from ..batches import Features
-from ..model import Anchors, Attention, Cache, Norm, Serial, SerialLayer
+from ..batches import Anchors, Features
+from ..model import Attention, Cache, Norm, Serial, SerialLayer
 from ..parallel import whole
 from ..store import Text
 

@@ -13,8 +13,8 @@ from runtime.errors import InputError
 from ...checkpoints.checkpoint import Checkpoint, tensor_indices
 from ...checkpoints.families import family
 from .. import start
-from ..batches import Features
-from ..model import Anchors, Linear, Serial, SerialLayer
+from ..batches import Anchors, Features
+from ..model import Linear, Serial, SerialLayer
 from ..store import Text
 
 BLOCKS = 5  # residual blocks of a head after its first, as released

@@ -12,8 +12,8 @@ from graphs.tree import Step
 
 from ...checkpoints.families import HYDRA
 from .. import start
-from ..batches import Features
-from ..model import Anchors, Drafter
+from ..batches import Anchors, Features
+from ..model import Drafter
 from ..store import Text
 
 

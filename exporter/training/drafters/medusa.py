@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from graphs.tree import Step
 
 from ...checkpoints.families import MEDUSA
-from ..batches import Features
-from ..model import Anchors, Drafter, Linear
+from ..batches import Anchors, Features
+from ..model import Drafter, Linear
 from ..store import Text
 
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from ...checkpoints.families import SMALL
 from .. import start
-from ..batches import Features
-from ..model import Anchors, Cache, Norm, Serial, SerialLayer
+from ..batches import Anchors, Features
+from ..model import Cache, Norm, Serial, SerialLayer
 from ..parallel import whole
 from ..store import Text
 
