@@ -48,7 +48,7 @@ from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
-from runtime.decoding.noise import noise
+from runtime.decoding import noise as draws
 from runtime.errors import GumihoError, UnavailableError
 from tests import gguf_files
 from tests.conftest import numbers
@@ -287,7 +287,7 @@ def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
     n, path = len(run["prompt.tokens"]), run["next.path"]
     tokens = torch.tensor(np.concatenate((run["prompt.tokens"][1:], run["verify.tokens"][:1], run["verify.choice"][path])))
     hidden = torch.tensor(np.concatenate((run["prompt.hidden"], run["verify.hidden"][path])))
-    drawn = [noise(0, level, np.arange(module.drafted)) for level in range(made.tree.depth)]
+    drawn = [draws.noise(0, level, np.arange(module.drafted)) for level in range(made.tree.depth)]
     noise = torch.tensor(np.stack(drawn), dtype=torch.float32)
     for name, count in (("tree", n), ("next", len(tokens))):
         caches = [torch.zeros(1, 1, made.capacity, 16) for _ in range(4)]
