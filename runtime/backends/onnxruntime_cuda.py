@@ -12,7 +12,7 @@ from ..devices import Accelerator, Array, Device, DeviceArray, Staging
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError
 from .memory import Free, MemoryNeeds, Space, buffers
 from .onnxruntime_engine import failed_run, open_session, ort, session_options
-from .onnxruntime_install import INSTALL_CUDA, NO_PACKAGE, require_one
+from .onnxruntime_install import INSTALL_CUDA, JETSON, require_one
 from .shared_weights import SharedWeights, nbytes
 
 CUDA = "CUDAExecutionProvider"
@@ -38,7 +38,7 @@ class Cuda:
         if CUDA not in ort.get_available_providers():
             raise UnavailableError(
                 f"backend cuda needs the package onnxruntime-gpu, and the installed onnxruntime {ort.__version__} lacks CUDA: "
-                + (NO_PACKAGE if platform.machine() == "aarch64" else f"pip uninstall -y onnxruntime, then {INSTALL_CUDA}")
+                f"pip uninstall -y onnxruntime, then {INSTALL_CUDA}{JETSON if platform.machine() == 'aarch64' else ''}"
             )
         from ..devices.cuda import Cuda as Gpu
 

@@ -15,7 +15,7 @@ _DISTRIBUTIONS = (
     "onnxruntime-qnn",
 )
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31' 'cuda-bindings>=13'"
-NO_PACKAGE = "PyPI has no such package for aarch64, so export for tensorrt"
+JETSON = "; it has no kernels for Jetson Orin and Thor: export for tensorrt there"
 
 
 def require_one() -> None:
