@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import GumihoError, reason, remedy
+from .errors import GumihoError, InputError, reason, remedy
 from .interruption import INTERRUPTED, raised
 
+_MOST_BYTES = 256 << 20  # of a file
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -55,6 +56,16 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the name is empty: give that of a file or folder")
     return Path(text)
+
+
+def read_text(file: Path, what: str) -> str:
+    """The text of a UTF-8 file. what: it is, for the message. Raises InputError if it cannot be read."""
+    from .bundle.files import read_regular
+
+    try:
+        return read_regular(file, _MOST_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{file}' cannot be read as {what} ({reason(error)}): give a readable UTF-8 file") from None
 
 
 class _Version(argparse.Action):

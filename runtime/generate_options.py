@@ -7,14 +7,11 @@ from pathlib import Path
 
 from . import command
 from .backends import DEVICES, NAMES
-from .bundle.files import read_regular
-from .command import argument_parser
+from .command import argument_parser, read_text
 from .comparison import NEAR_TIE
 from .decoding.grammar import Grammar
 from .decoding.settings import Settings
 from .errors import InputError, json_line, reason
-
-_MAX_FILE_BYTES = 256 << 20  # of a file with prompts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,14 +107,6 @@ def parser() -> argparse.ArgumentParser:
         help="CPU threads of the engines (default: as many as compiling found fastest)",
     )
     return parser
-
-
-def read_text(file: Path, what: str) -> str:
-    """The text of a UTF-8 file. what: it is, for the message. Raises InputError if it cannot be read."""
-    try:
-        return read_regular(file, _MAX_FILE_BYTES).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"'{file}' cannot be read as {what} ({reason(error)}): give a readable UTF-8 file") from None
 
 
 def _written(file: Path, what: str) -> str:

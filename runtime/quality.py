@@ -12,11 +12,10 @@ from typing import Any
 from .backends import DEVICES, NAMES
 from .backends import backend as make_backend
 from .bundle.reader import Bundle
-from .command import argument_parser
+from .command import argument_parser, read_text
 from .command import run as run_command
 from .engines.store import find_engines
 from .errors import InputError
-from .generate_options import read_text
 from .loader import load
 from .perplexity import Quality, measure, windows
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..backends import DEVICES, NAMES
-from ..command import argument_parser
+from ..command import argument_parser, read_text
 from ..command import run as run_command
 from ..errors import InputError, UnavailableError
-from ..generate_options import read_text
 from ..loader import load
 from .allocator import share_arena
 
