@@ -26,7 +26,7 @@ from tests.seal import update
 ROWS, CAPACITY = 8, 200
 RUNNING = [("cpu", ""), ("migraphx", "ref"), ("migraphx", "gpu"), ("cuda", ""), ("tensorrt", "")]
 # Largest difference of two logits, relative to the largest one, that rounding to fp16 may turn around: twice the largest error
-# of fp16 logits over thousands of positions (docs/benchmarks.md).
+# of fp16 logits over thousands of positions (docs/backends.md).
 HALF = 2 * 4.7e-3
 
 
