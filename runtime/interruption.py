@@ -21,8 +21,9 @@ def _is_command() -> bool:
     return os.path.basename(sys.argv[0] if sys.argv else "").removesuffix(".exe") in _SCRIPTS
 
 
-# While libraries load nothing can be lost, and there is nobody to catch an exception.
-if _is_command():
+# While libraries load nothing can be lost, and there is nobody to catch an exception. Where a shell has a background process ignore SIGINT,
+# that stays.
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)
 
 

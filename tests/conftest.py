@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ settings.register_profile("exhaustive", deadline=None)
 settings.register_profile("representative", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("representative")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background processes ignore it, and so would commands that tests run
 DEMO = Path(__file__).parent.parent / "demo"
 
 

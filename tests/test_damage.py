@@ -173,6 +173,15 @@ def test_an_interruption_of_a_program_that_uses_the_package() -> None:
     assert done.stdout == "True\n"
 
 
+def test_a_background_process_still_ignores_interruptions() -> None:
+    """Which a shell started with SIGINT ignored."""
+    code = "import sys; sys.argv = ['gumiho']; import runtime, signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    done = subprocess.run(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "True\n"
+
+
 def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The library says something else, and a file that is written then fails."""
     from runtime.backends.onnxruntime import Cpu
