@@ -11,7 +11,6 @@ import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import command as _command
 from .errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 
 if _TYPE_CHECKING:
@@ -42,7 +41,9 @@ else:
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            value = _command.package_version()
+            from .command import package_version
+
+            value = package_version()
         elif name in _MODULES:
             value = getattr(_import_module(f".{_MODULES[name]}", __name__), name)
         else:

@@ -45,8 +45,8 @@ def remedy(error: BaseException, otherwise: str = "") -> str:
     return ", or ".join(way for way in (first, otherwise) if way) or "see what the disk lacks"
 
 
-def unreadable(file: object, error: BaseException, otherwise: str) -> "GumihoError":
-    """What to raise for a file that cannot be read. otherwise: what to do, unless it lacks a permission."""
+def unreadable(file: object, error: BaseException, otherwise: str = "") -> "GumihoError":
+    """What to raise for a file that cannot be read. otherwise: what to do, unless the error is a PermissionError."""
     if isinstance(error, PermissionError):
         return UnavailableError(f"{file} cannot be read ({reason(error)}): let this user read it, and the folders above it")
     return DamageError(f"{file} cannot be read ({reason(error)}): {otherwise}")

@@ -142,7 +142,7 @@ class Checkpoint:
         except ImportError as error:
             raise UnavailableError(f"reading {file} needs a package ({reason(error)}): install it") from None
         except PermissionError as error:
-            raise unreadable(file, error, "") from None
+            raise unreadable(file, error) from None
         except Exception as error:  # libraries raise exceptions of any type for damaged files
             raise DamageError(f"{file} is truncated or damaged{where} ({reason(error)}): download it again") from None
 

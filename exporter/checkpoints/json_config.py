@@ -60,7 +60,7 @@ def document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except PermissionError as error:
-        raise unreadable(path, error, "") from None
+        raise unreadable(path, error) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamageError(f"{path} cannot be read as JSON ({reason(error)}): download it again") from None
     if not isinstance(content, dict):

@@ -44,7 +44,7 @@ def damaged(error: BaseException, what: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError):
         return error
     if isinstance(error, PermissionError):
-        return unreadable(error.filename, error, "")
+        return unreadable(error.filename, error)
     said = f"{what} ({reason(error)})"
     if isinstance(error, ImportError):
         return UnavailableError(f"{said}: install the package that is missing")

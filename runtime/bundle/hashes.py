@@ -45,7 +45,7 @@ def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | N
                 return name  # reading a pipe or a device might never end
             actual = file_hash(root / name) if whole else sample_hash(root / name)
         except PermissionError as error:
-            raise unreadable(root / name, error, "") from None
+            raise unreadable(root / name, error) from None
         except OSError:
             return name
         if actual != (expected.sha256 if whole else expected.sample):

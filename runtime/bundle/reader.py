@@ -55,7 +55,7 @@ class Bundle:
         try:
             self._check_files()
         except PermissionError as error:
-            raise unreadable(error.filename, error, "") from None
+            raise unreadable(error.filename, error) from None
 
     def _check_files(self) -> None:
         for name, expected in self.manifest.files.items():
@@ -108,7 +108,7 @@ class Bundle:
         except (KeyboardInterrupt, SystemExit):
             raise
         except PermissionError as error:
-            raise unreadable(file, error, "") from None
+            raise unreadable(file, error) from None
         except BaseException as error:  # the library raises plain Exception, and its panics derive from BaseException
             raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
 
@@ -121,7 +121,7 @@ class Bundle:
         try:
             ids = read_arrays(file, 8 * count).get("ids", np.zeros(0, np.int32))
         except PermissionError as error:
-            raise unreadable(file, error, "") from None
+            raise unreadable(file, error) from None
         except OSError as error:
             raise DamageError(f"{file} is damaged ({reason(error)}): copy the bundle again") from None
         if ids.shape != (count,) or ids.dtype != np.int32 or ids.min() < 0:

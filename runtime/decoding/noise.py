@@ -40,8 +40,8 @@ def blocks(count: int) -> Iterator[slice]:
     return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
 
 
-def high_bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
-    """The first 32 of the bits of which ``noise`` makes its number between 0 and 1, uint32 [n]. products: of a block of ids."""
+def _bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
+    """Random bits, uint64 [n]. products: of n ids."""
     x = products + np.uint64(state(seed, position))
     shifted = x >> np.uint64(30)
     x ^= shifted
@@ -49,19 +49,20 @@ def high_bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
     np.right_shift(x, np.uint64(27), out=shifted)
     x ^= shifted
     x *= np.uint64(B)
-    np.right_shift(x, np.uint64(32), out=shifted)
-    high = shifted.astype(np.uint32)
-    high ^= high >> np.uint32(31)
-    return high
+    np.right_shift(x, np.uint64(31), out=shifted)
+    x ^= shifted
+    return x
+
+
+def high_bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
+    """The first 32 of the bits of which ``noise`` makes its number between 0 and 1, uint32 [n]. products: of a block of ids."""
+    return (_bits(seed, position, products) >> np.uint64(32)).astype(np.uint32)
 
 
 def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     """Gumbel noise, float64 [n], for token ids (int64 [n]) at a position of the text."""
-    x = products(ids) + np.uint64(state(seed, position))
-    for shift, by in ((30, A), (27, B)):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(by)
     # With one more bit the 0.5 would be rounded away, and a value of 1 would make the noise infinite.
-    uniform = (((x ^ x >> np.uint64(31)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = ((_bits(seed, position, products(ids)) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return -np.log(-np.log(uniform))
 
 
@@ -73,7 +74,8 @@ def winners(row: np.ndarray, temperature: float, seed: int, position: int) -> np
     """
     best = np.array([row.argmax()])
     highest, least = row[best], np.float32(noise(seed, position, best)[0])
-    divisor, found = np.float32(max(temperature, 1e-30)), list[np.ndarray]()  # a larger temperature leaves more
+    divisor = np.float32(max(temperature, 1e-30))  # a larger temperature leaves more
+    all_products, found = _all_products(len(row)), list[np.ndarray]()
     for block in blocks(len(row)):
         bounds = row[block] - highest
         with np.errstate(over="ignore"):
@@ -81,7 +83,7 @@ def winners(row: np.ndarray, temperature: float, seed: int, position: int) -> np
         bounds -= least
         np.exp(bounds, out=bounds)
         bounds *= np.float32(2.0**32 * (1 + 1e-4))  # more than rounding takes away
-        rest = ~high_bits(seed, position, _all_products(len(row))[block])
+        rest = ~high_bits(seed, position, all_products[block])
         found.append(np.flatnonzero(rest.astype(np.float32) <= bounds) + block.start)
     ids = np.concatenate(found)
     return ids[row[ids] > -np.inf]

@@ -29,9 +29,9 @@ def candidates(row: np.ndarray, temperature: float, top_k: int, top_p: float, mi
     best = float(row.max())
     if 0 < top_k < len(row):
         ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
-        ids = ids[_nucleus(row[ids], temperature, top_p)] if top_p < 1 else ids
+        ids = ids[_nucleus(row[ids], best, temperature, top_p)] if top_p < 1 else ids
     elif top_p < 1:
-        ids = _nucleus(row, temperature, top_p)
+        ids = _nucleus(row, best, temperature, top_p)
     else:  # those that min-p keeps, and some near them
         least = best + 1.001 * temperature * log(min_p) - 1e-5 * abs(best) if min_p > 0 else -inf
         ids = np.flatnonzero(row >= least)
@@ -52,9 +52,10 @@ def _scaled(logits: np.ndarray, highest: float, temperature: float) -> np.ndarra
     return values
 
 
-def _nucleus(row: np.ndarray, temperature: float, share: float) -> np.ndarray:
-    """Ascending indices of the smallest set of likeliest tokens that have at least this share of the probability (arXiv 1904.09751)."""
-    best, size = float(row.max()), 64
+def _nucleus(row: np.ndarray, best: float, temperature: float, share: float) -> np.ndarray:
+    """Ascending indices of the smallest set of likeliest tokens that have at least this share of the probability (arXiv 1904.09751). best:
+    the largest logit."""
+    size = 64
     wanted = share * sum(float(np.exp(_scaled(row[block], best, temperature)).sum()) for block in blocks(len(row)))
     while True:
         size = min(8 * size, len(row))
