@@ -84,6 +84,15 @@ class Generation:
         """Ends the generation after the running cycle. Safe to call from any thread."""
         self._selector.cancel()
 
+    @property
+    def grammar_seconds(self) -> float:
+        """Seconds that the text has waited for its grammar."""
+        return self._selector.grammar_seconds
+
+    def move(self, stream: _Model) -> None:
+        """Goes on on another stream over the same engines, which reads what its caches lack of the text so far. Between two cycles."""
+        self._model, self._cycles = stream, stream._start(self, self._selector, True)
+
     def cycles(self) -> Iterator[Cycle]:
         """The cycles of the generation, the prefill first, each with the token ids it emitted.
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from select import select
@@ -18,8 +19,11 @@ import pytest
 from runtime import Model, load
 from runtime.decoding.grammar import Grammar
 from runtime.decoding.grammar_matcher import GrammarMatcher
+from runtime.decoding.settings import Settings
 from runtime.errors import InputError
 from runtime.serve.app import Limits
+from runtime.serve.completions import Completions, Request
+from runtime.serve.metrics import Metrics
 from runtime.serve.slots import Slots
 from tests.serving import client, served
 from tests.test_grammar import END, SPELLED, TEXT, TINY, TURN, allowed
@@ -205,12 +209,49 @@ def test_texts_with_grammars_leave_a_stream_to_others(model: Model) -> None:
     slots = Slots(model.streams, 10)
 
     async def run() -> None:
-        async with slots.slot([1], True), slots.slot([1], True):
-            third = asyncio.ensure_future(slots.slot([1], True).__aenter__())
+        async with slots.turn([1], True), slots.turn([1], True):
+            third = asyncio.ensure_future(slots.turn([1], True).__aenter__())
             for _ in range(3):
-                async with slots.slot([1], False):
+                async with slots.turn([1], False):
                     assert not third.done()
         await third
 
     asyncio.run(run())
+    slots.close()
+
+
+def test_a_grammar_that_takes_long_gives_way_to_texts_that_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that gave way end as they would have by themselves, and one that leaves meanwhile leaves its place."""
+    monkeypatch.setattr("runtime.serve.completions._Fair.used_up", True)
+    monkeypatch.setattr("runtime.serve.completions._TOGETHER_SECONDS", -1.0)
+    slow = Settings(120, grammar=model.matchers.prepared(Grammar.regex("(?s).*")), min_new_tokens=120)
+    quick = Settings(3, grammar=model.matchers.prepared(Grammar.regex("[a-z]+")))
+    alone = ["".join(model.start(prompt, slow)) for prompt in ("def main(", "class A:")]
+    answered = threading.Event()
+    # Any of them alone takes longer than a quick text beside two of them.
+    slow = replace(slow, callback=lambda *_: answered.wait(0.01) and False)
+    slots, order = Slots(model.streams, 10), list[str]()
+    completions = Completions(model, slots, Metrics(slots))
+
+    async def text(name: str, prompt: str, settings: Settings) -> str:
+        parts = [part.text async for _, part in completions.run(Request([model.encode(prompt)], [settings]))]
+        order.append(name)
+        return "".join(parts)
+
+    async def run() -> list[str]:
+        hogs = [asyncio.ensure_future(text("slow", prompt, slow)) for prompt in ("def main(", "class A:")]
+        while slots.busy < 2:
+            await asyncio.sleep(0)
+        gone = asyncio.ensure_future(text("gone", "x", slow))
+        assert await text("quick", "x", quick)
+        assert order == ["quick"]
+        gone.cancel()
+        answered.set()
+        found = await asyncio.gather(*hogs)
+        while slots.busy:
+            await asyncio.sleep(0.01)
+        assert not slots.queued
+        return found
+
+    assert asyncio.run(run()) == alone
     slots.close()

@@ -101,6 +101,29 @@ def finished(model: Model, prompt: list[int], count: int, settings: dict[str, An
     return generation.ids
 
 
+@pytest.mark.parametrize(
+    "settings", [*SETTINGS, {"speculate": False, "logprobs": 2, "presence_penalty": 0.7, "temperature": 1.0, "seed": 5}]
+)
+def test_a_text_that_moves_between_streams_stays_the_same(together: Model, settings: dict[str, Any]) -> None:
+    prompt = PROMPTS[1]
+    alone = together.generate(prompt, 40, **settings)
+    cycles = [cycle.tokens for cycle in alone.cycles()]
+    moving = together.generate(prompt, 40, **settings)
+    pieces, emitted = list[str](), list[int]()
+    streams = [*together.streams[1:], *together.streams]
+    for number, piece in enumerate(moving.pieces(lambda cycle: emitted.extend(cycle.tokens))):
+        pieces.append(piece)
+        if number % 2 and moving.finish_reason is None and streams:
+            finished(stream := streams.pop(0), PROMPTS[0], 3, {})  # what its caches hold is another text's
+            moving.move(stream)
+    assert len(streams) <= len(together.streams)  # it did move
+    assert (moving.ids, moving.logprobs, moving.finish_reason) == (alone.ids, alone.logprobs, alone.finish_reason)
+    assert emitted == moving.ids == [token for tokens in cycles for token in tokens]
+    assert "".join(pieces) == alone.text
+    assert moving.stats.tokens == len(moving.ids)
+    assert moving.stats.prompt_tokens == len(prompt)
+
+
 def run(*work: Any) -> None:
     threads = [threading.Thread(target=one) for one in work]
     for thread in threads:

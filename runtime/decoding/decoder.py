@@ -77,7 +77,7 @@ class Decoder:
     # --- the loop --------------------------------------------------------------------------------------------------------
 
     def generate(self, selector: TokenSelector, stats: Stats, resume: bool = False) -> Iterator[Cycle]:
-        """Continues a selector's prompt, one cycle at a time, the prefill first. resume: reuse the cached rows of the common prefix.
+        """Continues a selector's text, one cycle at a time, the prefill first. resume: reuse the cached rows of the common prefix.
 
         Raises InputError for a prompt that is empty or does not fit.
         """
@@ -176,21 +176,22 @@ class Decoder:
     # --- the prompt ------------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> None:
-        """Reads the part of the prompt that is not cached, and emits the first token."""
-        prompt, settings, started = selector.prompt, selector.settings, perf_counter_ns()
+        """Reads the part of the prompt and of what was emitted that is not cached, and emits the next token."""
+        text, settings, started = [*selector.prompt, *selector.ids], selector.settings, perf_counter_ns()
         selector.begin()
         self.device.enter()
         if not resume:
             self.clear()
-        stats.cached_tokens = self.resume(prompt, settings.speculate)
-        self.selector, self.text, self._draws = selector, (prompt, selector.ids), settings.temperature > 0
+        cached = self.resume(text, settings.speculate)
+        stats.cached_tokens = stats.cached_tokens if selector.ids else cached
+        self.selector, self.text, self._draws = selector, (selector.prompt, selector.ids), settings.temperature > 0
         if self.planner:
-            self.planner.begin(prompt if settings.looks_up else ())
-        last = self.prefill(prompt, settings.speculate, self._pause(selector))
+            self.planner.begin(text if settings.looks_up else ())
+        last = self.prefill(text, settings.speculate, self._pause(selector))
         if last is not None:
             self.next_token(last)
             self.history.accept([last], selector.ids[-1:])
-        stats.prefill_ns = perf_counter_ns() - started
+        stats.prefill_ns += perf_counter_ns() - started
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
         """Reads the rest of a prompt into the target's cache, in chunks; the drafter reads it later.

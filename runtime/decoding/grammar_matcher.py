@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
@@ -19,11 +20,14 @@ _BOUNDS = _BOUNDS.astype(np.float32)
 
 
 class GrammarMatcher:
-    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too."""
+    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too.
+
+    seconds: that the text has waited for the grammar.
+    """
 
     def __init__(self, vocabulary: Vocabulary, process: GrammarProcess) -> None:
         """``GrammarMatchers.start`` creates one. process: at the start of the text."""
-        self._vocabulary, self._process = vocabulary, process
+        self._vocabulary, self._process, self.seconds = vocabulary, process, 0.0
         self._accepted: list[int] = []
         self._ended = False
         self._bits = np.zeros_like(vocabulary.spellable)  # the allowed tokens, if they are current
@@ -89,6 +93,7 @@ class GrammarMatcher:
         return self._bits
 
     def _do(self, work: Callable[[], _T]) -> _T:
+        begun = perf_counter()
         try:
             done = work()
         except EndedError:
@@ -96,6 +101,8 @@ class GrammarMatcher:
                 f"the grammar cannot be followed further (a token takes more than {STEP_SECONDS:g} s, or the text {TEXT_SECONDS} s or "
                 f"{MEMORY >> 20} MiB): simplify it"
             ) from None
+        finally:
+            self.seconds += perf_counter() - begun
         # A state with an error allows the end of the text anywhere, so it must not be used.
         if problem := brief(self._process.problem):
             dead = problem.startswith("NoExtensionBias")

@@ -56,8 +56,13 @@ class TokenSelector:
         self._cancelled = threading.Event()
 
     def begin(self) -> None:
-        """Starts the clock of ``max_seconds``."""
-        self._deadline = monotonic() + self.settings.max_seconds
+        """Starts the clock of ``max_seconds``, unless it runs."""
+        self._deadline = min(self._deadline, monotonic() + self.settings.max_seconds)
+
+    @property
+    def grammar_seconds(self) -> float:
+        """Seconds that the text has waited for its grammar."""
+        return self._matcher.seconds if self._matcher else 0.0
 
     def cancel(self) -> None:
         """Ends the text after the running cycle. Safe to call from any thread."""

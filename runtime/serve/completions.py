@@ -17,11 +17,12 @@ from ..model import Model
 from ..trace_page import source
 from .answers import Part, Usage
 from .metrics import Metrics
-from .slots import Slot, Slots
+from .slots import Slots, Turn
 
 _TOGETHER_SECONDS = (
     0.03  # of text that is sent at once, after the first: every part wakes threads that take the cores from passes
 )
+_GRAMMAR_SECONDS = 0.5  # that a text may wait for its grammar on a slot that others want
 _AHEAD = 4  # parts that decoding may be ahead of what the client has been sent
 
 
@@ -72,13 +73,14 @@ class Completions:
         self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
     ) -> AsyncGenerator[Part, None]:
         """One choice. first: of its prompt, whose tokens are counted once."""
-        async with self._slots.slot(prompt, settings.grammar is not None) as slot:
-            generation = await slot.run(lambda: slot.stream.start(prompt, settings, resume=True))
+        async with self._slots.turn(prompt, settings.grammar is not None) as turn:
+            generation = await turn.run(lambda: turn.stream.start(prompt, settings, resume=True))
             began: float | None = None
             try:
-                async for part in self._parts(slot, generation, settings):
-                    began = began or perf_counter()
-                    yield part
+                async with aclosing(self._parts(turn, generation, settings)) as parts:
+                    async for part in parts:
+                        began = began or perf_counter()
+                        yield part
             finally:
                 generation.cancel()  # if it has not ended; the slot is freed once its thread is idle
                 stats = generation.stats
@@ -88,12 +90,12 @@ class Completions:
                 request.stats.add(stats)
                 self._metrics.count(stats, request.begun, began)
 
-    async def _parts(self, slot: Slot, generation: Generation, settings: Settings) -> AsyncIterator[Part]:
+    async def _parts(self, turn: Turn, generation: Generation, settings: Settings) -> AsyncGenerator[Part, None]:
         """The next part is decoded while one is sent."""
         cycles: list[Cycle] = []
         pieces = generation.pieces(cycles.append)
         tokens = DecodeStream(ids=generation.prompt, skip_special_tokens=True) if settings.trace else None
-        listed = 0
+        listed, fair = 0, _Fair(generation)
 
         def step() -> tuple[Part, bool]:
             """The next part, and whether it is the last. In the slot's thread."""
@@ -110,15 +112,23 @@ class Completions:
             cycles.clear()
             return Part(text, logprobs, sources, generation.finish_reason if last else None), last
 
+        async def next_part() -> tuple[Part, bool]:
+            if self._slots.wanted and fair.used_up:
+                turn.end()
+                await turn.begin([*generation.prompt, *generation.ids], again=True)
+                await turn.run(lambda: generation.move(turn.stream))
+                fair.begin()
+            return await turn.run(step)
+
         sent = False
-        coming = asyncio.ensure_future(slot.run(step))
+        coming = asyncio.ensure_future(next_part())
         try:
             last = False
             while not last:
                 part, last = await coming
                 sent = True
                 if not last:
-                    coming = asyncio.ensure_future(slot.run(step))
+                    coming = asyncio.ensure_future(next_part())
                 yield part
         finally:
             coming.cancel()
@@ -132,6 +142,25 @@ class Completions:
             for cycle in cycles
             for i, token in enumerate(cycle.tokens)
         ]
+
+
+class _Fair:
+    """What a text's grammar may take of a slot before others have their turn: as long as it took to read the text there, so that no text
+    is only ever read again."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._begun = 0.0, 0
+
+    def begin(self) -> None:
+        """On another slot."""
+        self._begun = self._generation.grammar_seconds, self._generation.stats.prefill_ns
+
+    @property
+    def used_up(self) -> bool:
+        seconds, prefill_ns = self._begun
+        read = (self._generation.stats.prefill_ns - prefill_ns) / 1e9
+        return self._generation.grammar_seconds - seconds > max(_GRAMMAR_SECONDS, read)
 
 
 async def _alone(text: AsyncGenerator[Part, None]) -> AsyncGenerator[tuple[int, Part], None]:

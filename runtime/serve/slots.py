@@ -1,10 +1,10 @@
 """Who decodes on which stream: a request gets the one whose cache begins like its prompt, or waits for one in a queue."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..model import Model
@@ -37,14 +37,53 @@ class Slot:
         self._thread.shutdown()
 
 
+class Turn:
+    """A text's turn on a slot, which it may give way to another text and get again."""
+
+    def __init__(self, slots: "Slots", guided: bool) -> None:
+        self._slots, self._guided = slots, guided
+        self._slot: Slot | None = None
+
+    @property
+    def stream(self) -> Model:
+        assert self._slot
+        return self._slot.stream
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """See ``Slot.run``."""
+        assert self._slot
+        return await self._slot.run(work)
+
+    async def begin(self, text: Sequence[int], again: bool = False) -> None:
+        """Waits for a slot. again: behind all that have not had one."""
+        slot = self._slot = await self._slots.take(_Waiting(text, self._guided, again))
+        await slot.run(lambda: self._slots.adopt(slot, text))
+
+    def end(self) -> None:
+        if slot := self._slot:
+            self._slot = None
+            slot.after(lambda: self._slots.give(slot, self._guided))
+
+
+@dataclass(eq=False)
+class _Waiting:
+    text: Sequence[int]
+    guided: bool
+    again: bool
+    slot: asyncio.Future[Slot] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class Slots:
-    """busy: slots in use. queued: requests that wait for one."""
+    """busy: slots in use. queued: requests that wait for one.
+
+    Texts with a grammar leave one of several slots to others, since a grammar may take long for every token.
+    """
 
     def __init__(self, streams: Sequence[Model], longest_queue: int) -> None:
         self._free = [Slot(stream) for stream in streams]  # the least recently used one first
         self._all, self._longest_queue = tuple(self._free), longest_queue
-        self._waiting, self._admitted = deque[asyncio.Future[Slot]](), 0
-        self._guided = asyncio.Semaphore(max(1, len(streams) - 1))
+        self._waiting, self._admitted = list[_Waiting](), 0
+        self._guided = max(1, len(streams) - 1)  # so many more may begin
 
     @property
     def count(self) -> int:
@@ -57,6 +96,11 @@ class Slots:
     @property
     def queued(self) -> int:
         return len(self._waiting)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a text waits that has had no slot yet."""
+        return any(not waiting.again for waiting in self._waiting)
 
     def admit(self, texts: int) -> Callable[[], None]:
         """Counts so many texts as decoded or waiting, until what is returned is called. Raises Problem if they do not fit."""
@@ -73,52 +117,56 @@ class Slots:
         return ended
 
     @asynccontextmanager
-    async def slot(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Slot]:
-        """A slot for a prompt, when it is its turn. Freed once the slot's thread is idle. guided: whether the text follows a grammar: such
-        texts leave one of several slots to others, since a grammar may take long for every token."""
-        async with self._guided if guided else nullcontext():
-            slot = self._best(prompt) if self._free and not self._waiting else await self._wait()
-            try:
-                await slot.run(lambda: self._adopt(slot, prompt))
-                yield slot
-            finally:
-                slot.after(lambda: self._release(slot))
+    async def turn(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Turn]:
+        """A text's turn, when a slot is free for it. Its slot is freed once its thread is idle. guided: whether it follows a grammar."""
+        turn = Turn(self, guided)
+        try:
+            await turn.begin(prompt)
+            yield turn
+        finally:
+            turn.end()
 
-    def _best(self, prompt: Sequence[int]) -> Slot:
-        """The slot that shares the longest beginning with a prompt, unless most of another conversation would be lost for it."""
-        shared = {slot: slot.stream.decoder.shared(prompt) for slot in self._free}
+    async def take(self, waiting: _Waiting) -> Slot:
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            return await waiting.slot
+        except asyncio.CancelledError:
+            if waiting.slot.cancelled():
+                self._waiting.remove(waiting)
+            else:
+                self.give(waiting.slot.result(), waiting.guided)
+            raise
+
+    def give(self, slot: Slot, guided: bool) -> None:
+        self._free.append(slot)
+        self._guided += guided
+        self._grant()
+
+    def _grant(self) -> None:
+        """Gives the free slots to those who wait, in turn."""
+        for waiting in sorted(self._waiting, key=lambda one: one.again):
+            if self._free and not waiting.slot.done() and (self._guided or not waiting.guided):
+                self._waiting.remove(waiting)
+                self._guided -= waiting.guided
+                waiting.slot.set_result(self._best(waiting.text))
+
+    def _best(self, text: Sequence[int]) -> Slot:
+        """The free slot that shares the longest beginning with a text, unless most of another conversation would be lost for it."""
+        shared = {slot: slot.stream.decoder.shared(text) for slot in self._free}
         best = max(self._free, key=shared.__getitem__)
-        if shared[best] < _LEAST_KEPT * max(1, min(len(prompt), len(best.stream.decoder.cached))):
+        if shared[best] < _LEAST_KEPT * max(1, min(len(text), len(best.stream.decoder.cached))):
             best = self._free[0]
         self._free.remove(best)
         return best
 
-    def _adopt(self, slot: Slot, prompt: Sequence[int]) -> None:
-        """Copies the rows of a prompt's beginning from another stream, if that holds more of it."""
-        own = slot.stream.decoder.shared(prompt)
+    def adopt(self, slot: Slot, text: Sequence[int]) -> None:
+        """Copies the rows of a text's beginning from another stream, if that holds more of it."""
+        own = slot.stream.decoder.shared(text)
         others = [other.stream for other in self._all if other is not slot]
-        most, best = max(((stream.decoder.shared(prompt), i) for i, stream in enumerate(others)), default=(0, 0))
+        most, best = max(((stream.decoder.shared(text), i) for i, stream in enumerate(others)), default=(0, 0))
         if most >= own + _LEAST_COPIED:
-            slot.stream.adopt(others[best], prompt)
-
-    async def _wait(self) -> Slot:
-        waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
-                self._release(waiting.result())
-            else:
-                self._waiting.remove(waiting)
-            raise
-
-    def _release(self, slot: Slot) -> None:
-        while self._waiting:
-            if not (waiting := self._waiting.popleft()).done():
-                waiting.set_result(slot)
-                return
-        self._free.append(slot)
+            slot.stream.adopt(others[best], text)
 
     def close(self) -> None:
         for slot in self._all:
