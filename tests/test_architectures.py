@@ -21,8 +21,9 @@ from exporter.checkpoints.gguf_file import GgufCheckpoint
 from exporter.checkpoints.json_config import llama_fields
 from exporter.checkpoints.llama import LlamaConfig, llama_config, llama_shape, transformers_class, transformers_config
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.options import parser, plan
+from exporter.options import config_of
 from exporter.progress import Progress
+from exporter.resolve import recipe_of
 from exporter.training import cli as training
 from exporter.training import start
 from exporter.training.drafters.gumiho import Gumiho
@@ -63,7 +64,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pat
 
 
 def planned(target: Path, *options: str) -> Any:
-    return plan(parser().parse_args(["--target", str(target), "--out", "nowhere", *options]))
+    return recipe_of(config_of(["--target", str(target), "--out", "nowhere", *options]))
 
 
 # --- what they generate --------------------------------------------------------------------------------------------------

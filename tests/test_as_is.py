@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from exporter import cli, options
 from exporter.backends.specs import BACKENDS, UNSIGNED
 from exporter.bundle import _pack
+from exporter.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import scale_of
 from exporter.weights.source import Location
@@ -52,7 +53,7 @@ def written(kind: str, folder: Path) -> tuple[Path, LlamaForCausalLM]:
 
 
 def parsed(*argv: str) -> Any:
-    return options.plan(options.parser().parse_args(argv))
+    return recipe_of(options.config_of(argv))
 
 
 def stored(bundle: Path) -> dict[str, Tensor]:

@@ -40,9 +40,10 @@ import runtime.engines.store
 from exporter.backends import specs as forms
 from exporter.checkpoints.end_tokens import end_of_turn
 from exporter.cli import main
-from exporter.options import parser, plan
+from exporter.options import config_of
 from exporter.precision import recommendation
 from exporter.progress import Progress
+from exporter.resolve import recipe_of
 from exporter.sources import open_pair
 from exporter.trees import tree_config
 from exporter.weights.notes import NOTES
@@ -316,7 +317,7 @@ def reported(text: str) -> dict[str, float]:
 
 
 def wanted(pair: Path, out: Path) -> Any:
-    return plan(parser().parse_args(options(pair, out)))
+    return recipe_of(config_of(options(pair, out)))
 
 
 def test_validate_prints_small_errors(tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -619,11 +620,11 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
 
 
 def test_only_the_same_is_gone_on_with(pair: Path, tmp_path: Path) -> None:
-    made = [plan(parser().parse_args(options(pair, tmp_path / "out", *more))).fingerprint()
+    made = [recipe_of(config_of(options(pair, tmp_path / "out", *more))).fingerprint()
             for more in ((), ("--draft-weights", "int4"), ("--draft-weights", "int8"), ("--draft-vocab", "9"), ("--heads", "0"),
                          ("--capacity", "9"))]  # fmt: skip
     assert len(set(made)) == len(made)
-    assert made[0] == plan(parser().parse_args(options(pair, tmp_path / "elsewhere"))).fingerprint()
+    assert made[0] == recipe_of(config_of(options(pair, tmp_path / "elsewhere"))).fingerprint()
 
 
 def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, uncompiled: None) -> None:
@@ -1107,10 +1108,10 @@ def test_the_smallest_capacity_gives_a_bundle(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
-    tree = plan(parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]))
+    tree = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target")]))
     assert (tree.tree.rows, tree.tree.serial_steps, tree.tree.heads, tree.capacity) == (8, 2, 2, 256)
     official = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--rows", "64"]
-    tree = plan(parser().parse_args(official)).tree
+    tree = recipe_of(config_of(official)).tree
     assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)
 
 
@@ -1129,8 +1130,8 @@ def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     (["--backend", "cpu", "cuda", "--weights", "int4"], 8, 32),
 ])  # fmt: skip
 def test_defaults_follow_the_backend(pair: Path, more: list[str], rows: int, head_top_k: int) -> None:
-    args = parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
-    tree = tree_config(args, open_pair(args))
+    asked = config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
+    tree = tree_config(asked, open_pair(asked))
     assert (tree.rows, tree.head_top_k) == (rows, head_top_k)
 
 
@@ -1192,7 +1193,7 @@ def test_an_operator_that_the_backend_does_not_take_stops_the_export(
     (["--backend", "cpu", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
 ])  # fmt: skip
 def test_presets(pair: Path, more: list[str], weights: dict[str, str]) -> None:
-    made = plan(parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more]))
+    made = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more]))
     assert dict(made.quantized) == weights
 
 
@@ -1209,8 +1210,8 @@ def test_an_export_for_the_cpu_without_a_preset_is_advised(
     pair: Path, more: list[str], vnni: bool | None, advised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exporter.precision.vnni", lambda: vnni)
-    args = parser().parse_args(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
-    lines = recommendation(args)
+    asked = config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
+    lines = recommendation(asked)
     assert any("--preset fast" in line for line in lines) == advised
     assert all(line.count("SmolLM2") == 1 for line in lines)  # speeds and perplexities are one model's
 

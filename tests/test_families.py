@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exporter.cli import main
-from exporter.options import parser
+from exporter.options import config_of
 from exporter.sources import open_pair
 from exporter.trees import tree_config
 from graphs.static_trees import EAGLE_1
@@ -34,14 +34,14 @@ def _made(folder: Path, layers: int, heads: int) -> list[str]:
 
 
 def tree(argv: list[str], *more: str) -> TreeConfig:
-    args = parser().parse_args([*argv, *more])
-    return tree_config(args, open_pair(args))
+    asked = config_of([*argv, *more])
+    return tree_config(asked, open_pair(asked))
 
 
 def test_tensors_tell_the_family(tmp_path: Path) -> None:
     for layers, heads, family in ((1, 0, "eagle"), (2, 0, "gumiho"), (1, 1, "gumiho"), (2, 5, "gumiho")):
         argv = _made(tmp_path / f"{layers}-{heads}", layers, heads)
-        assert open_pair(parser().parse_args(argv)).family == family
+        assert open_pair(config_of(argv)).family == family
 
 
 def test_eagle_grows_its_papers_tree(eagle: list[str]) -> None:

@@ -14,7 +14,8 @@ from exporter.checkpoints import vllm
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
+from exporter.options import config_of
+from exporter.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import is_finite
 from runtime.errors import GumihoError
@@ -52,7 +53,7 @@ def options(pair: Path, *more: str) -> list[str]:
 
 
 def packed(pair: Path, *more: str) -> None:
-    wanted = plan(parser().parse_args(options(pair, *more)))
+    wanted = recipe_of(config_of(options(pair, *more)))
     packer = Packer(pair / "packed", wanted.dtype, lambda _: None)
     for file, sources in wanted.sources().items():
         packer.pack(file, sources)

@@ -20,8 +20,9 @@ import exporter.bundle
 import exporter.validate
 import runtime.bundle.hashes
 from exporter.cli import main
-from exporter.options import parser, plan
-from exporter.plan import Plan
+from exporter.options import config_of
+from exporter.recipe import Recipe
+from exporter.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import Location
 from runtime import GumihoError, load
@@ -47,8 +48,8 @@ def options(pair: Path, out: Path, *more: str) -> list[str]:
     return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *numbers(more)]
 
 
-def planned(pair: Path, *more: str) -> Plan:
-    return plan(parser().parse_args(options(pair, pair / "out", *more)))
+def planned(pair: Path, *more: str) -> Recipe:
+    return recipe_of(config_of(options(pair, pair / "out", *more)))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -61,7 +62,7 @@ def state_of(pair: Path) -> State:
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
-def packed(wanted: Plan, folder: Path) -> dict[str, dict[str, Location]]:
+def packed(wanted: Recipe, folder: Path) -> dict[str, dict[str, Location]]:
     packer = Packer(folder, wanted.dtype, lambda _: None)
     return {file: packer.pack(file, sources) for file, sources in wanted.sources().items()}
 
@@ -457,7 +458,7 @@ def test_a_samples_hash_reads_a_piece_of_every_part(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_memory_is_not_compiled_here(
     linked: Path, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(_: Plan, folder: Path, progress: object) -> Manifest:
+    def write(_: Recipe, folder: Path, progress: object) -> Manifest:
         shutil.copytree(linked, folder, ignore=shutil.ignore_patterns("engines"), dirs_exist_ok=True)
         return Bundle(linked).manifest
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
+from exporter.options import config_of
+from exporter.resolve import recipe_of
 from exporter.sources import open_pair
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
@@ -93,7 +94,7 @@ def written(folder: Path, name: str, scale: float = 1.0) -> tuple[list[str], Pre
 
 
 def opened(argv: list[str], *more: str) -> Pair:
-    return open_pair(parser().parse_args([*argv, *more]))
+    return open_pair(config_of([*argv, *more]))
 
 
 def rows_of(text: list[int]) -> Tensor:
@@ -224,7 +225,7 @@ def test_every_backend(backend: str, tmp_path: Path) -> None:
 
 def test_fewer_tokens_can_be_drafted(tmp_path: Path) -> None:
     argv, small = written(tmp_path, "llama")
-    made = plan(parser().parse_args([*argv, "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
+    made = recipe_of(config_of([*argv, "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
     head = made.pair.draft_sources(0, positions=9)
     ids = head["token_ids"].whole()
     assert len(ids) == 300

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from exporter.calibration import calibrated, observe
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.options import parsed, plan
-from exporter.plan import Plan
+from exporter.options import config_of
 from exporter.progress import Progress
+from exporter.recipe import Recipe
+from exporter.resolve import recipe_of
 from exporter.smoothing import smoothing
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize
@@ -47,14 +48,14 @@ TARGETS = {
 }
 
 
-def planned(folder: Path, *options: str) -> Plan:
+def planned(folder: Path, *options: str) -> Recipe:
     """A plan whose text has been read."""
     target = ["--target", str(folder / "target"), "--capacity", "100", "--weights", "w8a8"]
     with Progress() as progress:
-        return calibrated(plan(parsed([*target, *options])), progress)
+        return calibrated(recipe_of(config_of([*target, *options])), progress)
 
 
-def values(made: Plan) -> dict[str, Tensor]:
+def values(made: Recipe) -> dict[str, Tensor]:
     """The target's parameters before they are quantized, by transformers' names."""
     sources = replace(made, quantized={}).sources()["weights/target.bin"]
     names = {name: name if name == "lm_head.weight" else f"model.{name}" for name in sources if "rotary" not in name}

@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 
 from exporter.backends.specs import BACKENDS
 from exporter.calibration import calibrated
-from exporter.options import parsed
-from exporter.options import plan as planned
+from exporter.options import config_of
 from exporter.progress import Progress
+from exporter.resolve import recipe_of
 from exporter.weights.quantize import quantize, scale_of, zero_of
 from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
@@ -78,7 +78,7 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
 
 def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
     """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans it."""
-    plan = planned(parsed(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
+    plan = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
     with Progress() as progress:
         sources = calibrated(plan, progress).sources(apart=True)["weights/target.bin"]
     state = dict[str, Tensor]()
