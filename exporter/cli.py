@@ -7,7 +7,7 @@ from runtime.errors import GumihoError
 
 from .config import ExportConfig
 from .options import asked
-from .precision import unrunnable
+from .recipe.precision import unrunnable
 from .staging import interruptible, resumable, unfinished
 
 

@@ -6,7 +6,7 @@ from .config import ExportConfig
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from .write import Written
+    from .writing.write import Written
 
 
 def exported(config: ExportConfig) -> "Written":
@@ -14,16 +14,16 @@ def exported(config: ExportConfig) -> "Written":
     config.check()
     with Progress() as progress:
         progress.start("reading the checkpoints")
-        from .resolve import resolve
-        from .write import write
+        from .recipe.resolve import resolve
+        from .writing.write import write
 
         return write(resolve(config), progress)
 
 
 def dry_run(config: ExportConfig) -> None:
     """Prints what ``exported`` would write. Raises what it would raise before it writes."""
-    from .resolve import resolve
-    from .write import described, require_writable
+    from .recipe.resolve import resolve
+    from .writing.write import described, require_writable
 
     recipe = resolve(config)
     print(described(recipe))

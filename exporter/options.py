@@ -10,7 +10,7 @@ from runtime.backends import DEVICES, NAMES
 from runtime.command import argument_parser
 
 from .config import CHOICES, DEFAULT_CAPACITY, POLICIES, DraftTree, ExportConfig
-from .precision import PERPLEXITIES
+from .recipe.precision import PERPLEXITIES
 
 
 def parser() -> argparse.ArgumentParser:

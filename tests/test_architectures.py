@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporter import cli
-from exporter.calibration import calibrated
 from exporter.checkpoints.architectures import ARCHITECTURES
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.gguf_file import GgufCheckpoint
@@ -23,12 +22,13 @@ from exporter.checkpoints.llama import LlamaConfig, llama_config, llama_shape, t
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.options import config_of
 from exporter.progress import Progress
-from exporter.resolve import recipe_of
+from exporter.recipe.resolve import recipe_of
 from exporter.training import cli as training
 from exporter.training import start
 from exporter.training.drafters.gumiho import Gumiho
 from exporter.training.text import Slots
-from exporter.validate import validate
+from exporter.writing.calibration import calibrated
+from exporter.writing.validate import validate
 from runtime import GumihoError, InputError, load
 from runtime.lossless import differences
 from tests import gguf_files

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM
 
 from exporter import cli, options
 from exporter.backends.specs import BACKENDS, UNSIGNED
-from exporter.bundle import _pack
-from exporter.resolve import recipe_of
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import scale_of
 from exporter.weights.source import Location
+from exporter.writing.bundle import _pack
 from graphs.dialects.quantization import JOINED, dequantize
 from runtime import load
 from runtime.bundle.reader import Bundle

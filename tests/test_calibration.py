@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from exporter.calibration import observe
-from exporter.calibration_text import TOKENS
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.options import config_of
-from exporter.resolve import recipe_of
+from exporter.recipe.calibration_text import TOKENS
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.quantize import quantize, quantized, scale_of, zero_of
 from exporter.weights.source import Source
+from exporter.writing.calibration import observe
 from graphs.dialects.quantization import Scheme, dequantize
 from runtime import GumihoError
 from tests.conftest import DEMO

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from exporter.engines import Compiled
 from exporter.options import config_of
-from exporter.resolve import recipe_of
-from exporter.summary import report
+from exporter.recipe.resolve import recipe_of
+from exporter.writing.engines import Compiled
+from exporter.writing.summary import report
 from runtime import doctor
 from runtime.backends import NAMES, backend
 from runtime.bundle.reader import Bundle

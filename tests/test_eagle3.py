@@ -13,9 +13,9 @@ from exporter.checkpoints.llama import rotary_tables
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.resolve import recipe_of
-from exporter.signature import caches
-from exporter.sources import open_pair
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
+from exporter.tracing.signature import caches
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded

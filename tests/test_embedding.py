@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporter.backends.specs import UNSIGNED
-from exporter.capture import capture
 from exporter.options import config_of
-from exporter.resolve import recipe_of
-from exporter.trace import _name_codes
+from exporter.recipe.resolve import recipe_of
+from exporter.tracing.capture import capture
+from exporter.tracing.trace import _name_codes
 from exporter.weights.quantize import quantize, scale_of
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, Scheme

@@ -29,10 +29,10 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM
 
-import exporter.bundle
 import exporter.staging
-import exporter.validate
 import exporter.weights.packer
+import exporter.writing.bundle
+import exporter.writing.validate
 import runtime.backends.onnxruntime
 import runtime.bundle.hashes
 import runtime.engines.golden_replay
@@ -41,11 +41,11 @@ from exporter.backends import specs as forms
 from exporter.checkpoints.end_tokens import end_of_turn
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.precision import recommendation
 from exporter.progress import Progress
-from exporter.resolve import recipe_of
-from exporter.sources import open_pair
-from exporter.trees import tree_config
+from exporter.recipe.precision import recommendation
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
+from exporter.recipe.trees import tree_config
 from exporter.weights.notes import NOTES
 from graphs.dialects.standard import Standard
 from runtime.bundle.reader import Bundle
@@ -120,7 +120,7 @@ def traced() -> dict[Any, Any]:
 @pytest.fixture
 def quick(traced: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces a graph for the first time only: all exports of the tiny pair have the same graphs."""
-    trace = exporter.bundle.trace
+    trace = exporter.writing.bundle.trace
 
     def once(module: Any, *rest: Any) -> Any:
         key = type(module).__name__, module.ops, getattr(module, "tree", None), module.capacity
@@ -128,7 +128,7 @@ def quick(traced: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
             traced[key] = trace(module, *rest)
         return traced[key]
 
-    monkeypatch.setattr(exporter.bundle, "trace", once)
+    monkeypatch.setattr(exporter.writing.bundle, "trace", once)
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_errors_above_their_limits_fail_the_command_and_leave_the_bundle(
     tiny: Path, tmp_path: Path, quick: None, error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"target logits": 1e-6, "target hidden": error, "choices that differ": 0.5, "draft scores": error}
-    monkeypatch.setattr(exporter.validate, "validate", lambda *_: found)
+    monkeypatch.setattr(exporter.writing.validate, "validate", lambda *_: found)
     assert main(options(tiny, tmp_path / "out", "--validate")) == 1
     printed = capsys.readouterr()
     assert len(re.findall(r"^  cpu: validation: .*: TOO LARGE$", printed.out, re.M)) == 2
@@ -341,7 +341,7 @@ def test_errors_above_their_limits_fail_the_command_and_leave_the_bundle(
 
 
 def test_validate_finds_small_errors(bundle: Path, pair: Path) -> None:
-    errors = exporter.validate.validate(wanted(pair, bundle), bundle, "cpu")
+    errors = exporter.writing.validate.validate(wanted(pair, bundle), bundle, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
@@ -376,7 +376,7 @@ def negate(values: np.ndarray) -> None:
 def test_validate_reports_a_spoiled_weight(bundle: Path, pair: Path, tmp_path: Path, parameter: str, shows: set[str]) -> None:
     shutil.copytree(bundle, tmp_path / "out")
     spoil(tmp_path / "out", parameter, negate)
-    errors = exporter.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
+    errors = exporter.writing.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
     assert all(errors[name] > 0.02 for name in shows), errors
     if parameter.startswith("draft:"):
         assert all(errors[name] < 1e-3 for name in errors if name != "draft scores"), errors
@@ -385,7 +385,7 @@ def test_validate_reports_a_spoiled_weight(bundle: Path, pair: Path, tmp_path: P
 def test_validate_reports_spoiled_heads(bundle: Path, pair: Path, tmp_path: Path) -> None:
     shutil.copytree(bundle, tmp_path / "out")
     spoil(tmp_path / "out", "draft:heads.first.weight", lambda w: w.__setitem__(slice(None), w[::-1].copy()))
-    errors = exporter.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
+    errors = exporter.writing.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
     assert errors["draft scores"] > 1e-2
 
 
@@ -415,7 +415,7 @@ def test_validate_reads_every_layout_that_export_reads(
     state = load_file(target / "model.safetensors")
     (target / "model.safetensors").unlink()
     layout(target, state)
-    errors = exporter.validate.validate(wanted(tmp_path / "pair", bundle), bundle, "cpu")
+    errors = exporter.writing.validate.validate(wanted(tmp_path / "pair", bundle), bundle, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
@@ -434,11 +434,11 @@ FAILURES: dict[str, tuple[BaseException, int | None]] = {
 }
 # Where the failure strikes: an attribute, and before which of its calls. A negative number: after that call has worked.
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "packing the target": (exporter.bundle.Packer, "pack", -1),
-    "packing the drafter": (exporter.bundle.Packer, "pack", 2),
-    "tracing the target": (exporter.bundle, "trace", 1),
-    "tracing the last graph": (exporter.bundle, "trace", -3),
-    "recording": (exporter.bundle.golden, "record", 1),
+    "packing the target": (exporter.writing.bundle.Packer, "pack", -1),
+    "packing the drafter": (exporter.writing.bundle.Packer, "pack", 2),
+    "tracing the target": (exporter.writing.bundle, "trace", 1),
+    "tracing the last graph": (exporter.writing.bundle, "trace", -3),
+    "recording": (exporter.writing.bundle.golden, "record", 1),
     "saving the golden run": (np, "savez", -1),
     "copying the tokenizer's files": (shutil, "copyfile", 1),
     "hashing": (runtime.bundle.hashes, "file_hash", 2),
@@ -447,7 +447,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "compiling, at the end": (runtime.engines.store, "compile_engines", -1),
     "inside the compiler": (runtime.backends.onnxruntime.Cpu, "compile", -1),
     "replaying": (runtime.engines.golden_replay, "replay", 1),
-    "validating": (exporter.validate, "validate", 1),
+    "validating": (exporter.writing.validate, "validate", 1),
 }
 
 
@@ -515,7 +515,7 @@ def test_an_interruption_that_a_library_makes_an_error_of_is_one(
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape") from None
 
-    monkeypatch.setattr(exporter.bundle.Packer, "pack", read)
+    monkeypatch.setattr(exporter.writing.bundle.Packer, "pack", read)
     fails(options(tiny, tmp_path / "out"), "interrupt", capsys)
     assert resumable(tmp_path)
 
@@ -688,7 +688,7 @@ def test_an_export_that_kills_itself_leaves_nothing_that_hinders_the_next(
     folder = tmp_path / "in"
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(exporter.bundle.golden, "record", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(exporter.writing.bundle.golden, "record", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if (child := os.fork()) == 0:
             try:
                 main(options(tiny, folder / "out"))
@@ -781,7 +781,7 @@ def test_a_folder_without_a_name_of_its_own(
     monkeypatch.chdir(tmp_path / "in")
     before = snapshot(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporter.bundle, "write", lambda *_: pytest.fail("it began to write"))
+        patch.setattr(exporter.writing.bundle, "write", lambda *_: pytest.fail("it began to write"))
         refused(options(tiny, Path(out), "--overwrite"), capsys, "--out")
     assert snapshot(tmp_path) == before
 
@@ -867,7 +867,7 @@ def test_what_is_said_to_be_shared_is_not_written(tmp_path: Path, quick: None, o
         state["embed_tokens.weight"][0, 0] += 1e-3
     write_drafter(tmp_path / "drafter", state, drafter_config(target.config, 2))
     estimate = wanted(tmp_path, tmp_path / "out")
-    pack = exporter.bundle.Packer(tmp_path / "out", torch.float32, lambda _: None)
+    pack = exporter.writing.bundle.Packer(tmp_path / "out", torch.float32, lambda _: None)
     for file, sources in estimate.sources().items():
         pack.pack(file, sources)
     written, upper = total(tmp_path / "out"), sum(estimate.sizes().values())
@@ -883,7 +883,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     pair: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk(monkeypatch, 1000)
-    monkeypatch.setattr(exporter.bundle, "write", lambda *_: pytest.fail("it began to write"))
+    monkeypatch.setattr(exporter.writing.bundle, "write", lambda *_: pytest.fail("it began to write"))
     refused(options(pair, tmp_path / "new" / "out", *more), capsys, "needs", "free", "--out")
     assert snapshot(tmp_path) == {}
 
@@ -1209,7 +1209,7 @@ def test_a_preset_that_means_two_things_is_refused(pair: Path, tmp_path: Path, c
 def test_an_export_for_the_cpu_without_a_preset_is_advised(
     pair: Path, more: list[str], vnni: bool | None, advised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.precision.vnni", lambda: vnni)
+    monkeypatch.setattr("exporter.recipe.precision.vnni", lambda: vnni)
     asked = config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
     lines = recommendation(asked)
     assert any("--preset fast" in line for line in lines) == advised
@@ -1224,8 +1224,8 @@ def test_a_dry_run_says_what_this_cpu_lacks(
     pair: Path, tmp_path: Path, more: list[str], overflows: bool, told: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("exporter.precision.overflows", lambda: overflows)
-    monkeypatch.setattr("exporter.precision.vnni", lambda: not overflows)
+    monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: overflows)
+    monkeypatch.setattr("exporter.recipe.precision.vnni", lambda: not overflows)
     assert main(options(pair, tmp_path / "out", "--dry-run", *more)) == 0
     out = capsys.readouterr().out
     assert ("VNNI, which this one lacks" in out) == told

@@ -9,8 +9,8 @@ import torch
 
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.sources import open_pair
-from exporter.trees import tree_config
+from exporter.recipe.sources import open_pair
+from exporter.recipe.trees import tree_config
 from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig
 from tests.pairs import RandomPair

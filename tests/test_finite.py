@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import exporter.bundle
+import exporter.writing.bundle
 from exporter.checkpoints import vllm
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.resolve import recipe_of
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import is_finite
 from runtime.errors import GumihoError
@@ -162,8 +162,8 @@ def refused(pair: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without graphs, which the golden run does not read."""
-    monkeypatch.setattr(exporter.bundle, "_form", lambda *_: None)
-    monkeypatch.setattr(exporter.bundle, "_golden_work", lambda _: 0)
+    monkeypatch.setattr(exporter.writing.bundle, "_form", lambda *_: None)
+    monkeypatch.setattr(exporter.writing.bundle, "_golden_work", lambda _: 0)
 
 
 @pytest.mark.parametrize("name", [TARGET, NORM, "model.embed_tokens.weight", "lm_head.weight"])

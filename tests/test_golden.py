@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.golden_recorder import record
 from exporter.options import config_of
-from exporter.resolve import recipe_of
+from exporter.recipe.resolve import recipe_of
+from exporter.writing.golden_recorder import record
 from graphs.tree import TreeConfig
 from runtime import GumihoError
 from runtime.backends import backend

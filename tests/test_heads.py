@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.resolve import recipe_of
-from exporter.sources import open_pair
-from exporter.trees import tree_config
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
+from exporter.recipe.trees import tree_config
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded

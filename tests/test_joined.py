@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.cli import main
-from exporter.recipe import Recipe
+from exporter.recipe.recipe import Recipe
 from exporter.weights.joined import joined
 from exporter.weights.source import Coded, Source
 from graphs.dialects.quantization import Scheme, Schemes

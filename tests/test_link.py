@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import exporter.bundle
-import exporter.validate
+import exporter.writing.bundle
+import exporter.writing.validate
 import runtime.bundle.hashes
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.recipe import Recipe
-from exporter.resolve import recipe_of
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import Location
 from runtime import GumihoError, load
@@ -133,7 +133,7 @@ def test_graphs_point_at_the_targets_very_numbers(linked: Path, pair: Path) -> N
 
 
 def test_a_linked_bundle_computes_what_the_checkpoints_say(linked: Path, pair: Path) -> None:
-    errors = exporter.validate.validate(planned(pair, "--link-weights"), linked, "cpu")
+    errors = exporter.writing.validate.validate(planned(pair, "--link-weights"), linked, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
@@ -368,7 +368,7 @@ def test_an_interrupted_export_goes_on_with_its_links(
         return write(self, file, *rest)
 
     monkeypatch.setattr(Packer, "_write", spy)
-    monkeypatch.setattr(exporter.bundle, "trace", interrupt)
+    monkeypatch.setattr(exporter.writing.bundle, "trace", interrupt)
     argv = options(pair, tmp_path / "out", "--link-weights")
     for again in (False, True):
         written.clear()
@@ -391,7 +391,7 @@ def test_a_linked_bundle_that_is_replaced_leaves_the_checkpoint(
     def stop(*_: Any) -> None:
         raise GumihoError("far enough")
 
-    monkeypatch.setattr(exporter.bundle, "trace", stop)
+    monkeypatch.setattr(exporter.writing.bundle, "trace", stop)
     assert main(options(pair, tmp_path / "out", "--link-weights", "--overwrite")) == 1
     assert files(pair) == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -462,7 +462,7 @@ def test_what_does_not_fit_into_memory_is_not_compiled_here(
         shutil.copytree(linked, folder, ignore=shutil.ignore_patterns("engines"), dirs_exist_ok=True)
         return Bundle(linked).manifest
 
-    monkeypatch.setattr(exporter.bundle, "write", write)
+    monkeypatch.setattr(exporter.writing.bundle, "write", write)
     monkeypatch.setattr("runtime.backends.memory.host_free", lambda: 100_000)
     assert main(options(pair, tmp_path / "out", "--link-weights")) == 0
     out = capsys.readouterr().out

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import exporter.bundle
+import exporter.writing.bundle
 from exporter import cli, options
 from exporter.backends.operators import refusals
 from exporter.backends.specs import BACKENDS, SIGNED, UNSIGNED
-from exporter.capture import capture
-from exporter.recipe import Recipe
-from exporter.resolve import recipe_of
-from exporter.trace import _external, _name_codes, _split_parts
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
+from exporter.tracing.capture import capture
+from exporter.tracing.trace import _external, _name_codes, _split_parts
 from exporter.weights.ahead import ahead
 from exporter.weights.notes import NOTES
 from exporter.weights.packer import Packer
@@ -503,7 +503,7 @@ def wanted(folder: Path, *more: str) -> Recipe:
 
 
 def pack(plan: Recipe, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
-    return exporter.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
+    return exporter.writing.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
 
 
 @pytest.mark.parametrize(("tied", "backends"), [

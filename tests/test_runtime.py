@@ -311,7 +311,7 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
     with pytest.raises(GumihoError, match="need a processor .*VNNI"):
         load(bundle)
     ROUNDED.make_target().save_pretrained(tmp_path / "target")
-    monkeypatch.setattr("exporter.precision.overflows", lambda: True)
+    monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: True)
     capsys.readouterr()
     command = ["--target", str(tmp_path / "target"), "--weights", "w8a8", "--capacity", "100", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 0

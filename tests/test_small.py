@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
 from exporter.options import config_of
-from exporter.resolve import recipe_of
-from exporter.sources import open_pair
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded

@@ -22,15 +22,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from exporter import cli, options
-from exporter.bundle import _pack
 from exporter.checkpoints import draft_vocabulary as vocabulary
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.draft_vocabulary import DraftVocabulary, by_age, choose, frequent
 from exporter.checkpoints.pair import Pair
-from exporter.recipe import Recipe
-from exporter.resolve import recipe_of
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize
+from exporter.writing.bundle import _pack
 from graphs.dialects.quantization import Scheme
 from graphs.tree import TreeConfig
 from runtime import GumihoError, Model, load
@@ -457,7 +457,7 @@ def test_the_manifest_and_the_traffic(bundle: Path, demo_bundle: Path) -> None:
 
 
 def test_validation_knows_what_was_cut(bundle: Path, make_bundle: MakeBundle) -> None:
-    from exporter.validate import validate
+    from exporter.writing.validate import validate
 
     pair = bundle.parent / "pair"
     args = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *numbers(OPTIONS)]

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter import cli, plan, trace
-from exporter.signature import Input
+from exporter import cli
+from exporter.recipe import recipe
+from exporter.tracing import trace
+from exporter.tracing.signature import Input
 from graphs.drafter import Drafter
 from graphs.target import Target
 from runtime import Model, load
@@ -90,9 +92,9 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
 
     new = make_bundle(SMALL)
     monkeypatch.setattr(trace, "signature", without)
-    specs = plan.trace_spec
+    specs = recipe.trace_spec
     monkeypatch.setattr(
-        plan,
+        recipe,
         "trace_spec",
         lambda *given: replace(made := specs(*given), pinned={n: made.pinned[n] for n in made.pinned if n != "shared"}),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from exporter import cli
 from exporter.checkpoints.pair import Pair
-from exporter.trees import usual_tree
+from exporter.recipe.trees import usual_tree
 from runtime import Model, load
 from runtime.errors import InputError
 from runtime.interruption import INTERRUPTED

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from exporter import options
-from exporter.signature import arguments, signature
-from exporter.sources import open_pair
+from exporter.recipe.sources import open_pair
+from exporter.tracing.signature import arguments, signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam

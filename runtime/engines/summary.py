@@ -107,7 +107,7 @@ def memory(bundle: Bundle, backend: Backend) -> list[str]:
 
 
 def verdicts(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
-    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.validate.validate`` return them.
+    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.writing.validate.validate`` return them.
 
     The errors of target outputs are relative to the largest value, those of the draft's scores are in nats.
     """

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from exporter.backends.specs import BACKENDS
-from exporter.calibration import calibrated
 from exporter.options import config_of
 from exporter.progress import Progress
-from exporter.resolve import recipe_of
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.quantize import quantize, scale_of, zero_of
+from exporter.writing.calibration import calibrated
 from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle

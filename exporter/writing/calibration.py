@@ -20,12 +20,12 @@ from runtime.errors import UnavailableError
 from runtime.loader import load
 from runtime.perplexity import Quality, log_probabilities
 
-from .checkpoints.pair import Pair
+from ..checkpoints.pair import Pair
+from ..progress import Progress
+from ..recipe.recipe import Recipe
+from ..weights.ahead import one_thread
 from .golden_recorder import empty
-from .progress import Progress
-from .recipe import Recipe
 from .smoothing import smoothing
-from .weights.ahead import one_thread
 
 _LARGE = 1 << 22  # numbers of a matrix; torch's threads wait for one another longer than they compute with smaller ones
 _CHAIN = TreeConfig(2, 1, heads=0, top_k=1, head_top_k=1, beam=1)  # of no consequence: the drafter is not used

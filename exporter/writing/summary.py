@@ -5,23 +5,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import AS_IS
-from .precision import recommendation, unrunnable
+from ..config import AS_IS
+from ..recipe.precision import recommendation, unrunnable
 
 if TYPE_CHECKING:
     from graphs.tree import TreeConfig
     from runtime.bundle.reader import Bundle
 
-    from .checkpoints.pair import Pair
+    from ..checkpoints.pair import Pair
+    from ..recipe.recipe import Recipe
+    from ..weights.quantize import Rounding
     from .engines import Compiled
-    from .recipe import Recipe
-    from .weights.quantize import Rounding
 
 
 def describe(recipe: "Recipe") -> str:
     """What an export would write and need."""
-    from .disk import free_space
-    from .recipe import DTYPE_NAMES
+    from ..disk import free_space
+    from ..recipe.recipe import DTYPE_NAMES
 
     pair, tree, out = recipe.pair, recipe.tree, recipe.config.folder
     sizes, shared = recipe.sizes(), recipe.shared()
@@ -49,7 +49,7 @@ def describe(recipe: "Recipe") -> str:
 
 
 def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
-    from .checkpoints.families import EAGLE, GUMIHO, HYDRA, MEDUSA, SMALL
+    from ..checkpoints.families import EAGLE, GUMIHO, HYDRA, MEDUSA, SMALL
 
     layers, gumiho = pair.draft_shape.layers, pair.family == GUMIHO
     kind = {
@@ -110,8 +110,8 @@ def _warnings(pair: "Pair") -> list[str]:
     """What the target's files lack."""
     from runtime.errors import GumihoError
 
-    from .checkpoints.end_tokens import end_of_turn
-    from .checkpoints.gguf_file import GgufCheckpoint
+    from ..checkpoints.end_tokens import end_of_turn
+    from ..checkpoints.gguf_file import GgufCheckpoint
 
     ends, edit = pair.eos_token_ids, "add it to eos_token_id in the target's generation_config.json, and export again"
     if isinstance(pair.target, GgufCheckpoint):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import GumihoError
 
-from .progress import Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from runtime.backends import Backend
 
-    from .recipe import Recipe
+    from ..recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

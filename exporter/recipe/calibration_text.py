@@ -6,7 +6,7 @@ import torch
 
 from runtime.errors import InputError, reason
 
-from .checkpoints.pair import Pair
+from ..checkpoints.pair import Pair
 
 TOKENS = 512  # of a text that are read
 _PAGE = """# Notes on the archive

@@ -16,10 +16,10 @@ from graphs.token_digits import digits_of
 from runtime.decoding.decoder import Decoder
 from runtime.loader import load
 
-from .checkpoints.llama import transformers_model
-from .recipe import Recipe
-from .signature import signature
-from .weights.quantize import scale_of, zero_of
+from ..checkpoints.llama import transformers_model
+from ..recipe.recipe import Recipe
+from ..tracing.signature import signature
+from ..weights.quantize import scale_of, zero_of
 
 _POSITIONS = 256
 

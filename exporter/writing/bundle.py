@@ -22,18 +22,18 @@ from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeS
 from runtime.bundle.reader import draft_tokens_of, golden_of
 from runtime.text.template_files import TEMPLATES
 
+from ..backends import operators
+from ..backends.specs import BACKENDS, Codes
+from ..checkpoints.pair import Pair
+from ..progress import Progress
+from ..recipe.recipe import DTYPE_NAMES, RECODED, Recipe
+from ..tracing.symbolic_rows import of_any_rows, of_rows
+from ..tracing.trace import as_inputs, io_dtype, trace
+from ..weights.notes import NOTES
+from ..weights.packer import Packer
+from ..weights.quantize import Rounding, recoded, weight_of
+from ..weights.source import Location
 from . import golden_recorder as golden
-from .backends import operators
-from .backends.specs import BACKENDS, Codes
-from .checkpoints.pair import Pair
-from .progress import Progress
-from .recipe import DTYPE_NAMES, RECODED, Recipe
-from .symbolic_rows import of_any_rows, of_rows
-from .trace import as_inputs, io_dtype, trace
-from .weights.notes import NOTES
-from .weights.packer import Packer
-from .weights.quantize import Rounding, recoded, weight_of
-from .weights.source import Location
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 

@@ -2,14 +2,14 @@
 
 from runtime.errors import GumihoError
 
-from .checkpoints.draft_vocabulary import frequent, require_size
-from .checkpoints.drafters import Overrides, open_drafter
-from .checkpoints.families import EAGLE_3, MEDUSA, SMALL
-from .checkpoints.hub import target_of
-from .checkpoints.lone_target import LoneTarget
-from .checkpoints.pair import Pair
-from .checkpoints.target import target_checkpoint
-from .config import ExportConfig
+from ..checkpoints.draft_vocabulary import frequent, require_size
+from ..checkpoints.drafters import Overrides, open_drafter
+from ..checkpoints.families import EAGLE_3, MEDUSA, SMALL
+from ..checkpoints.hub import target_of
+from ..checkpoints.lone_target import LoneTarget
+from ..checkpoints.pair import Pair
+from ..checkpoints.target import target_checkpoint
+from ..config import ExportConfig
 
 
 def open_pair(config: ExportConfig) -> Pair:

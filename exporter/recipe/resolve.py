@@ -7,11 +7,11 @@ import torch
 from graphs.tree import TreeConfig
 from runtime.errors import GumihoError, InputError
 
+from ..checkpoints import vllm
+from ..checkpoints.pair import Pair
+from ..config import DEFAULT_CAPACITY, VLLM, ExportConfig
 from . import precision
 from .calibration_text import text_of
-from .checkpoints import vllm
-from .checkpoints.pair import Pair
-from .config import DEFAULT_CAPACITY, VLLM, ExportConfig
 from .recipe import Recipe
 from .several import with_further
 from .sources import open_pair, trimmed

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from runtime.backends.processor import overflows, vnni
 from runtime.errors import GumihoError, InputError
 
-from .config import AS_IS, DRAFTER, TARGET, ExportConfig
+from ..config import AS_IS, DRAFTER, TARGET, ExportConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from .checkpoints.pair import Pair
+    from ..checkpoints.pair import Pair
 
 # Perplexity of SmolLM2-135M-Instruct on the CPU over 2,046 tokens of instructions and news, by `gumiho quality` (docs/quality.md).
 _UNQUANTIZED, _PERPLEXITY = "25.5", {"int8": "25.6", "w8a8": "26.0", "int4": "27.7"}
@@ -49,7 +49,7 @@ def with_preset(config: ExportConfig) -> ExportConfig:
 def with_codes(config: ExportConfig, pair: "Pair") -> ExportConfig:
     """With ``weights`` as ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its matrices' numbers in
     codes that a bundle can keep."""
-    from .weights.source import is_matrix
+    from ..weights.source import is_matrix
 
     if config.weights or config.preset or set(config.backend) != {"cpu"}:
         return config
@@ -61,8 +61,8 @@ def with_codes(config: ExportConfig, pair: "Pair") -> ExportConfig:
 
 def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> None:
     """Raises InputError unless the target's checkpoint holds codes, if ``as-is`` was asked for, and all backends can keep them."""
-    from .backends.specs import BACKENDS
-    from .weights.source import CODED_BLOCK
+    from ..backends.specs import BACKENDS
+    from ..weights.source import CODED_BLOCK
 
     if config.weights != AS_IS:
         if config.other_weights:
@@ -94,7 +94,7 @@ def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> N
 def _target_weights(preset: str, backend: str) -> str:
     """The scheme of the target's weights. On a GPU a pass mostly reads weights, so fewer bits are faster. On the CPU verifying several
     rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
     return "w8a8" if preset == "fast" and "w8a8" in BACKENDS[backend].quantized else "int4"
 
@@ -126,7 +126,7 @@ def dtypes() -> dict[str, "torch.dtype"]:
 
 def dtype(config: ExportConfig) -> "torch.dtype":
     """The dtype of the weights that are not quantized. Raises GumihoError if the backends have none in common."""
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
     by_name = dtypes()
     common = [d for d in BACKENDS[config.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in config.backend)]
@@ -145,7 +145,7 @@ def quantized(config: ExportConfig) -> dict[str, str]:
 
     Raises GumihoError if a backend does not take one of them.
     """
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
     defaults = {BACKENDS[name].drafter for name in config.backend}
     draft = config.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
@@ -163,7 +163,7 @@ def quantized(config: ExportConfig) -> dict[str, str]:
 
 def require_linkable(config: ExportConfig) -> None:
     """Raises GumihoError if weights are to be linked and a backend cannot read them from a checkpoint's files."""
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
     aligned = [name for name in config.backend if BACKENDS[name].aligned]
     if config.link_weights and aligned:

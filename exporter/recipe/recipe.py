@@ -13,15 +13,15 @@ from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Sc
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
-from .backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
+from ..backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
+from ..checkpoints.pair import Pair
+from ..config import AS_IS, ExportConfig
+from ..weights.joined import joined
+from ..weights.packer import ALIGNMENT
+from ..weights.quantize import Rounding, carried, quantized, scale_of, signed
+from ..weights.scaled import Factors, scaled
+from ..weights.source import CODED_BLOCK, Source, is_matrix
 from .calibration_text import usual_text
-from .checkpoints.pair import Pair
-from .config import AS_IS, ExportConfig
-from .weights.joined import joined
-from .weights.packer import ALIGNMENT
-from .weights.quantize import Rounding, carried, quantized, scale_of, signed
-from .weights.scaled import Factors, scaled
-from .weights.source import CODED_BLOCK, Source, is_matrix
 
 _EXACT_BLOCKS = {4: 32, 8: 64}  # by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines

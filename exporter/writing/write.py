@@ -8,15 +8,15 @@ from runtime.bundle.reader import Bundle
 from runtime.engines.summary import too_large
 from runtime.errors import DamageError
 
+from ..checkpoints import vllm
+from ..disk import require_space
+from ..progress import Progress
+from ..recipe.recipe import Recipe
+from ..recipe.resolve import VllmRecipe
+from ..staging import is_bundle, require_place, staged
 from . import bundle
 from .calibration import calibrated, cost
-from .checkpoints import vllm
-from .disk import require_space
 from .engines import Compiled, compile_here
-from .progress import Progress
-from .recipe import Recipe
-from .resolve import VllmRecipe
-from .staging import is_bundle, require_place, staged
 from .summary import describe, report
 
 

@@ -6,11 +6,11 @@ from graphs.static_trees import EAGLE_1, MEDUSA
 from graphs.tree import Path, TreeConfig, default_beam, default_depth
 from runtime.errors import GumihoError, InputError
 
-from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
-from .checkpoints import families
-from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, SMALL
-from .checkpoints.pair import Pair
-from .config import AS_IS, ExportConfig
+from ..backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
+from ..checkpoints import families
+from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, SMALL
+from ..checkpoints.pair import Pair
+from ..config import AS_IS, ExportConfig
 
 _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from runtime.errors import InputError
 
-from .checkpoints.drafters import open_drafter
-from .checkpoints.pair import Pair
-from .config import ExportConfig
+from ..checkpoints.drafters import open_drafter
+from ..checkpoints.pair import Pair
+from ..config import ExportConfig
 from .recipe import Recipe
 from .sources import overrides, trimmed
 from .trees import tree_config
