@@ -18,7 +18,7 @@ TARGET = (*DRAFTER, "w8a8")
 AS_IS = "as-is"  # the codes that the target's checkpoint holds
 PRESETS = ("fast", "small", "full")
 POLICIES = ("dynamic", "chain", "static")
-_SPELLED = {"reference": "compat"}  # options that have another name than their field
+_SPELLED = {"reference": "draft-tree reference"}  # options that have another name than their field
 _SHAPING = "heads", "serial_steps", "top_k", "head_top_k", "beam", "reference"
 _DRAFTING = (
     "draft_weights", "draft_vocab", "draft_text", *_SHAPING, "taps", "norm_before_residual", "draft_rope_theta", "family",
@@ -150,7 +150,7 @@ class ExportConfig:
     def _require_no_drafting(self) -> None:
         """Raises InputError for an option that needs a drafter."""
         given = self._given(_DRAFTING)
-        given += ["--policy chain"] * (self.draft_tree.policy == "chain") + ["--backend vllm"] * (VLLM in self.backend)
+        given += ["--draft-tree chain"] * (self.draft_tree.policy == "chain") + ["--backend vllm"] * (VLLM in self.backend)
         if given:
             raise InputError(f"{given[0]} is for a drafter, and there is none: name one with --ckpt, or leave the option out")
 

@@ -1,8 +1,9 @@
 """The options of ``gumiho-export``, and what they ask for."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,32 @@ from runtime.command import argument_parser
 from .config import CHOICES, DEFAULT_CAPACITY, POLICIES, DraftTree, ExportConfig
 from .recipe.precision import PERPLEXITIES
 
+# What a first export needs: --help lists these, --help-all every option.
+_FIRST = {
+    "--help", "--help-all", "--version", "--ckpt", "--target", "--out", "--overwrite", "--backend", "--preset", "--weights",
+    "--draft-weights", "--capacity", "--dry-run", "--validate",
+}  # fmt: skip
+_TREES = {
+    "dynamic": DraftTree(),
+    "chain": DraftTree(policy="chain"),
+    "static": DraftTree(policy="static"),
+    "reference": DraftTree(reference=True),
+}
+_NUMBERS = "serial_steps", "heads", "top_k", "head_top_k", "beam"  # of trees, which were options of their own
 
-def parser() -> argparse.ArgumentParser:
+
+class _HelpAll(argparse.Action):
+    def __call__(self, own: argparse.ArgumentParser, *_: Any) -> None:
+        parser(every=True).print_help()
+        own.exit()
+
+
+def parser(every: bool = False) -> argparse.ArgumentParser:
+    """every: whether the help lists every option."""
     parser = argument_parser(
         "export", "Exports a target model, with or without a Gumiho drafter, to a bundle.", prog="gumiho-export"
     )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
     files = parser.add_argument_group("sources and output")
     files.add_argument(
         "--ckpt", nargs="+", default=[],
@@ -83,33 +105,20 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     tree = parser.add_argument_group("the tree")
     tree.add_argument(
-        "--policy", choices=POLICIES, default="dynamic",
-        help="draft a tree, or one chain as vLLM does, or the fixed tree of the code of EAGLE-1, Medusa or Hydra (default: dynamic)",
-    )  # fmt: skip
-    tree.add_argument(
-        "--compat", choices=("reference",),
-        help="build exactly the same trees as the official code, the two quirks of Gumiho's included (default: off)",
+        "--draft-tree", choices=_TREES,
+        help="dynamic: the rows that the drafter finds most likely; chain: one token a level, as vLLM; static: the fixed tree of the code of "
+        "EAGLE-1, Medusa or Hydra; reference: exactly the official code's trees, the two quirks of Gumiho's included. Python's "
+        "exporter.DraftTree has their numbers (default: dynamic)",
     )  # fmt: skip
     tree.add_argument(
         "--rows", type=int, metavar="R",
         help="rows that the target verifies in one pass, root included; without a drafter those of looked-up tokens "
         "(default: 8 on the CPU, 64 elsewhere, or 16 there with --weights int4)",
     )  # fmt: skip
-    tree.add_argument(
-        "--serial-steps", type=int, metavar="N", help="levels drafted by the serial layers (default: 2; EAGLE up to 6)"
-    )
-    tree.add_argument(
-        "--heads", type=int, metavar="N",
-        help="levels drafted by the heads (default: depends on --rows; all heads of the checkpoint at 64)",
-    )  # fmt: skip
-    tree.add_argument("--top-k", type=int, metavar="N", help="candidate tokens per serial node (default: 14; EAGLE 10)")
-    tree.add_argument(
-        "--head-top-k", type=int, metavar="N", help="candidate tokens per path and head (default: 35, for cuda 32)"
-    )
-    tree.add_argument(
-        "--beam", type=int, metavar="N",
-        help="serial nodes that are expanded; drafting cost grows with it (default: depends on --rows; 14 at 64, EAGLE 10)",
-    )  # fmt: skip
+    tree.add_argument("--policy", choices=POLICIES, help=argparse.SUPPRESS)
+    tree.add_argument("--compat", choices=("reference",), help=argparse.SUPPRESS)
+    for name in _NUMBERS:
+        tree.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=argparse.SUPPRESS)
     drafter = parser.add_argument_group(
         "what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output"
     )
@@ -154,6 +163,9 @@ def parser() -> argparse.ArgumentParser:
         "--validate", action="store_true",
         help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
     )  # fmt: skip
+    for action in parser._actions:
+        if not every and not _FIRST.intersection(action.option_strings):
+            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -163,12 +175,28 @@ def asked(argv: Sequence[str] | None) -> tuple[ExportConfig, bool]:
     args = options.parse_args(argv)
     if not args.ckpt and args.target is None:
         options.error("nothing to export: name a drafter with --ckpt, or a model without a drafter with --target")
+    if args.draft_tree and (args.policy or args.compat):
+        options.error("--policy and --compat are earlier spellings of --draft-tree: leave them out")
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    for line in _renamed(given):
+        print(f"note: {line}, and goes with the next release", file=sys.stderr)
     given["backend"] = tuple(dict.fromkeys(given["backend"]))
     given["norm_before_residual"] = {"yes": True, "no": False}.get(given["norm_before_residual"])
-    given["reference"] = given["compat"] is not None
-    given["draft_tree"] = DraftTree(**{f.name: given[f.name] for f in fields(DraftTree)})
+    tree = _TREES[args.draft_tree or args.policy or "dynamic"]
+    numbers = {name: given[name] for name in _NUMBERS}
+    given["draft_tree"] = replace(tree, reference=tree.reference or args.compat is not None, **numbers)
     return ExportConfig(**{f.name: given[f.name] for f in fields(ExportConfig)}), args.dry_run
+
+
+def _renamed(given: Mapping[str, Any]) -> Iterator[str]:
+    """What earlier spellings are now."""
+    for name in ("policy", "compat"):
+        if given[name]:
+            yield f"--{name} {given[name]} is --draft-tree {given[name]} now"
+    for name in _NUMBERS:
+        if given[name] is not None:
+            number = f"{name}={given[name]}"
+            yield f"--{name.replace('_', '-')} {given[name]} is exporter.DraftTree({number}) in Python now"
 
 
 def config_of(argv: Sequence[str]) -> ExportConfig:

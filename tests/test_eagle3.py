@@ -228,7 +228,7 @@ def test_norm_before_residual_is_asked_for_where_readers_differ(tmp_path: Path, 
 def test_trees_and_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The paper's depth 8 and 60 rows, of ten tokens a node and ten nodes a level."""
     argv = replace(PLAIN, pair=RandomPair({"num_hidden_layers": 9})).write(tmp_path)
-    made = recipe_of(config_of([*argv, "--rows", "60", "--compat", "reference", "--dry-run"]))
+    made = recipe_of(config_of([*argv, "--rows", "60", "--draft-tree", "reference", "--dry-run"]))
     assert made.tree == TreeConfig(60, 8, 0, 10, 35, 10, wide=True)
     assert main([*argv, "--dry-run"]) == 0
     said = capsys.readouterr().out

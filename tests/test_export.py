@@ -52,7 +52,7 @@ from runtime.bundle.reader import Bundle
 from runtime.decoding import noise as draws
 from runtime.errors import GumihoError, UnavailableError
 from tests import gguf_files
-from tests.conftest import numbers
+from tests.conftest import numbers, without_notes
 from tests.pairs import RandomPair, drafter_config, write_drafter
 from tests.seal import update
 from tests.test_tokenizer import PLAIN, written
@@ -726,7 +726,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) ->
     """Exit status 1 and one line."""
     capsys.readouterr()
     assert main(argv) == 1
-    err = capsys.readouterr().err
+    err = without_notes(capsys.readouterr().err)
     assert err.startswith("error: ")
     assert err.endswith("\n")
     assert err.count("\n") == 1
@@ -913,8 +913,8 @@ def test_a_disk_with_room_to_spare_is_accepted(
         ["--backend", "tpu"],
         ["--rows", "x"],
         ["--rows", "2.5"],
-        ["--policy", "bush"],
-        ["--compat", "official"],
+        ["--draft-tree", "bush"],
+        ["--draft-tree", "official"],
         ["extra"],
     ],
     ids=" ".join,
@@ -949,7 +949,7 @@ BAD: list[tuple[list[str], tuple[str, ...]]] = [
     (["--top-k", "0"], ("--top-k is 0",)),
     (["--head-top-k", "0"], ("--head-top-k is 0",)),
     (["--beam", "0"], ("--beam is 0",)),
-    (["--policy", "chain"], ("--policy chain", "--top-k")),
+    (["--draft-tree", "chain"], ("--draft-tree chain", "--top-k")),
     (["--target", "/nowhere"], ("'/nowhere'",)),
     (["--ckpt", "/nowhere"], ("'/nowhere'",)),
     (["--ckpt", "a/b/c"], ("'a/b/c'",)),
@@ -1120,7 +1120,7 @@ def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     (["--backend", "migraphx"], 64, 35),
     (["--backend", "cuda", "migraphx"], 64, 32),
     (["--backend", "cuda", "--head-top-k", "40"], 64, 40),
-    (["--backend", "cuda", "--compat", "reference"], 64, 35),
+    (["--backend", "cuda", "--draft-tree", "reference"], 64, 35),
     (["--backend", "cuda", "--weights", "int4"], 16, 32),
     (["--backend", "migraphx", "--weights", "int4"], 16, 35),
     (["--backend", "tensorrt", "--weights", "int4"], 16, 35),

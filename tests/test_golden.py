@@ -276,7 +276,7 @@ def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], 
 @pytest.fixture(scope="module")
 def chain(make_bundle: MakeBundle) -> Path:
     return make_bundle(
-        FLAT, "--policy", "chain", "--serial-steps", "3", "--heads", "0", "--rows", "4", "--draft-weights", "int4"
+        FLAT, "--draft-tree", "chain", "--serial-steps", "3", "--heads", "0", "--rows", "4", "--draft-weights", "int4"
     )
 
 

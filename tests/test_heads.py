@@ -131,11 +131,11 @@ def test_trees(tmp_path: Path) -> None:
     assert len(MEDUSA) == len(set(MEDUSA)) == 63
     assert [sum(len(path) == depth for path in MEDUSA) for depth in range(1, 5)] == [10, 28, 23, 2]
     assert all(path[:-1] in (*MEDUSA[:i], ()) for i, path in enumerate(MEDUSA))
-    assert tree(medusa, "--policy", "static") == TreeConfig.static(MEDUSA, heads=True)
-    assert tree(medusa, "--policy", "static", "--rows", "8") == TreeConfig.static(MEDUSA[:7], heads=True)
-    assert tree(hydra, "--policy", "static") == TreeConfig.static(MEDUSA)
+    assert tree(medusa, "--draft-tree", "static") == TreeConfig.static(MEDUSA, heads=True)
+    assert tree(medusa, "--draft-tree", "static", "--rows", "8") == TreeConfig.static(MEDUSA[:7], heads=True)
+    assert tree(hydra, "--draft-tree", "static") == TreeConfig.static(MEDUSA)
     # The root and those of its descendants that have children: 22 rows of heads.
-    assert sum(tree(hydra, "--policy", "static").expanded_nodes(depth) for depth in range(4)) == 22
+    assert sum(tree(hydra, "--draft-tree", "static").expanded_nodes(depth) for depth in range(4)) == 22
     assert tree(medusa) == TreeConfig(8, 0, 5, 10, 35, 1)
     assert tree(hydra) == TreeConfig(8, 4, 0, 10, 35, 1, wide=True)
     assert tree(medusa, "--heads", "3").depth == 3
@@ -171,7 +171,7 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp("static")
         pair = RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4)
         argv = replace(MADE[name], pair=pair).write(folder)
-        return exported(folder, argv, "--weights", "int8", "--policy", "static", "--rows", "12")
+        return exported(folder, argv, "--weights", "int8", "--draft-tree", "static", "--rows", "12")
 
     return made
 
@@ -226,7 +226,7 @@ def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
 
 
-FEWER = [("--heads", "3"), ("--rows", "3"), ("--policy", "static", "--rows", "64")]
+FEWER = [("--heads", "3"), ("--rows", "3"), ("--draft-tree", "static", "--rows", "64")]
 
 
 @pytest.mark.parametrize("options", FEWER, ids=str)

@@ -310,7 +310,7 @@ def test_the_doctor_says_what_each_costs(bundle: Path, capsys: pytest.CaptureFix
         (("gumiho", "medusa"), ("--backend", "vllm"), "vllm writes one drafter"),
         (("gumiho", "medusa"), ("--serial-steps", "2"), "drafter .*medusa' has 0|leave it out"),
         (("gumiho", "eagle3"), ("--head-top-k", "2"), "eagle3' has no heads: leave --head-top-k out"),
-        (("medusa", "gumiho"), ("--policy", "static"), "--policy static is for"),
+        (("medusa", "gumiho"), ("--draft-tree", "static"), "--draft-tree static is for"),
         (("gumiho",), ("--family", "eagle"), "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho"),
         (("gumiho",), ("--family", "medusa"), "is medusa, but drafter .* has no tensor such as '0.0.linear.weight'"),
         (("a-draft",), ("--family", "eagle3"), "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'"),

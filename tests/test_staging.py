@@ -20,6 +20,7 @@ from exporter.cli import main
 from exporter.staging import staged
 from runtime.bundle.reader import Bundle
 from runtime.errors import GumihoError
+from tests.conftest import without_notes
 from tests.pairs import RandomPair
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +128,7 @@ def test_names_that_no_folder_can_have(
     argv = options(pair, tmp_path / "out", *dry)
     argv[argv.index(option) + 1] = name
     assert main(argv) == 1
-    error = capsys.readouterr().err
+    error = without_notes(capsys.readouterr().err)
     assert error.startswith(f"error: '{name[:9]}")
     assert "cannot be the name of a folder" in error
     assert error.count("\n") == 1

@@ -61,7 +61,7 @@ def tree_config(config: ExportConfig, pair: Pair) -> TreeConfig:
     if asked.policy == "static":
         return _static(config, pair, family)
     if chain and (asked.top_k or asked.head_top_k or asked.beam):
-        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
+        raise GumihoError("--draft-tree chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
     levels = pair.reader.levels or family.serial_steps
     if asked.serial_steps and (not family.serial_steps or (pair.reader.levels and asked.serial_steps > levels)):
         raise GumihoError(
@@ -108,12 +108,12 @@ def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = No
 def _static(config: ExportConfig, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
         raise InputError(
-            f"--policy static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
+            f"--draft-tree static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
         )
     asked = config.draft_tree
     if asked.serial_steps or asked.heads or asked.top_k or asked.head_top_k or asked.beam:
         raise InputError(
-            "--policy static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
+            "--draft-tree static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
         )
     if pair.family == EAGLE:
         tree = TreeConfig.static(family.static).fitted(pair.drafted)

@@ -82,9 +82,7 @@ def _performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]
             f"tau is the tokens per pass of the target: {TAU} is the paper's mean with 64 rows, yours depends on the text"
         )
     if _expected(share, manifest) < _WORTHWHILE:
-        lines.append(
-            "warning: that is little. A drafter of fewer bytes allows more: see --draft-weights, --draft-vocab, --heads and --beam"
-        )
+        lines.append("warning: that is little. A drafter of fewer bytes allows more: see --draft-weights and --draft-vocab")
     return lines
 
 

@@ -35,10 +35,10 @@ SMALL = (DEMO, *EVERY_BACKEND)  # of which the CPU's form is used
 BUNDLES = [
     SMALL,
     (DEMO, "--capacity", "80", "--rows", "64"),
-    (DEMO, "--capacity", "40", "--rows", "6", "--policy", "chain", "--draft-vocab", "512"),
+    (DEMO, "--capacity", "40", "--rows", "6", "--draft-tree", "chain", "--draft-vocab", "512"),
     (ODD[0][0], "--capacity", "200", *ODD[0][1]),
     (TINY, "--capacity", "64", "--rows", "2"),
-    (TINY, "--capacity", "64", "--rows", "16", "--compat", "reference", "--draft-vocab", "9"),
+    (TINY, "--capacity", "64", "--rows", "16", "--draft-tree", "reference", "--draft-vocab", "9"),
     (TINY, "--capacity", "64", "--rows", "64"),
 ]
 END = 1  # ends the texts of all of them
