@@ -2,7 +2,7 @@
 
 import sys
 
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import GumihoError
 
 from .config import ExportConfig

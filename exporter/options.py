@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.backends import DEVICES, NAMES
-from runtime.command import argument_parser
+from runtime.cli.command import argument_parser
 
 from .config import CHOICES, DEFAULT_CAPACITY, POLICIES, DraftTree, ExportConfig
 from .recipe.precision import PERPLEXITIES

@@ -9,9 +9,9 @@ from exporter.options import config_of
 from exporter.recipe.resolve import recipe_of
 from exporter.writing.engines import Compiled
 from exporter.writing.summary import report
-from runtime import doctor
 from runtime.backends import NAMES, backend
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks import doctor
 from runtime.decoding.prices import Costs
 from runtime.engines import summary
 from runtime.engines.store import find_engines
