@@ -1,21 +1,13 @@
-"""The options of ``gumiho train``, and values that no run can have."""
+"""The options of ``gumiho train``."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from runtime.cli.command import argument_parser
-from runtime.errors import InputError, reason
 
-from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
-
-# Serial layers and heads without an option or --init. Released: Medusa 5 heads, Hydra 4.
-USUAL = {GUMIHO: (2, 5), EAGLE: (1, 0), EAGLE_3: (1, 0), MEDUSA: (0, 5), HYDRA: (0, 4), SMALL: (4, 0)}
-_LEAST_WINDOW, _MOST_THREADS = 48, 1024
-_LAYERS, _HEADS, _INIT, _HIDDEN = "--serial-layers", "--heads", "--init", "--hidden-weight"
-_TAKEN = {
-    GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN}, EAGLE: {_INIT, _HIDDEN}, EAGLE_3: set[str](), MEDUSA: {_HEADS}, HYDRA: {_HEADS},
-    SMALL: {_LAYERS},
-}  # fmt: skip
+from .config import USUAL, TrainConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,48 +103,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises InputError for such values, and fills in defaults that depend on others."""
-    least = {
-        "tokens": 1, "window": _LEAST_WINDOW, "conversations": 1, "serial_layers": 1, "heads": 0, "draft_vocab": 2, "steps": 1,
-        "batch": 1, "anchors": 32, "warmup": 0, "threads": 1,
-    }  # fmt: skip
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and value < smallest:
-            raise InputError(f"--{name.replace('_', '-')} is {value}: give {smallest} or more")
-    if args.threads is not None and args.threads > _MOST_THREADS:
-        raise InputError(f"--threads is {args.threads}: give 1 to {_MOST_THREADS}")
-    if not 0 <= args.seed < 1 << 63:
-        raise InputError(f"--seed is {args.seed}: give 0 to 2**63 - 1")
-    if args.init == "":
-        raise InputError("--init is empty: name a drafter, or leave it out")
-    for name in ("out", "work"):
-        if given := getattr(args, name):
-            try:
-                setattr(args, name, given.expanduser())
-            except RuntimeError as error:  # an unknown user's home
-                raise InputError(
-                    f"--{name} {given} cannot be the name of a folder ({reason(error)}): name another one"
-                ) from None
-    if args.out.name in ("", ".."):
-        raise InputError(f"--out '{args.out}' has no name of its own to write the drafter under: name another folder")
-    for name in ("rate", "depth_decay", "save_every", "evaluate_every"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
-    family = args.family or GUMIHO
-    given = {_LAYERS: args.serial_layers, _HEADS: args.heads, _INIT: args.init, _HIDDEN: args.hidden_weight}
-    for option, value in given.items():
-        if value is not None and option not in _TAKEN[family]:
-            raise InputError(f"--family {family} takes no {option}: leave it out")
-    if family in (MEDUSA, HYDRA) and args.heads == 0:
-        raise InputError(f"--heads is 0, and a {family.capitalize()} is its heads: give 1 or more")
-    if args.hidden_weight is None:
-        args.hidden_weight = 0.1 if _HIDDEN in _TAKEN[family] else 0.0
-    if not 0 <= args.hidden_weight < float("inf"):
-        raise InputError(f"--hidden-weight is {args.hidden_weight}: give a number from 0")
-    if args.anchors % 32:
-        raise InputError(f"--anchors is {args.anchors}: give a multiple of 32")
-    if args.shard_target and args.no_hidden_cache:
-        raise InputError("--shard-target needs the hidden states on disk: leave out --no-hidden-cache")
+def asked(argv: Sequence[str] | None) -> TrainConfig:
+    """What a command line asks for."""
+    given = vars(parser().parse_args(argv))
+    given["data"] = tuple(given["data"])
+    return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
