@@ -39,7 +39,21 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
         "export", "Exports a target model, with or without a Gumiho drafter, to a bundle.", prog="gumiho-export"
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
-    files = parser.add_argument_group("sources and output")
+    _sources(parser.add_argument_group("sources and output"))
+    _precision(parser.add_argument_group("backends and precision"))
+    _tree(parser.add_argument_group("the tree"))
+    _eagle_3(
+        parser.add_argument_group("what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output")
+    )
+    _sizes(parser.add_argument_group("size and memory"))
+    _checks(parser.add_argument_group("checks"))
+    for action in parser._actions:
+        if not every and not _FIRST.intersection(action.option_strings):
+            action.help = argparse.SUPPRESS
+    return parser
+
+
+def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument(
         "--ckpt", nargs="+", default=[],
         help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b; or several, over "
@@ -59,7 +73,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
         help="folder to write (default: NAME-BACKEND, from --ckpt, or else --target, and the first --backend)",
     )  # fmt: skip
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    numbers = parser.add_argument_group("backends and precision")
+
+
+def _precision(numbers: argparse._ArgumentGroup) -> None:
     numbers.add_argument(
         "--backend", nargs="+", choices=CHOICES["backend"], default=["cpu"], metavar="NAME",
         help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in vLLM's format "
@@ -103,7 +119,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
         help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu and cuda, and for "
         "int8 and w8a8 on the CPU alone (default: a page of English and code)",
     )  # fmt: skip
-    tree = parser.add_argument_group("the tree")
+
+
+def _tree(tree: argparse._ArgumentGroup) -> None:
     tree.add_argument(
         "--draft-tree", choices=_TREES,
         help="dynamic: the rows that the drafter finds most likely; chain: one token a level, as vLLM; static: the fixed tree of the code of "
@@ -119,9 +137,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
     tree.add_argument("--compat", choices=("reference",), help=argparse.SUPPRESS)
     for name in _NUMBERS:
         tree.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=argparse.SUPPRESS)
-    drafter = parser.add_argument_group(
-        "what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output"
-    )
+
+
+def _eagle_3(drafter: argparse._ArgumentGroup) -> None:
     drafter.add_argument(
         "--taps", nargs="+", default=[], metavar="N",
         help="layers of the target whose inputs it reads; or 'output', if the numbers in its config.json are of layers whose outputs are "
@@ -135,7 +153,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
     drafter.add_argument(
         "--draft-rope-theta", type=float, metavar="BASE", help="base of the drafter's rotary embedding (default: config.json's)"
     )
-    sizes = parser.add_argument_group("size and memory")
+
+
+def _sizes(sizes: argparse._ArgumentGroup) -> None:
     sizes.add_argument(
         "--capacity", type=int, metavar="S",
         help=f"positions of the KV caches (default: the target's maximum or sliding window, but at most {DEFAULT_CAPACITY})",
@@ -155,7 +175,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
         help="hard-link the checkpoint's .safetensors files instead of copying the tensors that the backends can read directly "
         "(default: copy)",
     )  # fmt: skip
-    checks = parser.add_argument_group("checks")
+
+
+def _checks(checks: argparse._ArgumentGroup) -> None:
     checks.add_argument(
         "--dry-run", action="store_true", help="print what would be written and the memory and disk it needs; write nothing"
     )
@@ -163,10 +185,6 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
         "--validate", action="store_true",
         help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
     )  # fmt: skip
-    for action in parser._actions:
-        if not every and not _FIRST.intersection(action.option_strings):
-            action.help = argparse.SUPPRESS
-    return parser
 
 
 def asked(argv: Sequence[str] | None) -> tuple[ExportConfig, bool]:

@@ -17,6 +17,9 @@ from .interruption import Interruption
 from .options import asked
 
 if TYPE_CHECKING:
+    import torch
+
+    from .loop import Settings
     from .store import Text
 
 
@@ -116,17 +119,11 @@ def _trained(
     from . import loop, parallel, state
     from .batches import Features, usable
     from .drafters import made
-    from .drafters.gumiho import Gumiho, shape_of
+    from .drafters.gumiho import Gumiho
     from .evaluate import Evaluation
     from .vocabulary import vocabulary
 
-    layers, heads = shape_of(config.init) if config.init else USUAL[config.family or GUMIHO]
-    layers, heads = config.serial_layers or layers, heads if config.heads is None else config.heads
-    kind = family(layers, heads) if config.family in (None, GUMIHO, EAGLE) else config.family
-    if config.family not in (None, kind):
-        raise InputError(
-            f"--family is {config.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
-        )
+    kind, layers, heads = _kind(config)
     drafter = made(kind, layers, heads, model)
     if not len(usable(text, drafter.depths, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
@@ -153,10 +150,7 @@ def _trained(
             drafter.begin(model, text, features, _say)
     if config.shard_target:
         del model.model.layers  # their hidden states are on disk
-    settings = loop.Settings(
-        config.steps, max(1, config.batch // parallel.ranks()), config.anchors // 32 // parallel.ranks(),
-        config.rate or 0.05 / model.config.hidden_size**0.5, config.warmup, config.depth_decay, config.distance_weight, 0.5, config.seed, embed.dtype,
-    )  # fmt: skip
+    settings = _settings(config, model.config.hidden_size, embed.dtype)
     training = loop.Training(drafter, text, features, embed, drafted, settings)
     if stored is not None:
         training.resume(stored)
@@ -171,6 +165,32 @@ def _trained(
     if done:
         _say(f"{config.out}: try gumiho export --ckpt {config.out} --target {config.target}")
     return done
+
+
+def _settings(config: TrainConfig, hidden: int, dtype: "torch.dtype") -> "Settings":
+    """What one of the processes that share the training does."""
+    from . import parallel
+    from .loop import Settings
+
+    ranks, rate = parallel.ranks(), config.rate or 0.05 / hidden**0.5
+    return Settings(
+        config.steps, max(1, config.batch // ranks), config.anchors // 32 // ranks, rate, config.warmup, config.depth_decay,
+        config.distance_weight, 0.5, config.seed, dtype,
+    )  # fmt: skip
+
+
+def _kind(config: TrainConfig) -> tuple[str, int, int]:
+    """The drafter's family, serial layers and heads. Raises InputError if they do not go together."""
+    from .drafters.gumiho import shape_of
+
+    layers, heads = shape_of(config.init) if config.init else USUAL[config.family or GUMIHO]
+    layers, heads = config.serial_layers or layers, heads if config.heads is None else config.heads
+    kind = family(layers, heads) if config.family in (None, GUMIHO, EAGLE) else config.family
+    if config.family not in (None, kind):
+        raise InputError(
+            f"--family is {config.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
+        )
+    return kind, layers, heads
 
 
 def _require_space(folder: Path, needed: int) -> None:

@@ -16,7 +16,15 @@ def parser() -> argparse.ArgumentParser:
         "Trains a drafter of any family for a target. Interrupt it at any time: the same command goes on from where it was.",
         prog="gumiho train",
     )
-    files = parser.add_argument_group("sources and output")
+    _sources(parser.add_argument_group("sources and output"))
+    _text(parser.add_argument_group("text"))
+    _drafter(parser.add_argument_group("drafter"))
+    _training(parser.add_argument_group("training"))
+    _machine(parser.add_argument_group("machine"))
+    return parser
+
+
+def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument("--target", required=True, help="target model, as for gumiho export: a folder, a GGUF file, or a hub id")
     files.add_argument("--out", type=Path, required=True, help="folder to write the drafter to, for gumiho export --ckpt")
     files.add_argument(
@@ -31,13 +39,17 @@ def parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--only", choices=("text", "drafter"), help="only write text, or only train on the text that is there (default: both)"
     )
-    text = parser.add_argument_group("text")
+
+
+def _text(text: argparse._ArgumentGroup) -> None:
     text.add_argument("--tokens", type=int, default=2_000_000, metavar="N", help="tokens of text to have (default: 2000000)")
     text.add_argument("--window", type=int, default=1024, metavar="N", help="positions of the longest texts (default: 1024)")
     text.add_argument(
         "--conversations", type=int, default=128, metavar="N", help="texts that each process writes at once (default: 128)"
     )
-    drafter = parser.add_argument_group("drafter")
+
+
+def _drafter(drafter: argparse._ArgumentGroup) -> None:
     drafter.add_argument(
         "--family",
         choices=tuple(USUAL),
@@ -56,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         "--draft-vocab", type=int, metavar="N",
         help="draft and train only the N most frequent tokens of the text, which makes steps and drafting faster (default: all)",
     )  # fmt: skip
-    training = parser.add_argument_group("training")
+
+
+def _training(training: argparse._ArgumentGroup) -> None:
     training.add_argument("--steps", type=int, default=20_000, metavar="N", help="steps in all (default: 20000)")
     training.add_argument("--batch", type=int, default=4096, metavar="N", help="positions of text in a step (default: 4096)")
     training.add_argument(
@@ -80,7 +94,9 @@ def parser() -> argparse.ArgumentParser:
         help="weight of the hidden states' distance beside the distributions' (default: 0.1); of Gumiho and EAGLE",
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of text and batches (default: 0)")
-    machine = parser.add_argument_group("machine")
+
+
+def _machine(machine: argparse._ArgumentGroup) -> None:
     machine.add_argument(
         "--device", default="", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; with torchrun, one each)"
     )
@@ -100,7 +116,6 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--evaluate-every", type=float, default=30, metavar="MIN", help="minutes between evaluations (default: 30)"
     )
-    return parser
 
 
 def asked(argv: Sequence[str] | None) -> TrainConfig:

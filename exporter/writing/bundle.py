@@ -186,6 +186,24 @@ def _shape(tree: TreeConfig, vocabulary: int) -> TreeShape:
     return TreeShape(**{name: getattr(tree, name) for name in known}, vocabulary=vocabulary)
 
 
+def _record(recipe: Recipe, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> None:
+    """Writes the golden run of every drafter. locations: of the parameters of the backends' first codes."""
+    codes, capacity = recipe.codes[0], min(recipe.capacity, golden.positions(recipe.tree.rows))
+    with golden.weights(folder, progress.advance) as weights:
+        schemes, dialect = recipe.schemes(codes), weights.dialect()
+        target = recipe.pair.modules(recipe.tree, capacity, recipe.positions, dialect, schemes=schemes)["target"]
+        weights.fill(target, locations["target"])
+        for suffix, own in _by_suffix(recipe).items():
+            drafter = None
+            if recipe.pair.has_drafter:
+                drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
+                weights.fill(drafter, locations[f"draft{suffix}"])
+            run = golden.record(target, drafter, own.tree, io_dtype(recipe.dtype))  # type: ignore[arg-type]
+            np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
+            if isinstance(drafter, DrafterModule) and drafter.noisy and (drafted := own.pair.draft_vocabulary):
+                np.savez(folder / draft_tokens_of(suffix), ids=drafted.ids.to(torch.int32).numpy())
+
+
 def write(recipe: Recipe, folder: Path, progress: Progress) -> Rounding:
     """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left.
 
@@ -203,21 +221,7 @@ def write(recipe: Recipe, folder: Path, progress: Progress) -> Rounding:
     forms = {name: _form(recipe, name, locations[BACKENDS[name].codes], folder, progress) for name in recipe.backends}
 
     progress.start("recording the golden run", _golden_work(forms[recipe.backends[0]]))
-    codes, capacity = recipe.codes[0], min(recipe.capacity, golden.positions(recipe.tree.rows))
-    with golden.weights(folder, progress.advance) as weights:
-        schemes, dialect = recipe.schemes(codes), weights.dialect()
-        target = pair.modules(recipe.tree, capacity, recipe.positions, dialect, schemes=schemes)["target"]
-        weights.fill(target, locations[codes]["target"])
-        for suffix, own in _by_suffix(recipe).items():
-            drafter = None
-            if pair.has_drafter:
-                drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
-                weights.fill(drafter, locations[codes][f"draft{suffix}"])
-            run = golden.record(target, drafter, own.tree, io_dtype(recipe.dtype))  # type: ignore[arg-type]
-            np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
-            if isinstance(drafter, DrafterModule) and drafter.noisy and (drafted := own.pair.draft_vocabulary):
-                np.savez(folder / draft_tokens_of(suffix), ids=drafted.ids.to(torch.int32).numpy())
-
+    _record(recipe, locations[recipe.codes[0]], folder, progress)
     write_tokenizer(pair, folder)
 
     files = dict(packer.hashes)

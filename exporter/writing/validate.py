@@ -5,6 +5,7 @@ errors of packing, tracing and compiling show. Both models are completely in mem
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,19 +34,7 @@ def validate(recipe: Recipe, folder: Path, backend_name: str, device: str = "") 
     """
     count = min(_POSITIONS, recipe.capacity)
     ids = torch.randint(0, recipe.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
-    checkpoint = recipe.pair.target  # it also reads shards without an index, which transformers' loader does not
-    weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
-    weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
-    sources = recipe.sources(apart=True)["weights/target.bin"]
-    for name, scale in ((n, scale_of(n)) for n in weights):
-        if name != scale and scale in sources:
-            codes = sources[name].whole()
-            bits = bits_of(codes, weights[name].shape[1])
-            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
-            weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
-        elif name in recipe.factors:
-            weights[name] = sources[name].whole()
-    llama = transformers_model(recipe.pair.target_config, weights, weights.__getitem__)
+    llama = _reference(recipe)
     before_norm: list[Tensor] = []
     llama.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     outputs = llama.model(ids[None], output_hidden_states=bool(recipe.pair.returns.taps))
@@ -89,6 +78,23 @@ def validate(recipe: Recipe, folder: Path, backend_name: str, device: str = "") 
     if scores:
         errors["draft scores"] = float(np.max(scores))
     return errors
+
+
+def _reference(recipe: Recipe) -> Any:
+    """transformers' model of the target, fp32, with the numbers that the bundle's codes represent."""
+    checkpoint = recipe.pair.target  # it also reads shards without an index, which transformers' loader does not
+    weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
+    weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
+    sources = recipe.sources(apart=True)["weights/target.bin"]
+    for name, scale in ((n, scale_of(n)) for n in weights):
+        if name != scale and scale in sources:
+            codes = sources[name].whole()
+            bits = bits_of(codes, weights[name].shape[1])
+            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
+            weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
+        elif name in recipe.factors:
+            weights[name] = sources[name].whole()
+    return transformers_model(recipe.pair.target_config, weights, weights.__getitem__)
 
 
 def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
