@@ -16,7 +16,6 @@ VLLM = "vllm"  # writes only the drafter, in vLLM's format
 DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
 TARGET = (*DRAFTER, "w8a8")
 AS_IS = "as-is"  # the codes that the target's checkpoint holds
-PRESETS = ("fast", "small", "full")
 POLICIES = ("dynamic", "chain", "static")
 _SPELLED = {"reference": "draft-tree reference"}  # options that have another name than their field
 _SHAPING = "heads", "serial_steps", "top_k", "head_top_k", "beam", "reference"
@@ -28,7 +27,7 @@ _OF_BUNDLES = "validate", "link_weights", "device", "capacity", "rows", *_SHAPIN
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "family": (GUMIHO, EAGLE, EAGLE_3, SMALL, MEDUSA, HYDRA),
     "backend": (*NAMES, VLLM),
-    "preset": PRESETS,
+    "preset": ("fast", "small", "full"),
     "dtype": ("fp32", "fp16", "bf16"),
     "weights": (*TARGET, AS_IS, "none"),
     "other_weights": ("int8", "none"),
@@ -48,12 +47,13 @@ def _require_choices(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTree:
-    """The tree that the drafter grows. What is None is chosen for the drafter's family and the number of rows.
+    """The tree that the drafter grows. Numbers that are None are those of the drafter's family and of the number of rows.
 
     policy: ``dynamic`` for the best rows of all candidates, ``chain`` for one token a level, ``static`` for the fixed tree of the code of
-    EAGLE-1, Medusa or Hydra. reference: build exactly the official code's trees, Gumiho's two quirks included. serial_steps, heads: levels
-    drafted by the serial layers and by the heads. top_k: candidate tokens per serial node. head_top_k: candidate tokens per path and head.
-    beam: serial nodes that are expanded; drafting cost grows with it.
+    EAGLE-1, Medusa or Hydra. reference: build exactly the official code's trees, Gumiho's two quirks included. serial_steps: levels
+    drafted by the serial layers (2; EAGLE up to 6). heads: levels drafted by the heads (all of the checkpoint's with 64 rows). top_k:
+    candidate tokens per serial node (14; EAGLE 10). head_top_k: candidate tokens per path and head (35; for cuda 32). beam: serial nodes
+    that are expanded, with which drafting cost grows (14 with 64 rows; EAGLE 10).
     """
 
     policy: str = "dynamic"
@@ -80,10 +80,10 @@ class ExportConfig:
     Raises InputError for values that no export has.
     """
 
-    ckpt: tuple[str, ...] = ()
+    ckpt: tuple[str | Path, ...] = ()
     family: str | None = None
-    target: str | None = None
-    out: Path | None = None
+    target: str | Path | None = None
+    out: str | Path | None = None
     overwrite: bool = False
     backend: tuple[str, ...] = ("cpu",)
     device: str = ""
@@ -119,7 +119,7 @@ class ExportConfig:
         """The folder to write. Raises InputError if no folder can have that name."""
         source = Path(self.ckpt[0] if self.ckpt else self.target or "")
         name = source.stem if source.suffix.lower() == ".gguf" else source.name
-        out = self.out or Path(f"{name}-{self.backend[0]}")
+        out = Path(self.out or f"{name}-{self.backend[0]}")
         try:
             out = out.expanduser()
             unfinished(out).exists()  # the longest of the names that will be used

@@ -59,7 +59,7 @@ def test_a_config_is_what_the_command_line_makes(tmp_path: Path) -> None:
 
 def test_resolving_changes_nothing_that_was_asked_for() -> None:
     config = replace(CONFIG, preset="small")
-    recipe = recipe_of(config)
+    recipe = recipe_of(replace(config, ckpt=(DEMO / "drafter",), target=DEMO / "target"))
     assert (config.weights, config.draft_weights) == (None, None)
     assert recipe.quantized == {"target": "int4", "draft": "int4"}
     with pytest.raises(FrozenInstanceError):

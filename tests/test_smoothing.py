@@ -49,7 +49,7 @@ TARGETS = {
 
 
 def planned(folder: Path, *options: str) -> Recipe:
-    """A plan whose text has been read."""
+    """A recipe whose text has been read."""
     target = ["--target", str(folder / "target"), "--capacity", "100", "--weights", "w8a8"]
     with Progress() as progress:
         return calibrated(recipe_of(config_of([*target, *options])), progress)

@@ -24,7 +24,7 @@ def _named(config: ExportConfig) -> list[str]:
         raise InputError(
             f"two drafters of --ckpt would have the name '{twice}', by which texts choose one: rename a folder"
             if twice
-            else f"a drafter of --ckpt has no name by its path ({', '.join(config.ckpt)}): name its folder"
+            else f"a drafter of --ckpt has no name by its path ({', '.join(map(str, config.ckpt))}): name its folder"
         )
     if config.family:
         raise InputError(
@@ -37,7 +37,7 @@ def with_further(recipe: Recipe) -> Recipe:
     """The recipe with the other drafters. Raises InputError if they cannot be in one bundle."""
     config, target = recipe.config, recipe.pair.target
     name, *names = _named(config)
-    pairs = [Pair(target, open_drafter(source), overrides(config)) for source in config.ckpt[1:]]
+    pairs = [Pair(target, open_drafter(str(source)), overrides(config)) for source in config.ckpt[1:]]
     returns = reduce(or_, (pair.returns for pair in pairs), recipe.pair.returns)
     further = dict[str, Recipe]()
     for other, pair in zip(names, pairs, strict=True):

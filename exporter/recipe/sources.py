@@ -14,10 +14,9 @@ from ..config import ExportConfig
 
 def open_pair(config: ExportConfig) -> Pair:
     """The target with the first drafter, or without one."""
-    target = target_checkpoint(config.target or target_of(config.ckpt[0]))
-    if not config.ckpt:
-        return LoneTarget(target)
-    return Pair(target, open_drafter(config.ckpt[0], config.family), overrides(config))
+    drafter = str(config.ckpt[0]) if config.ckpt else ""
+    target = target_checkpoint(str(config.target) if config.target else target_of(drafter))
+    return Pair(target, open_drafter(drafter, config.family), overrides(config)) if config.ckpt else LoneTarget(target)
 
 
 def overrides(config: ExportConfig) -> Overrides:

@@ -1,4 +1,4 @@
-"""What an export tells its user: the plan of a dry run, and what was made."""
+"""What an export tells its user: the recipe of a dry run, and what was made."""
 
 import shlex
 from collections.abc import Sequence
