@@ -4,7 +4,6 @@ import gc
 import hashlib
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -50,11 +49,6 @@ def numbers(options: Sequence[str]) -> list[str]:
 def examples(count: int) -> settings:
     """So many examples in `make test-all`, and the same share of them otherwise as where nothing is set."""
     return settings(max_examples=count * settings().max_examples // 100)
-
-
-def without_notes(error: str) -> str:
-    """What a command said on standard error, but for notes on earlier spellings of options, which tests of trees use."""
-    return re.sub(r"^note: .* goes with the next release\n", "", error, flags=re.M)
 
 
 MakeBundle = Callable[..., Path]

@@ -25,7 +25,7 @@ WIDE = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-TREE = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "4", "--capacity", "64"]
 TARGET, MLP, NORM = "model.layers.0.mlp.up_proj.weight", "mlp.0.3.linear.weight", "model.norm.weight"
 
 

@@ -32,7 +32,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.reader import Bundle
 from runtime.cli.compile import main as compile_bundle
 from runtime.engines.store import compile_engines, key
-from tests.conftest import numbers, without_notes
+from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter
 
 State = dict[str, Tensor]
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
-TREE = ["--rows", "6", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "6", "--capacity", "64"]
 PROMPT = [3, 14, 15, 92, 65, 35]
 
 
@@ -304,7 +304,7 @@ def all_in_bfloat16(folder: Path, state: State) -> None:
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
     capsys.readouterr()
     assert main(argv) == 1
-    *phases, err = without_notes(capsys.readouterr().err).splitlines()
+    *phases, err = capsys.readouterr().err.splitlines()
     assert err.startswith("error: ")
     assert len(phases) <= 1  # the checkpoints were read
     for part in parts:
