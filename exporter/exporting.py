@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from .config import ExportConfig
+from .disk import require_space
 from .progress import Progress
+from .staging import is_bundle, require_place
 
 if TYPE_CHECKING:
     from .writing.write import Written
@@ -22,9 +24,11 @@ def exported(config: ExportConfig) -> "Written":
 
 def dry_run(config: ExportConfig) -> None:
     """Prints what ``exported`` would write. Raises what it would raise before it writes."""
-    from .recipe.resolve import resolve
-    from .writing.write import described, require_writable
+    from .checkpoints import vllm
+    from .recipe.resolve import VllmRecipe, resolve
+    from .writing.summary import describe
 
     recipe = resolve(config)
-    print(described(recipe))
-    require_writable(recipe)
+    print(describe(recipe))
+    require_place(config.folder, config.overwrite, vllm.is_export if isinstance(recipe, VllmRecipe) else is_bundle)
+    require_space(recipe.disk(), config.folder)

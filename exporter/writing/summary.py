@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
     from ..checkpoints.pair import Pair
     from ..recipe.recipe import Recipe
+    from ..recipe.resolve import VllmRecipe
     from ..weights.quantize import Rounding
     from .engines import Compiled
 
 
-def describe(recipe: "Recipe") -> str:
+def describe(recipe: "Recipe | VllmRecipe") -> str:
     """What an export would write and need."""
     from ..disk import free_space
-    from ..recipe.recipe import DTYPE_NAMES
+    from ..recipe.recipe import DTYPE_NAMES, Recipe
 
+    if not isinstance(recipe, Recipe):
+        return f"Would write '{recipe.config.folder}': config.json and model.safetensors, at most {recipe.disk() / 1e6:.1f} MB."
     pair, tree, out = recipe.pair, recipe.tree, recipe.config.folder
     sizes, shared = recipe.sizes(), recipe.shared()
     target = pair.target_shape

@@ -1,6 +1,6 @@
 """Writes what a recipe says: a bundle with its engines, or a drafter for vLLM."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from ..disk import require_space
 from ..progress import Progress
 from ..recipe.recipe import Recipe
 from ..recipe.resolve import VllmRecipe
-from ..staging import is_bundle, require_place, staged
+from ..staging import staged
 from . import bundle
 from .calibration import calibrated, cost
 from .engines import Compiled, compile_here
-from .summary import describe, report
+from .summary import report
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,3 @@ def _write_drafter(recipe: VllmRecipe, progress: Progress) -> Written:
         progress.start("writing the drafter", recipe.disk())
         size = vllm.write(pair, folder, recipe.dtype, progress.advance)
     return Written(out, "\n".join([f"{out}: {size / 1e6:.1f} MB", *vllm.lines(pair, out)]))
-
-
-def described(recipe: Recipe | VllmRecipe) -> str:
-    """What ``write`` would write, and what that needs."""
-    if isinstance(recipe, Recipe):
-        return describe(recipe)
-    return f"Would write '{recipe.config.folder}': config.json and model.safetensors, at most {recipe.disk() / 1e6:.1f} MB."
-
-
-def require_writable(recipe: Recipe | VllmRecipe) -> None:
-    """Raises what ``write`` would for a place that does not take the folder, or a disk that is too small."""
-    replaceable: Callable[[Path], bool] = is_bundle if isinstance(recipe, Recipe) else vllm.is_export
-    require_place(recipe.config.folder, recipe.config.overwrite, replaceable)
-    require_space(recipe.disk(), recipe.config.folder)
