@@ -17,7 +17,7 @@ NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 def near_margin(model: Model) -> float:
     """The margin of a near-tie between passes of different shapes, relative to the largest logit."""
-    return NEAR[model.decoder.passes.graphs["target"].precision]
+    return NEAR[model.decoder.target.graphs["target"].precision]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Se
         row = decoder.prefill(prompt, speculate=False)
         assert row is not None
         for index, token in enumerate(ids):
-            logits = decoder.passes.row(row)
+            logits = decoder.target.row(row)
             choice = sampler.choose(logits)
             if choice != token:
                 margin = sampler.margin(logits, token) / float(np.abs(logits).max())

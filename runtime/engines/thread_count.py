@@ -18,8 +18,8 @@ _STAT, _TASKS = Path("/proc/stat"), Path("/proc/self/task")
 def text_time(decoder: Decoder) -> float:
     """Nanoseconds of a short text: of reading its prompt and of decoding one token at a time."""
     decoder.clear()
-    passes = decoder.passes
-    return _CHUNKS * _mean(passes.causal(decoder.form.chunk)) + _TOKENS * _mean(passes.causal(1))
+    target = decoder.target
+    return _CHUNKS * _mean(target.causal(decoder.form.chunk)) + _TOKENS * _mean(target.causal(1))
 
 
 def _mean(call: Callable[[], object]) -> float:

@@ -1,0 +1,61 @@
+"""Calls of engines: bound to buffers at the first use, and timed."""
+
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import TypeVar
+
+from ..devices import Call
+
+_MOST_BOUND = 32  # more than cycles use; a prompt may end with any number of rows
+K = TypeVar("K")
+
+
+class EngineCalls:
+    """engine_ns: nanoseconds that the engines have worked so far. waited_ns: nanoseconds so far in which they worked for other streams."""
+
+    def __init__(self) -> None:
+        self.engine_ns = self.waited_ns = 0
+
+    def run(self, call: Call) -> int:
+        """Makes a call. Returns the nanoseconds that the engine worked for it."""
+        started = perf_counter_ns()
+        own, passed = call(), perf_counter_ns() - started
+        worked = passed if own is None else int(own)
+        self.engine_ns += worked
+        self.waited_ns += passed - worked
+        return worked
+
+    def close(self) -> None:
+        """Frees bindings and buffers."""
+        self.__dict__.clear()
+
+
+class CycleClock:
+    """Splits the nanoseconds of a cycle into draft, target and host."""
+
+    def __init__(self, draft: EngineCalls, target: EngineCalls) -> None:
+        self._draft, self._target = draft, target
+        self.start()
+
+    def start(self) -> None:
+        self._before = self._now()
+
+    def times(self) -> tuple[int, int, int]:
+        """Since ``start``, without the time in which the engines worked for other streams."""
+        draft, target, host = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        return draft, target, host
+
+    def _now(self) -> tuple[int, int, int]:
+        draft, target = self._draft, self._target
+        in_calls = draft.engine_ns + target.engine_ns + draft.waited_ns + target.waited_ns
+        return draft.engine_ns, target.engine_ns, perf_counter_ns() - in_calls
+
+
+def bound_once(bound: dict[K, Call], key: K, bind: Callable[[], Call]) -> Call:
+    """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep the engines alive
+    until garbage is collected."""
+    call = bound.pop(key, None) or bind()
+    bound[key] = call
+    if len(bound) > _MOST_BOUND:
+        del bound[next(iter(bound))]
+    return call
