@@ -38,10 +38,12 @@ class Difference:
 
 def differences(model: Model, generation: Generation) -> list[Difference]:
     """Replays a finished generation with its own settings and seed, except lossy ones."""
-    return replay(model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed))
+    return compare_with_plain(
+        model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed)
+    )
 
 
-def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
+def compare_with_plain(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
     """Compares emitted tokens with plain decoding's. Those after a difference are still checked, each after the tokens that were emitted.
 
     ids: emitted after the prompt. settings: with the seed that was used, if they sample.

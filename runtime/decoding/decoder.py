@@ -191,7 +191,7 @@ class Decoder:
             part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.target.waited_ns
             n = len(part)
             first = self.feed(part, last=True)
-            # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
+            # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts with drafts.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
             if self.draft.extends and start < end:
                 self.history.record(start, end - start, range(start, end), first)

@@ -17,21 +17,21 @@ _MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts agai
 
 class DraftHistory:
     """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
-    Without a drafter, or with one that has no caches, it holds no hidden rows, and nothing is read but what a draft itself reads.
+    Without a drafter, or if it has no cache, there are no hidden rows here, and only drafts read.
 
     The hidden rows of the last pass stay in ``TargetPasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
     Of a long prompt it reads the first few tokens and the last part: reading all of it would delay short answers, every draft reads the
-    whole cache, and drafters are trained on short texts. The first tokens are there because attention that has nowhere else to go
-    rests on them (attention sinks, arXiv 2309.17453). Which tokens it has read costs acceptance and nothing else.
+    whole cache, and drafters are trained on short texts. The first tokens serve as attention sinks (arXiv 2309.17453). Which tokens it
+    has read changes what is accepted and nothing else.
 
     hidden_history: [1, capacity, H], the target's hidden rows by position. pending: positions in it that the drafter still has to read,
     ascending and behind those it has read. accepted: what the next draft reads.
     """
 
     FIRST: ClassVar[int] = 4  # tokens of a prompt that the drafter reads in any case
-    LAST: ClassVar[int] = 252  # tokens behind those that it reads at most, the last ones
+    LAST: ClassVar[int] = 252  # tokens of the prompt's end that it reads at most
 
     def __init__(self, manifest: Manifest, device: Device, target: TargetPasses, draft: DraftPasses) -> None:
         self._device, self._target, self._draft = device, target, draft

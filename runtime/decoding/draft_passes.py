@@ -109,7 +109,7 @@ class DraftPasses(EngineCalls):
             self._device.move(self._earlier_hidden, at, hidden, row, count)
         self._put(range(len(rows)), tokens)
         took = self.run(self._extension(len(rows)))
-        # The pass returns nothing, so nothing else waits for it; its inputs change in the next turn.
+        # Nobody waits for its outputs, since it has none, but the next pass changes its inputs.
         return took + self.finish()
 
     def finish(self) -> int:

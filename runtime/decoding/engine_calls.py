@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from ..devices import Call
 
-_MOST_BOUND = 32  # more than cycles use; a prompt may end with any number of rows
+_MOST_BOUND = 32  # calls of a kind; cycles use fewer, but the last pass over a prompt may have any number of rows
 K = TypeVar("K")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
-_AMONG = 16  # rows; those of more than 193 need not have the same bits (graphs.dialects.exact)
+_AMONG = 16  # rows of a pass whose first row is compared with the same row alone; 193 at most (graphs.dialects.exact)
 # The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree, and of its
 # rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is
 # kept, and with it a whole subtree. In fp32 that is too rare to allow for.
@@ -48,7 +48,7 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
     for cache in (target, draft) if drafting else (target,):
         cache.fill_garbage()
     errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
-    roots = list[np.ndarray]()  # logits of the tree's first row, of the passes that are not kept
+    roots = list[np.ndarray]()  # the logits of the tree's first row in each pass that is not kept
 
     def target_pass(name: str, size: int = 0, keep: bool = True) -> tuple[Call, Call]:
         """A recorded pass of the target, and a function that checks its outputs.

@@ -8,9 +8,9 @@ from ..decoding.cycle import Accepted
 from ..decoding.decoder import Decoder
 from ..decoding.prices import CONTEXT, Costs, Longer, rising, sizes
 
-_LONGER = 512, 2048  # positions behind which a few sizes are measured again, and behind the longest text with room for a tree
-_FEW = 8  # rows
-_ONE = Accepted((0,), (0,))  # a row, which a draft reads
+_LONGER = 512, 2048  # text lengths at which a few sizes are measured again; the longest with room for a tree is another
+_FEW = 8  # rows: a size between 1 and those of a tree
+_ONE = Accepted((0,), (0,))  # what a draft reads after a plain pass
 _HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
 # Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
 _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
@@ -44,7 +44,7 @@ def _fill(decoder: Decoder, context: int) -> None:
 
 
 def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
-    """The prices of a few sizes behind more positions."""
+    """The prices of a few sizes at another length of the text."""
     _fill(decoder, context)
     target, rows = decoder.target, decoder.manifest.rows
     target.causal(1)()  # untimed: caches may be laid out anew for it
