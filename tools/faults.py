@@ -54,7 +54,7 @@ FAULTS = (
           "tests/test_sampling.py::test_choice_is_the_argmax_over_all_that_is_kept"),
     Fault("rivals-of-the-likeliest-token-overlooked", "runtime/decoding/noise.py", "2.0**32 * (1 + 1e-4)", "2.0**31",
           "tests/test_sampling.py::test_a_draw_is_the_best_of_all_tokens"),
-    Fault("drafted-a-position-behind", "runtime/decoding/proposers.py", "self.target.length + 1)", "self.target.length)",
+    Fault("drafted-a-position-behind", "runtime/decoding/proposals.py", "self.target.length + 1)", "self.target.length)",
           "tests/test_small.py::test_a_drafter_that_is_the_target_is_always_right"),
     Fault("drafted-with-the-noise-of-columns", "runtime/decoding/draft_noise.py", "products(ids)",
           "products(np.arange(len(ids)))", "tests/test_draft_noise.py::test_rows_follow_the_text"),

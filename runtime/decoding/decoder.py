@@ -17,10 +17,10 @@ from .checks import check
 from .cycle import Accepted, Cycle, Tree
 from .draft_history import DraftHistory
 from .draft_passes import DraftPasses
-from .engine_calls import CycleClock
+from .passes import CycleClock
 from .planner import Planner
 from .prices import Costs
-from .proposers import Proposal, Proposers
+from .proposals import Proposal, Proposer
 from .stats import Stats
 from .target_passes import TargetPasses
 from .token_selector import TokenSelector
@@ -90,7 +90,7 @@ class Decoder:
             return
         self._read_prompt(selector, stats, resume)
         cycle, host_ns = _cycle(selector, len(selector.ids) - stats.tokens, (0, stats.prefill_ns, 0)), 0
-        proposers = Proposers(self.manifest, self.target, self.draft, self.history, self._ids, self.planner, selector)
+        proposer = Proposer(self.target, self.draft, self.history, self._ids, self.planner, selector)
         while True:
             stats.tokens, stats.finish_reason = len(selector.ids), cycle.finish_reason
             yield cycle
@@ -104,7 +104,7 @@ class Decoder:
             if self.selector is not selector:
                 raise MisuseError("the caches of this generation were used for something else: start it again")
             self.device.enter()
-            cycle = self.step(proposers.propose(cycle.tokens, self.room, host_ns))
+            cycle = self.step(proposer.propose(cycle.tokens, self.room, host_ns))
             host_ns = cycle.times[2] if stats.cycles else 0  # the first cycle's includes reading the prompt
             stats.count(len(cycle.path), cycle.times, cycle.rows, cycle.lookup)
 
@@ -289,8 +289,8 @@ class Decoder:
         self.device.synchronize()
 
     def close(self, engines: bool = True) -> None:
-        """Frees bindings and buffers, and then the engines, unless other decoders use them: bound calls hold the engines, and both use the
-        device's stream."""
+        """Frees bindings and buffers, a sibling's of the target too, and then the engines, unless other decoders use them: bound calls hold
+        the engines, and both use the device's stream."""
         target, draft, opened, device = self.target, self.draft, self.engines, self.device
         self.__dict__.clear()
         device.enter()

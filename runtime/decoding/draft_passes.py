@@ -10,17 +10,18 @@ from ..bundle.manifest import Manifest
 from ..devices import Array, Call, Device
 from .cycle import Accepted, Tree
 from .draft_noise import DraftNoise
-from .engine_calls import EngineCalls, bound_once
 from .kv_cache import KVCache, runs
+from .passes import Passes, bound_once
 from .sampling import Sampler
 from .target_passes import TargetPasses
 
 
-class DraftPasses(EngineCalls):
-    """One drafter's passes. They read the target's hidden rows where its last pass left them, and write the tree that it verifies. Without
-    a drafter there are none; one without caches only drafts.
+class DraftPasses(Passes):
+    """One drafter's passes, if there is a drafter. They read the target's hidden rows where its last pass left them, and write the tree
+    that it verifies.
 
-    extends: whether there is a cache to extend. chunk: tokens that an extension reads at most.
+    reads: accepted rows that a draft reads at most; 0 without a drafter. extends: whether there is a cache to extend. chunk: tokens
+    that an extension reads at most.
     """
 
     def __init__(
@@ -33,17 +34,16 @@ class DraftPasses(EngineCalls):
         draft_tokens: np.ndarray | None = None,
     ) -> None:
         """draft_tokens: see ``Bundle.draft_tokens``; None for trees without noise."""
-        super().__init__()
+        device.enter()
+        drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
+        super().__init__(KVCache(device, *drafting, capacity=manifest.capacity, dtype=manifest.dtype))
         self.graphs, self._engines, self._device = form.graphs, engines, device
         self._tree, self._last_hidden = target.tree, target.hidden
-        device.enter()
-        drafting = [self.graphs[name] for name in ("draft", "extend") if name in self.graphs]
-        self.cache = KVCache(device, *drafting, capacity=manifest.capacity, dtype=manifest.dtype)
+        self.reads = manifest.depth + 1 if manifest.has_drafter else 0
         self.extends, self.chunk, self._static = "extend" in self.graphs, form.chunk, form.static
         widest = len(target.tokens)
         self._tokens, self._path, self._count = np.zeros(widest, np.int64), np.zeros(widest, np.int64), np.zeros(1, np.int64)
         self._extensions: dict[int, Call] = {}
-        self._drafts: list[Call] = []
         self._inputs: dict[str, Array] = {}
         self._noise: DraftNoise | None = None
         if manifest.tree and self.graphs["draft"].noisy:
@@ -53,14 +53,8 @@ class DraftPasses(EngineCalls):
         if self.extends:
             self._earlier_hidden = device.zeros((1, form.chunk, manifest.hidden), manifest.dtype)
             self._extension(form.chunk)
-        if manifest.has_drafter:
-            most = manifest.depth + 1
-            self._drafts = [self._bind("draft", n, self._last_hidden) for n in ([most] if form.static else range(1, most + 1))]
-
-    @property
-    def length(self) -> int:
-        """Positions of the cache that are filled; without a cache, tokens that were read."""
-        return int(self.cache.length[0])
+        sizes = ([self.reads] if form.static else range(1, self.reads + 1)) if self.reads else ()
+        self._drafts = [self._bind("draft", n, self._last_hidden) for n in sizes]
 
     # --- calls -----------------------------------------------------------------------------------------------------------
 
@@ -71,10 +65,8 @@ class DraftPasses(EngineCalls):
 
     def _extension(self, rows: int) -> Call:
         """The pass that reads so many rows of ``_earlier_hidden`` and drafts nothing."""
-        size, hidden = (
-            self.chunk if self._static else rows,
-            self._earlier_hidden.reshape(self.chunk, self._last_hidden.shape[1]),
-        )
+        size = self.chunk if self._static else rows
+        hidden = self._earlier_hidden.reshape(self.chunk, self._last_hidden.shape[1])
         return bound_once(self._extensions, size, lambda: self._bind("extend", size, hidden))
 
     def _bind(self, graph: str, rows: int, hidden: Array) -> Call:
@@ -138,11 +130,3 @@ class DraftPasses(EngineCalls):
     def commit(self, graph: str, rows: int) -> None:
         """Keeps the first rows of the last pass in the cache. graph: of that pass."""
         self.cache.commit(self.graphs[graph], range(rows))
-
-    def keep(self, positions: int) -> None:
-        """So many positions of the cache count as filled, from the first, whatever they hold."""
-        self.cache.length[0] = positions
-
-    def restore(self, rows: np.ndarray) -> None:
-        """Fills the cache with rows as ``KVCache.rows`` returned them. Raises DamageError if they do not fit."""
-        self.cache.fill(rows)

@@ -25,7 +25,7 @@ class KVCache:
         dtype: of an empty cache; others have that of their graphs."""
         tensors = graphs[0].caches if graphs else ()
         self._kv_heads, self.head_dim = (int(tensors[0].shape[i]) for i in (1, 3)) if tensors else (0, 0)
-        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # without tensors it only counts positions
+        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # without tensors it only counts tokens
         self._device, self._graphs, self._groups = device, graphs, len(tensors) * self._kv_heads
         self._dtype = tensors[0].dtype if tensors else dtype
         self.length = np.zeros(1, np.int64)

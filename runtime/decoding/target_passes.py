@@ -8,28 +8,26 @@ from ..backends import Engine
 from ..bundle.graphs import Form
 from ..bundle.manifest import Manifest
 from ..devices import Array, Call, Device
-from .engine_calls import EngineCalls, bound_once
 from .kv_cache import KVCache
+from .passes import Passes, bound_once
 
 
-class TargetPasses(EngineCalls):
-    """The target's passes, by their number of rows. If the form is static, passes have fixed sizes: padding rows are computed and ignored.
+class TargetPasses(Passes):
+    """The target's passes, by their number of rows. Static shapes have fixed sizes: padding rows are computed and ignored.
 
-    splits: whether a part of a tree can be verified; otherwise all of it is. tokens, depth: int64 [widest], inputs of causal
-    passes. tree: the tree to verify, which is what a draft graph returns (its ``tree_*`` outputs); empty without a drafter. choice: int64
+    rows: of a tree. splits: whether a part of a tree can be verified; otherwise all of it is. tokens, depth: int64 [widest], inputs of
+    causal passes. tree: the tree to verify, by the names of a draft graph's ``tree_*`` outputs; empty without a drafter. choice: int64
     [widest]; logits: [widest, V]; hidden: [widest, H]: outputs of the last pass by row; while a prompt is read they may be the last
     ones, of which only the very last has choice and logits.
     """
 
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
         """form, engines: with those of one drafter at most, whose trees are verified. Other drafters' trees have the same rows."""
-        super().__init__()
-        self.form, self.graphs = form, form.graphs
-        self._engines, self._device, self._rows = engines, device, manifest.rows
         device.enter()
-        self.splits = not form.static or min(form.targets) < manifest.rows
         targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
-        self.cache = KVCache(device, *targets, capacity=manifest.capacity + form.least - 1)
+        super().__init__(KVCache(device, *targets, capacity=manifest.capacity + form.least - 1))
+        self.form, self.graphs, self._engines, self._device = form, form.graphs, engines, device
+        self.rows, self.splits = manifest.rows, not form.static or min(form.targets) < manifest.rows
         widest = max(manifest.rows, form.chunk)
         self.tokens, self.depth = np.zeros(widest, np.int64), np.arange(widest)
         self.choice = np.zeros(widest, np.int64)
@@ -44,11 +42,6 @@ class TargetPasses(EngineCalls):
         for size in sorted({*form.targets, manifest.rows}) if manifest.has_drafter else ():
             if size <= manifest.rows:
                 self.verification(size)
-
-    @property
-    def length(self) -> int:
-        """Positions of the cache that are filled."""
-        return int(self.cache.length[0])
 
     # --- calls -----------------------------------------------------------------------------------------------------------
 
@@ -92,7 +85,7 @@ class TargetPasses(EngineCalls):
         return _growing(cache, n, bind) if graph.open_caches else bind()
 
     def _bind_verification(self, rows: int) -> Call:
-        tree_mask, whole = self.tree["tree_mask"], self._rows
+        tree_mask, whole = self.tree["tree_mask"], self.rows
         if rows == whole:
             return self._bind(self.tree["tree_tokens"], self.tree["tree_depth"], tree_mask)
         mask = self._device.zeros((rows, rows), np.bool_)
@@ -138,17 +131,9 @@ class TargetPasses(EngineCalls):
         name, _ = self.form.target(rows)
         self.cache.commit(self.graphs[name], path)
 
-    def keep(self, positions: int) -> None:
-        """So many positions of the cache count as filled, from the first, whatever they hold."""
-        self.cache.length[0] = positions
-
     def wipe(self) -> None:
         """Zeroes the positions that are not filled, see ``KVCache.wipe``."""
         self.cache.wipe(self.length)
-
-    def restore(self, rows: np.ndarray) -> None:
-        """Fills the cache with rows as ``KVCache.rows`` returned them. Raises DamageError if they do not fit."""
-        self.cache.fill(rows)
 
 
 def _growing(cache: KVCache, rows: int, bind: Callable[[], Call]) -> Call:

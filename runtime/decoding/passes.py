@@ -1,19 +1,23 @@
-"""Calls of engines: bound to buffers at the first use, and timed."""
+"""What the passes of target and drafter have in common: a KV cache, bound calls, and the time that these take."""
 
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import TypeVar
 
+import numpy as np
+
 from ..devices import Call
+from .kv_cache import KVCache
 
 _MOST_BOUND = 32  # calls of a kind; cycles use fewer, but the last pass over a prompt may have any number of rows
 K = TypeVar("K")
 
 
-class EngineCalls:
+class Passes:
     """engine_ns: nanoseconds that the engines have worked so far. waited_ns: nanoseconds so far in which they worked for other streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
         self.engine_ns = self.waited_ns = 0
 
     def run(self, call: Call) -> int:
@@ -25,6 +29,19 @@ class EngineCalls:
         self.waited_ns += passed - worked
         return worked
 
+    @property
+    def length(self) -> int:
+        """Positions of the cache that are filled."""
+        return int(self.cache.length[0])
+
+    def keep(self, positions: int) -> None:
+        """So many positions of the cache count as filled, from the first, whatever they hold."""
+        self.cache.length[0] = positions
+
+    def restore(self, rows: np.ndarray) -> None:
+        """Fills the cache with rows as ``KVCache.rows`` returned them. Raises DamageError if they do not fit."""
+        self.cache.fill(rows)
+
     def close(self) -> None:
         """Frees bindings and buffers."""
         self.__dict__.clear()
@@ -33,7 +50,7 @@ class EngineCalls:
 class CycleClock:
     """Splits the nanoseconds of a cycle into draft, target and host."""
 
-    def __init__(self, draft: EngineCalls, target: EngineCalls) -> None:
+    def __init__(self, draft: Passes, target: Passes) -> None:
         self._draft, self._target = draft, target
         self.start()
 
@@ -42,8 +59,8 @@ class CycleClock:
 
     def times(self) -> tuple[int, int, int]:
         """Since ``start``, without the time in which the engines worked for other streams."""
-        draft, target, host = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        return draft, target, host
+        (draft, target, rest), (draft_before, target_before, rest_before) = self._now(), self._before
+        return draft - draft_before, target - target_before, rest - rest_before
 
     def _now(self) -> tuple[int, int, int]:
         draft, target = self._draft, self._target
