@@ -26,12 +26,12 @@ from runtime.backends.onnxruntime_lanes import Lanes, Pass
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import check_shared
 from runtime.engines.memory_check import require
+from runtime.engines.shared_passes import InTurn
+from runtime.engines.shared_passes import SharedTarget as StreamsTarget
 from runtime.engines.store import find_engines
+from runtime.engines.teams import Teams
+from runtime.engines.turns import Turns
 from runtime.errors import DamageError, GumihoError, MisuseError
-from runtime.shared_passes import InTurn
-from runtime.shared_passes import SharedTarget as StreamsTarget
-from runtime.teams import Teams
-from runtime.turns import Turns
 from tests.conftest import DEMO, MakeBundle, examples
 from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL
@@ -354,8 +354,8 @@ def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
         verify(stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.shared_passes._SHARE", math.inf)  # however slow this machine is
-        patch.setattr("runtime.shared_passes._PATIENCE", 60.0)
+        patch.setattr("runtime.engines.shared_passes._SHARE", math.inf)  # however slow this machine is
+        patch.setattr("runtime.engines.shared_passes._PATIENCE", 60.0)
         queued(turns, threads, [partial(verify, 0), partial(draft, 1), partial(draft, 2)])
         turns.give()
         for thread in threads:

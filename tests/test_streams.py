@@ -22,8 +22,8 @@ from runtime import InputError, MisuseError, Model, UnavailableError, load
 from runtime.backends import memory
 from runtime.backends.memory import buffers
 from runtime.bundle.reader import Bundle
-from runtime.teams import Teams
-from runtime.turns import Turns
+from runtime.engines.teams import Teams
+from runtime.engines.turns import Turns
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle, examples
 from tests.end_to_end.test_forms import opened
 

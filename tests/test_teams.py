@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime import load
 from runtime.backends.onnxruntime_lanes import Lanes
-from runtime.teams import Teams
+from runtime.engines.teams import Teams
 from tests.conftest import DEMO, MakeBundle
 from tests.test_streams import finished, run
 

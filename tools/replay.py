@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Generation, Model, load
-from runtime.lossless import Difference, compare_with_plain, differences
+from runtime.cli.checks.lossless import Difference, compare_with_plain, differences
 
 _model: Model | None = None  # of a process
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..bundle.manifest import Manifest
-from ..devices import Device
+from ..engines.devices import Device
 from .cycle import Accepted
 from .draft_passes import DraftPasses
 from .kv_cache import runs

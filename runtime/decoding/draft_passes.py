@@ -7,7 +7,7 @@ import numpy as np
 from ..backends import Engine
 from ..bundle.graphs import Form
 from ..bundle.manifest import Manifest
-from ..devices import Array, Call, Device
+from ..engines.devices import Array, Call, Device
 from .cycle import Accepted, Tree
 from .draft_noise import DraftNoise
 from .kv_cache import KVCache, runs

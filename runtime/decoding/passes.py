@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..devices import Call
+from ..engines.devices import Call
 from .kv_cache import KVCache
 
 _MOST_BOUND = 32  # calls of a kind; cycles use fewer, but the last pass over a prompt may have any number of rows

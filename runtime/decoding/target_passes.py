@@ -7,7 +7,7 @@ import numpy as np
 from ..backends import Engine
 from ..bundle.graphs import Form
 from ..bundle.manifest import Manifest
-from ..devices import Array, Call, Device
+from ..engines.devices import Array, Call, Device
 from .kv_cache import KVCache
 from .passes import Passes, bound_once
 

@@ -10,11 +10,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from ..api.loader import load
 from ..backends import DEVICES, NAMES
-from ..command import argument_parser, read_text
-from ..command import run as run_command
+from ..cli.command import argument_parser, read_text
+from ..cli.command import run as run_command
 from ..errors import InputError, UnavailableError
-from ..loader import load
 from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")

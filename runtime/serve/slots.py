@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..model import Model
+from ..api.model import Model
 from .problems import Problem
 
 _LEAST_KEPT = (

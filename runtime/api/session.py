@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .bundle.files import HEADERS, read_regular, replaced, unpacked
-from .bundle.hashes import file_hash
-from .bundle.manifest import Manifest
-from .bundle.reader import Bundle
-from .bundle.records import Damage
-from .decoders import Decoders
-from .decoding.decoder import Decoder
-from .decoding.settings import Options, Settings
-from .errors import DamageError, InputError
+from ..bundle.files import HEADERS, read_regular, replaced, unpacked
+from ..bundle.hashes import file_hash
+from ..bundle.manifest import Manifest
+from ..bundle.reader import Bundle
+from ..bundle.records import Damage
+from ..decoding.decoder import Decoder
+from ..decoding.settings import Options, Settings
+from ..engines.decoders import Decoders
+from ..errors import DamageError, InputError
 from .generation import Generation
 
 if TYPE_CHECKING:

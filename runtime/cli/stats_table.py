@@ -1,6 +1,6 @@
 """The statistics of a generation as a short table."""
 
-from .decoding.stats import Stats
+from ..decoding.stats import Stats
 
 
 def table(stats: Stats) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .bundle.files import replaced
-from .decoding.settings import Settings
-from .decoding.stats import Stats
-from .errors import GumihoError, InputError, reason
-from .model import Model
+from ..api.model import Model
+from ..bundle.files import replaced
+from ..decoding.settings import Settings
+from ..decoding.stats import Stats
+from ..errors import GumihoError, InputError, reason
 from .stats_table import table
 
 _QUOTES = '"""'  # around a message of several lines

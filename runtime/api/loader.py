@@ -6,10 +6,10 @@ from operator import index
 from pathlib import Path
 from time import perf_counter
 
-from .backends import backend, close, require
-from .bundle.reader import Bundle
-from .errors import InputError
-from .loaded import Loaded
+from ..backends import backend, close, require
+from ..bundle.reader import Bundle
+from ..engines.loaded import Loaded
+from ..errors import InputError
 from .model import Model
 
 _log = logging.getLogger("gumiho.model")

@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ..errors import DamageError
+from ...errors import DamageError
 
 # A numpy array on the host, a ``DeviceArray`` elsewhere: both have shape, dtype, ``[i]``, ``[:n]`` and ``reshape``.
 Array: TypeAlias = Any

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UnavailableError
+from ...errors import UnavailableError
 from .accelerator import Accelerator
 
 _DEFAULT = 4  # hipMemcpyDefault: the runtime tells host and device addresses apart

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .decoding.cycle import Tree
-from .decoding.decoder import Decoder
-from .model import Model
+from ...api.model import Model
+from ...decoding.cycle import Tree
+from ...decoding.decoder import Decoder
 
 _LONG = 330  # tokens; two blocks of positions are settled for their last rows (graphs.dialects.exact)
 _SHORT = 12  # tokens of the texts whose trees are computed again row by row

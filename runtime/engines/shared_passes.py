@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-from .backends import Engine
+from ..backends import Engine
 from .devices import Array, Call
 from .teams import Teams
 from .turns import Place
 
 if TYPE_CHECKING:  # not every installation has ONNX Runtime
-    from .backends.onnxruntime_lanes import Lanes, Pass
+    from ..backends.onnxruntime_lanes import Lanes, Pass
 
 _PATIENCE = 0.005  # seconds; longer than a cycle takes outside its passes
 _MANY = 32  # rows

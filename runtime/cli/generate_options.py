@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..backends import DEVICES, NAMES
+from ..decoding.grammar import Grammar
+from ..decoding.settings import Settings
+from ..errors import InputError, json_line, reason
 from . import command
-from .backends import DEVICES, NAMES
+from .checks.comparison import NEAR_TIE
 from .command import argument_parser, read_text
-from .comparison import NEAR_TIE
-from .decoding.grammar import Grammar
-from .decoding.settings import Settings
-from .errors import InputError, json_line, reason
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,14 +9,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .backends import DEVICES, NAMES
-from .backends import backend as make_backend
-from .bundle.reader import Bundle
-from .command import argument_parser, read_text
-from .command import run as run_command
-from .engines.store import find_engines
-from .errors import InputError
-from .loader import load
+from ...api.loader import load
+from ...backends import DEVICES, NAMES
+from ...backends import backend as make_backend
+from ...bundle.reader import Bundle
+from ...engines.store import find_engines
+from ...errors import InputError
+from ..command import argument_parser, read_text
+from ..command import run as run_command
 from .perplexity import Quality, measure, windows
 
 _WINDOW, _TOKENS = 1024, 8192
@@ -175,7 +175,3 @@ def _document(
             for name, bundle, quality in zip(names, bundles, found, strict=True)
         ],
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .bundle.reader import Bundle
-from .decoding.logprobs import log_softmax
-from .errors import DamageError
-from .model import Model
-from .text.encode import encode
+from ...api.model import Model
+from ...bundle.reader import Bundle
+from ...decoding.logprobs import log_softmax
+from ...decoding.text.encode import encode
+from ...errors import DamageError
 
 
 @dataclass

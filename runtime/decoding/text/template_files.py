@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..bundle.records import shown
-from ..errors import DamageError, InputError, reason, unreadable
+from ...bundle.records import shown
+from ...errors import DamageError, InputError, reason, unreadable
 
 TEMPLATES = "additional_chat_templates"  # a folder
 _CONFIG = "tokenizer_config.json"

@@ -10,25 +10,25 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .decoders import Decoders
-from .decoding.checks import check, check_settings
-from .decoding.cycle import Cycle
-from .decoding.decoder import Decoder
-from .decoding.grammar import GrammarMatchers
-from .decoding.settings import Options, Settings
-from .decoding.token_selector import TokenSelector
-from .devices import Host
-from .engines.memory_check import require_stream
-from .errors import InputError, MisuseError
+from ..decoding.checks import check, check_settings
+from ..decoding.cycle import Cycle
+from ..decoding.decoder import Decoder
+from ..decoding.grammar import GrammarMatchers
+from ..decoding.settings import Options, Settings
+from ..decoding.text.encode import encode, token_ids
+from ..decoding.token_selector import TokenSelector
+from ..engines.decoders import Decoders
+from ..engines.devices import Host
+from ..engines.loaded import Loaded
+from ..engines.memory_check import require_stream
+from ..errors import InputError, MisuseError
 from .generation import BUSY, Generation
-from .loaded import Loaded
 from .session import Session
-from .text.encode import encode, token_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .text.chat_template import ChatTemplate
+    from ..decoding.text.chat_template import ChatTemplate
 
 _log = logging.getLogger("gumiho.model")
 _PATIENCE = 0.25  # seconds to wait for a cycle of a stream whose rows are to be copied

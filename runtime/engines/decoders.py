@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from .backends import close
-from .decoding.decoder import Decoder
-from .decoding.settings import Settings
+from ..backends import close
+from ..decoding.decoder import Decoder
+from ..decoding.settings import Settings
 from .loaded import Loaded
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from ..bundle.reader import Bundle
-from ..errors import DamageError, InputError
+from ...bundle.reader import Bundle
+from ...errors import DamageError, InputError
 
 _LONG = 1 << 15  # characters, which take about ten milliseconds
 

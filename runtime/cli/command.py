@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import GumihoError, InputError, reason, remedy
-from .interruption import INTERRUPTED, raised
+from ..errors import GumihoError, InputError, reason, remedy
+from ..errors.interruption import INTERRUPTED, raised
 
 _MOST_BYTES = 256 << 20  # of a file
 # What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
@@ -60,7 +60,7 @@ def _path(text: str) -> Path:
 
 def read_text(file: Path, what: str) -> str:
     """The text of a UTF-8 file. what: it is, for the message. Raises InputError if it cannot be read."""
-    from .bundle.files import read_regular
+    from ..bundle.files import read_regular
 
     try:
         return read_regular(file, _MOST_BYTES).decode("utf-8")

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .decoding.stats import Stats
-from .generation import Generation
+from ...api.generation import Generation
+from ...api.model import Model
+from ...decoding.stats import Stats
 from .lossless import Difference, differences
-from .model import Model
 
 NEAR_TIE = 3  # exit status if only rounding made a difference
 

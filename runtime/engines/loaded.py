@@ -8,25 +8,25 @@ from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
-from .backends import Backend, Engine
-from .backends.processor import physical_cores
-from .bundle.graphs import SHARED, Form
-from .bundle.reader import Bundle
-from .decoding.decoder import Decoder
-from .decoding.drafter_choice import DrafterChoice
-from .decoding.grammar import GrammarMatchers
-from .decoding.prices import Costs
+from ..backends import Backend, Engine
+from ..backends.processor import physical_cores
+from ..bundle.graphs import SHARED, Form
+from ..bundle.reader import Bundle
+from ..decoding.decoder import Decoder
+from ..decoding.drafter_choice import DrafterChoice
+from ..decoding.grammar import GrammarMatchers
+from ..decoding.prices import Costs
+from ..errors import GumihoError
 from .devices import Device
-from .engines.memory_check import require
-from .engines.store import find_engines
-from .errors import GumihoError
+from .memory_check import require
 from .shared_passes import InTurn, SharedTarget
+from .store import find_engines
 from .teams import Teams
 
 if TYPE_CHECKING:
-    from .backends.onnxruntime_lanes import Lanes
-    from .text.chat_template import ChatTemplate
-    from .text.special_tokens import SpecialTokens
+    from ..backends.onnxruntime_lanes import Lanes
+    from ..decoding.text.chat_template import ChatTemplate
+    from ..decoding.text.special_tokens import SpecialTokens
 
 
 @dataclass(eq=False)
@@ -70,14 +70,14 @@ class Loaded:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        from .text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
+        from ..decoding.text.chat_template import ChatTemplate  # imports jinja2, which only conversations need
 
         return ChatTemplate.of(self.bundle.path)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
         """Those that contents of a conversation may not write."""
-        from .text.special_tokens import SpecialTokens
+        from ..decoding.text.special_tokens import SpecialTokens
 
         written = self.chat_template.all_text if self.chat_template else ""
         return SpecialTokens(self.bundle.tokenizer, written, self.bundle.manifest.eos_token_ids)

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Protocol
 
-from .bundle.reader import Bundle
-from .decoding.cycle import Cycle
-from .decoding.logprobs import TokenLogprobs
-from .decoding.settings import Settings
-from .decoding.stats import Stats
-from .decoding.token_selector import TokenSelector
-from .errors import MisuseError
-from .text.stream import TextStream
+from ..bundle.reader import Bundle
+from ..decoding.cycle import Cycle
+from ..decoding.logprobs import TokenLogprobs
+from ..decoding.settings import Settings
+from ..decoding.stats import Stats
+from ..decoding.text.stream import TextStream
+from ..decoding.token_selector import TokenSelector
+from ..errors import MisuseError
 
 BUSY = "the model is in the middle of a cycle: do this between two pieces, or cancel() the generation"
 

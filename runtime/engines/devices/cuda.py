@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnavailableError
+from ...errors import UnavailableError
 from .accelerator import Accelerator
 
 try:

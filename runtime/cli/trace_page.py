@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from .bundle.files import regular, replaced
-from .decoding.cycle import Cycle
-from .errors import InputError
+from ..bundle.files import regular, replaced
+from ..decoding.cycle import Cycle
+from ..errors import InputError
 
 _PAGE = Path(__file__).with_name("trace_page.html")
 _PLACEHOLDER = "{{records}}"  # in the page

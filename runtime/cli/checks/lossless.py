@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .decoding.settings import Settings
-from .generation import Generation
-from .model import Model
+from ...api.generation import Generation
+from ...api.model import Model
+from ...decoding.settings import Settings
 
 # Near-tie margins relative to the largest logit, by the precision of the target's products. Measured differences between a row of one
 # pass and of another are up to 1.5e-6 in fp32 and 2.3e-3 in fp16 (docs/backends.md); they grow with depth. bf16 has three bits fewer

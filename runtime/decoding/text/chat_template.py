@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from ..errors import DamageError, GumihoError, InputError
+from ...errors import DamageError, GumihoError, InputError
 from .special_tokens import MARKS
 from .template_files import special_tokens, templates
 from .template_sandbox import Sandbox
