@@ -149,7 +149,7 @@ class Tabled:
         self.table += np.random.default_rng(seed + 1).uniform(-rounding, rounding, self.table.shape)
         self.decoder = SimpleNamespace(
             clear=lambda: None, prefill=self.prefill,
-            passes=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
+            target=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
         )  # fmt: skip
 
     def prefill(self, text: list[int], speculate: bool) -> tuple[int, int]:
