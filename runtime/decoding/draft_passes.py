@@ -17,11 +17,11 @@ from .target_passes import TargetPasses
 
 
 class DraftPasses(Passes):
-    """One drafter's passes, if there is a drafter. They read the target's hidden rows where its last pass left them, and write the tree
-    that it verifies.
+    """One drafter's passes, if there is a drafter. They read the target's hidden rows where its last pass left them,
+    and write the tree that it verifies.
 
-    reads: accepted rows that a draft reads at most; 0 without a drafter. extends: whether there is a cache to extend. chunk: tokens
-    that an extension reads at most.
+    reads: accepted rows that a draft reads at most; 0 without a drafter. extends: whether there is a cache to extend.
+    chunk: tokens that an extension reads at most.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class DraftPasses(Passes):
     # --- calls -----------------------------------------------------------------------------------------------------------
 
     def drafting(self, accepted: Accepted) -> Call:
-        """The pass that reads accepted rows and drafts a tree, with its inputs in place until another pass is prepared."""
+        """The pass that reads accepted rows and drafts a tree, with its inputs in place until another pass is
+        prepared."""
         self._put(accepted.rows, accepted.tokens)
         return self._drafts[min(len(accepted.rows), len(self._drafts)) - 1]
 
@@ -88,15 +89,15 @@ class DraftPasses(Passes):
     # --- passes ----------------------------------------------------------------------------------------------------------
 
     def draft(self, accepted: Accepted, sampler: Sampler, position: int) -> int:
-        """Drafts a tree. sampler: of the text; position: of the tokens of level 1 in it. The caller commits the accepted rows.
-        Returns the nanoseconds of the pass."""
+        """Drafts a tree. sampler: of the text; position: of the tokens of level 1 in it. The caller commits the
+        accepted rows. Returns the nanoseconds of the pass."""
         if self._noise:
             self._noise.put(sampler, position)
         return self.run(self.drafting(accepted))
 
     def extend(self, hidden: Array, rows: Sequence[int], tokens: Sequence[int]) -> int:
-        """Reads tokens, at most a chunk, and drafts nothing. hidden: [1, n, H], hidden rows of the target; rows: the one before each token.
-        The caller commits them. Returns the nanoseconds of the pass."""
+        """Reads tokens, at most a chunk, and drafts nothing. hidden: [1, n, H], hidden rows of the target; rows: the
+        one before each token. The caller commits them. Returns the nanoseconds of the pass."""
         for at, row, count in runs(rows, True):
             self._device.move(self._earlier_hidden, at, hidden, row, count)
         self._put(range(len(rows)), tokens)

@@ -14,7 +14,11 @@ K = TypeVar("K")
 
 
 class Passes:
-    """engine_ns: nanoseconds that the engines have worked so far. waited_ns: nanoseconds so far in which they worked for other streams."""
+    """One model's passes. Only its own methods write its attributes.
+
+    engine_ns: nanoseconds that the engines have worked so far. waited_ns: nanoseconds so far in which they worked for
+    other streams.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -69,8 +73,8 @@ class CycleClock:
 
 
 def bound_once(bound: dict[K, Call], key: K, bind: Callable[[], Call]) -> Call:
-    """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep the engines alive
-    until garbage is collected."""
+    """Binds at the first use, and again if many others were used since. Not ``functools.lru_cache``, which would keep
+    the engines alive until garbage is collected."""
     call = bound.pop(key, None) or bind()
     bound[key] = call
     if len(bound) > _MOST_BOUND:

@@ -1,6 +1,7 @@
 """Where the rows of a pass come from: a draft tree, the text itself (prompt lookup), or the pending token only.
 
-In every cycle the proposer makes a proposal. A proposal is told which of its rows were accepted, after the target's cache holds them.
+In every cycle the proposer makes a proposal. A proposal is told which of its rows were accepted, after the target's
+cache holds them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ class Proposal(Protocol):
         """The rows as a trace shows them; None if only the pending token was verified."""
 
     def committed(self, path: Sequence[int], target_ns: int) -> None:
-        """To be called when the target's cache holds the accepted rows and the text their tokens. path: these rows. target_ns: what
-        ``verify`` returned."""
+        """To be called when the target's cache holds the accepted rows and the text their tokens. path: these rows.
+        target_ns: what ``verify`` returned."""
 
 
 class Proposer:
@@ -62,8 +63,8 @@ class Proposer:
         self._rows = settings.rows or target.rows  # to verify, unless the planner chooses
 
     def propose(self, emitted: Sequence[int], most: int, host_ns: int) -> Proposal:
-        """emitted: tokens of the last cycle. most: rows that the pass may verify. host_ns: nanoseconds of the last cycle outside the
-        engines, 0 if unknown."""
+        """emitted: tokens of the last cycle. most: rows that the pass may verify. host_ns: nanoseconds of the last
+        cycle outside the engines, 0 if unknown."""
         planner = self.planner
         if planner is None:
             return self._draft(most, host_ns) if self._speculates and self.draft.reads else self._continue(())
@@ -96,8 +97,8 @@ class DraftTree:
     lookup = False
 
     def __init__(self, proposer: Proposer, count: int, read: int, times: tuple[int, int, int]) -> None:
-        """read: accepted rows that the draft read. times: nanoseconds of the draft, of the last cycle outside the engines, and of reading
-        before the draft the tokens of cycles without one."""
+        """read: accepted rows that the draft read. times: nanoseconds of the draft, of the last cycle outside the
+        engines, and of reading before the draft the tokens of cycles without one."""
         self._proposer, self.count, self._read, self._times = proposer, count, read, times
 
     def verify(self) -> int:
@@ -122,8 +123,8 @@ class DraftTree:
 
 
 class Continuation:
-    """The pending token and looked-up tokens, if there are any, each the child of the one before it: a causal pass. Without looked-up
-    tokens this is plain decoding."""
+    """The pending token and looked-up tokens, if there are any, each the child of the one before it: a causal pass.
+    Without looked-up tokens this is plain decoding."""
 
     __slots__ = "_proposer", "_tokens", "count", "lookup"
 

@@ -13,16 +13,18 @@ from .passes import Passes, bound_once
 
 
 class TargetPasses(Passes):
-    """The target's passes, by their number of rows. Static shapes have fixed sizes: padding rows are computed and ignored.
+    """The target's passes, by their number of rows. If shapes are static, passes have fixed sizes: padding rows are
+    computed and ignored.
 
-    rows: of a tree. splits: whether a part of a tree can be verified; otherwise all of it is. tokens, depth: int64 [widest], inputs of
-    causal passes. tree: the tree to verify, by the names of a draft graph's ``tree_*`` outputs; empty without a drafter. choice: int64
-    [widest]; logits: [widest, V]; hidden: [widest, H]: outputs of the last pass by row; while a prompt is read they may be the last
-    ones, of which only the very last has choice and logits.
+    rows: of a tree. splits: whether a part of a tree can be verified; otherwise all of it is. tokens, depth: int64
+    [widest], inputs of causal passes. tree: the tree to verify, by the names of a draft graph's ``tree_*`` outputs;
+    empty without a drafter. choice: int64 [widest]; logits: [widest, V]; hidden: [widest, H]: outputs of the last pass
+    by row; while a prompt is read they may be the last ones, of which only the very last has choice and logits.
     """
 
     def __init__(self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
-        """form, engines: with those of one drafter at most, whose trees are verified. Other drafters' trees have the same rows."""
+        """form, engines: with those of one drafter at most, whose trees are verified. Other drafters' trees have the
+        same rows."""
         device.enter()
         targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
         super().__init__(KVCache(device, *targets, capacity=manifest.capacity + form.least - 1))
@@ -46,8 +48,8 @@ class TargetPasses(Passes):
     # --- calls -----------------------------------------------------------------------------------------------------------
 
     def causal(self, rows: int, last: bool = False) -> Call:
-        """The pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and logits of the
-        last row will do."""
+        """The pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
+        logits of the last row will do."""
         _, size = self.form.target(rows)
         last = last and self.graphs["target"].selects
         first = size - self.form.least if last else 0
@@ -63,8 +65,8 @@ class TargetPasses(Passes):
         return bound_once(self._verifications, size, lambda: self._bind_verification(size))
 
     def _begin(self, rows: int, last: bool) -> int:
-        """Where the outputs of a causal pass over so many rows begin. The last row of a prompt is always the same one, since a row of
-        logits takes memory from when it is first written."""
+        """Where the outputs of a causal pass over so many rows begin. The last row of a prompt is always the same one,
+        since a row of logits takes memory from when it is first written."""
         return len(self.choice) - rows if last and self.graphs["target"].selects else 0
 
     def _bind(self, tokens: Array, depth: Array, mask: Array, first: int = 0, begin: int = 0) -> Call:
@@ -107,8 +109,8 @@ class TargetPasses(Passes):
     # --- passes ----------------------------------------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], last: bool = False) -> int:
-        """One causal pass over the next tokens, at most a chunk. last: see ``causal``. The caller commits the rows to keep. Returns
-        its nanoseconds."""
+        """One causal pass over the next tokens, at most a chunk. last: see ``causal``. The caller commits the rows to
+        keep. Returns its nanoseconds."""
         self.tokens[: len(tokens)] = tokens
         return self.run(self.causal(len(tokens), last))
 
