@@ -20,6 +20,16 @@ def parser() -> argparse.ArgumentParser:
         about = "Holds a conversation with a bundle's target, in its chat template, over standard input and output."
     parser = argument_parser("generate", about)
     parser.add_argument("bundle", help="folder made by gumiho-export")
+    _prompts_and_drafts(parser)
+    _limits(parser.add_argument_group("limits"))
+    _choice(parser.add_argument_group("choice of tokens"))
+    _checks(parser.add_argument_group("checks and statistics"))
+    _lossy(parser.add_argument_group("lossy: faster, but the output may differ from the target's"))
+    _engine(parser.add_argument_group("backend"))
+    return parser
+
+
+def _prompts_and_drafts(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", help="text to continue (default: read standard input)")
     source.add_argument("--prompt-file", type=Path, help="file with the text to continue")
@@ -33,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", metavar="NAME", help="draft with this one of the bundle's drafters (default: the one that has been fastest)")  # fmt: skip
     parser.add_argument("--rows", type=int, metavar="N", help="verify N rows of every draft tree, without prompt lookup (default: chosen per cycle from the measured cost of passes and the acceptance so far)")  # fmt: skip
 
-    limits = parser.add_argument_group("limits")
+
+def _limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
         "--max-new-tokens", "--max-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"
     )
@@ -44,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         "--stop-token", action="append", type=int, default=[], metavar="ID", help="stop at this token id; repeatable"
     )
 
-    choice = parser.add_argument_group("choice of tokens")
+
+def _choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 takes the most likely token (default: 0)")  # fmt: skip
     choice.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: 0, all tokens)")  # fmt: skip
     choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: smallest set with probability P (default: 1)")  # fmt: skip
@@ -71,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
         "--grammar", type=Path, metavar="FILE", help="emit text that matches this grammar, in llguidance's Lark syntax"
     )
 
-    checks = parser.add_argument_group("checks and statistics")
+
+def _checks(checks: argparse._ArgumentGroup) -> None:
     checks.add_argument("--compare", action="store_true", help="decode with and without speculation; exit status 1 if the tokens differ")  # fmt: skip
     checks.add_argument("--check-lossless", action="store_true", help=f"replay the tokens by plain decoding; exit status 1 if any differ, {NEAR_TIE} if only near-ties differ")  # fmt: skip
     checks.add_argument(
@@ -82,13 +95,13 @@ def parser() -> argparse.ArgumentParser:
         help="print statistics on standard error; json: print only one JSON object, with the text in it, on standard output "
         "(default: no statistics; text if no format is given)",
     )  # fmt: skip
-
     checks.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --stats json: the target's log-probability of every token and of its N most likely alternatives (default: off)",
     )  # fmt: skip
 
-    lossy = parser.add_argument_group("lossy: faster, but the output may differ from the target's")
+
+def _lossy(lossy: argparse._ArgumentGroup) -> None:
     lossy.add_argument(
         "--tree", choices=("exact", "fta"), default="exact", help="fta: Gumiho's Full Tree Attention (default: exact)"
     )
@@ -96,7 +109,8 @@ def parser() -> argparse.ArgumentParser:
         "--accept", choices=("exact", "typical"), default="exact", help="typical: Medusa's typical acceptance (default: exact)"
     )
 
-    engine = parser.add_argument_group("backend")
+
+def _engine(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
     engine.add_argument("--device", default="", help=DEVICES)
     engine.add_argument(
@@ -106,7 +120,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="CPU threads of the engines (default: as many as compiling found fastest)",
     )
-    return parser
 
 
 def _written(file: Path, what: str) -> str:
