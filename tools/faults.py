@@ -141,7 +141,7 @@ FAULTS = (
     Fault("golden-run-takes-nan", "runtime/engines/golden_replay.py", "if not np.isfinite(values).all():",
           "if np.isinf(values).any():", "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
     Fault("golden-tolerance-ignored", "runtime/engines/golden_replay.py",
-          '            _require("target", errors["target"], tolerance)\n', "",
+          '        _require("target", errors["target"], tolerance)\n', "",
           "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
     Fault("memory-taken-that-is-not-free", "runtime/engines/memory_check.py", "need.host > host_bytes:",
           "need.host > 2 * host_bytes:", "tests/test_memory.py::test_what_cannot_fit_is_refused"),
