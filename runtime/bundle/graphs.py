@@ -157,8 +157,8 @@ class Form:
     of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
     for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
     ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs. Of several
-    drafters the first one's names are these, and those of the others end with ``.NAME``. least: rows that a pass of the target has on this
-    machine at least, and matrices multiply; those without a token are padding.
+    drafters the first one's names are these, and those of the others end with ``.NAME``. least: rows that a pass of the target computes at
+    least on this machine, 2 where one row alone would have other bits; rows without a token are padding.
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
