@@ -1,7 +1,7 @@
 """JSON files with a checksum, parsed into dataclasses whose annotations give the types and bounds of the fields.
 
-A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on purpose
-can seal it again, but ``checked`` still enforces the annotated types and bounds.
+A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on
+purpose can seal it again, but ``checked`` still enforces the annotated types and bounds.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Damage(ValueError):
-    """Names the wrong value and the expected one in a single line; callers add the file and the way out."""
+    """Names the wrong value and the expected one in a single line; callers add the file and what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Pattern:
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses standard JSON. Raises Damage for anything else, such as NaN, infinity and numbers too large for a float."""
+    """Parses standard JSON. Raises Damage for anything else, such as NaN, infinity and numbers too large for a
+    float."""
     try:
         return json.loads(text, parse_constant=_constant, parse_float=_finite)
     except RecursionError:
@@ -94,15 +95,16 @@ def _seal(content: Mapping[str, Any]) -> str:
 def checked(kind: type[T], raw: Any, at: str = "") -> T:
     """Parsed JSON as ``kind``: a dataclass, or any type that annotates its fields.
 
-    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for messages.
-    Raises Damage for the first value of another type or outside its bounds.
+    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for
+    messages. Raises Damage for the first value of another type or outside its bounds.
     """
     annotation: Any = kind
     value: T = _check_of(annotation)(raw, at)
     return value
 
 
-# A value's path as its container's and its own name or index in it, since a text of each would take longer than checking the values.
+# A value's place: its container's place, and its name or index there. Formatting these as text for every value would
+# take longer than the checks.
 Path = str | tuple["Path", str | int]
 Check = Callable[[Any, Path], Any]  # of a raw value: the value, or Damage
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -166,7 +168,7 @@ def _record(kind: Any, raw: Any, at: Path) -> Any:
 
 @cache
 def _fields(kind: Any) -> tuple[tuple[str, Check, bool], ...]:
-    """Name, check, and whether the field is required."""
+    """For each field its name, its check, and whether it is required."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(
         (f.name, _check_of(hints[f.name]), f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)
