@@ -158,7 +158,7 @@ class Trial:
         for thread in threads:
             thread.join()
 
-    def beside(self, kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
+    def delays(self, kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
         """Seconds of short texts without and with a grammar, in order, while clients send such grammars."""
         until = monotonic() + minutes * 60
         threads = [
@@ -215,9 +215,9 @@ def main() -> int:
     trial = Trial(Server(args.bundle), args.clients)
     try:
         trial.begin()
-        usual = trial.beside(HARMLESS, args.minutes / 5)
+        usual = trial.delays(HARMLESS, args.minutes / 5)
         before = trial.server.memory()
-        found = trial.beside({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
+        found = trial.delays({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
         for kind, usually, seconds in zip(("", " with a grammar"), usual, found, strict=True):
             trial.judge(kind, usually, seconds)
         trial.judge_memory(before)

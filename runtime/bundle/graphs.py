@@ -16,7 +16,7 @@ SHARED = "shared"
 BLOCK = 128
 NAME = "[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"  # of a drafter
 Size = Annotated[int, Bounds(1, 1 << 31)]
-Model = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]
+WeightOwner = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]
 WeightName = Annotated[str, Pattern(r"[A-Za-z0-9_.]{1,200}", "the name of a weight")]
 GraphName = Annotated[
     str,
@@ -171,7 +171,7 @@ class Form:
     static: bool
     graphs: Mapping[GraphName, Graph]
     spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
-    weights: Mapping[Model, Mapping[WeightName, Weight]] = field(default_factory=dict)
+    weights: Mapping[WeightOwner, Mapping[WeightName, Weight]] = field(default_factory=dict)
     least: Annotated[int, Bounds(1, 2)] = 1
 
     def of(self, suffix: str) -> "Form":

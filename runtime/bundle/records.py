@@ -103,10 +103,10 @@ def checked(kind: type[T], raw: Any, at: str = "") -> T:
     return value
 
 
-# A value's place: its container's place, and its name or index there. Formatting these as text for every value would
+# A value's place in the record: its container's place, and its name or index there. Formatting these as text for every value would
 # take longer than the checks.
-Path = str | tuple["Path", str | int]
-Check = Callable[[Any, Path], Any]  # of a raw value: the value, or Damage
+Place = str | tuple["Place", str | int]
+Check = Callable[[Any, Place], Any]  # of a raw value: the value, or Damage
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -128,7 +128,7 @@ def _check_of(kind: Any) -> Check:
     return partial(_plain, kind)
 
 
-def _plain(kind: type, raw: Any, at: Path) -> Any:
+def _plain(kind: type, raw: Any, at: Place) -> Any:
     if type(raw) is kind:
         return raw
     if kind is float and type(raw) is int:
@@ -139,7 +139,7 @@ def _plain(kind: type, raw: Any, at: Path) -> Any:
     raise _wrong(at, raw, _WORDS[kind])
 
 
-def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) -> Any:
+def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Place) -> Any:
     if raw is None and or_none:
         return None
     for alternative in alternatives[:-1]:
@@ -148,13 +148,13 @@ def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) 
     return alternatives[-1](raw, at)
 
 
-def _mapping(key: Check, value: Check, raw: Any, at: Path) -> dict[Any, Any]:
+def _mapping(key: Check, value: Check, raw: Any, at: Place) -> dict[Any, Any]:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     return {key(name, at): value(content, (at, name)) for name, content in raw.items()}
 
 
-def _record(kind: Any, raw: Any, at: Path) -> Any:
+def _record(kind: Any, raw: Any, at: Place) -> Any:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     values = {}
@@ -175,13 +175,13 @@ def _fields(kind: Any) -> tuple[tuple[str, Check, bool], ...]:
     )
 
 
-def _list(check: Check, raw: Any, at: Path) -> tuple[Any, ...]:
+def _list(check: Check, raw: Any, at: Place) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
     return tuple([check(value, (at, i)) for i, value in enumerate(raw)])
 
 
-def _tuple(checks: tuple[Check, ...], raw: Any, at: Path) -> tuple[Any, ...]:
+def _tuple(checks: tuple[Check, ...], raw: Any, at: Place) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
     if len(checks) != len(raw):
@@ -189,7 +189,7 @@ def _tuple(checks: tuple[Check, ...], raw: Any, at: Path) -> tuple[Any, ...]:
     return tuple(check(value, (at, i)) for i, (check, value) in enumerate(zip(checks, raw, strict=True)))
 
 
-def _bounded(check: Check, limit: Any, raw: Any, at: Path) -> Any:
+def _bounded(check: Check, limit: Any, raw: Any, at: Place) -> Any:
     value = check(raw, at)
     if isinstance(limit, Bounds) and not limit.least <= value <= limit.most:
         raise _wrong(at, value, f"{limit.least:,.0f} to {limit.most:,.0f}".replace(",", ""))
@@ -200,7 +200,7 @@ def _bounded(check: Check, limit: Any, raw: Any, at: Path) -> Any:
     return value
 
 
-def _text(at: Path) -> str:
+def _text(at: Place) -> str:
     if isinstance(at, str):
         return at
     outer, inner = _text(at[0]), at[1]
@@ -209,7 +209,7 @@ def _text(at: Path) -> str:
     return f"{outer}.{shown(inner)}" if outer else shown(inner)
 
 
-def _wrong(at: Path, value: Any, expected: str) -> Damage:
+def _wrong(at: Place, value: Any, expected: str) -> Damage:
     actual = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
     return Damage(f"{_text(at) or 'it'} is {shown(actual)}, expected {expected}")
 

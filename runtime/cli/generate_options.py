@@ -1,4 +1,4 @@
-"""The options of ``generate``, and the settings and prompts that they give."""
+"""The options of ``generate``, and the settings and prompts that they specify."""
 
 import argparse
 import sys
@@ -123,7 +123,7 @@ def _engine(engine: argparse._ArgumentGroup) -> None:
 
 
 def _written(file: Path, what: str) -> str:
-    """Like ``read_text``; raises InputError for an empty file too."""
+    """Like ``read_text``, but raises InputError for an empty file too."""
     text = read_text(file, what)
     if not text.strip():
         raise InputError(f"'{file}' is empty: write {what} in it, or name another file")
@@ -198,7 +198,7 @@ def _prompts(file: Path) -> list[str]:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts given. Raises InputError if they cannot be read."""
+    """The prompts that the options specify. Raises InputError if they cannot be read."""
     if args.prompt is not None:
         return [args.prompt]
     if args.prompt_file:
