@@ -1,4 +1,4 @@
-"""Finds the draft tree with which a drafter is fastest on this machine, by exporting and decoding (for ``tools.compare``)."""
+"""Finds the fastest draft tree of a drafter on this machine by exporting and decoding (for ``tools.compare``)."""
 
 import argparse
 import io
@@ -18,14 +18,14 @@ from runtime.errors.interruption import INTERRUPTED
 from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]
-PLANNED = "planned"  # the kind of the trees that are searched here, in names of bundles and rows of tables
-_ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
+PLANNED = "planned"  # the kind of the trees found here, in names of bundles and rows of tables
+_ENOUGH = 4.0  # seconds of plain decoding; one round of a small model is too short to compare
 
 
 def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequence[str], out: Path) -> Path:
-    """A bundle, which is made if it is not there yet. Raises InputError with the export's reason.
+    """Exports a bundle unless it exists. Raises InputError with the export's reason.
 
-    It is made in this process, which has traced the target for earlier ones: that takes longer than all else.
+    The export runs in this process, which keeps the traced target of earlier exports: tracing takes the longest.
     """
     if (out / "gumiho.json").is_file():
         return out
@@ -45,22 +45,23 @@ def _exported(argv: list[str]) -> int:
     """The exit status of an export."""
     try:
         return cli.main(argv)
-    except SystemExit as ended:  # argparse, which has told why
+    except SystemExit as ended:  # from argparse, which has printed the reason
         return int(ended.code or 0)
 
 
 def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:
-    """Where the bundle of a drafter with such a tree is kept."""
+    """The folder of the bundle of a drafter with this kind of tree."""
     return args.out / "bundles" / weights / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
 
 
 def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation in the chat template, or its last text for a target without one."""
+    """The tokens of a conversation in the chat template, or of its last message if the target has no template."""
     return model.chat(messages) if model.chat_template else model.encode(messages[-1]["content"])
 
 
 def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
-    """Speed-up over plain decoding of the first turns that fit, greedy, as planned without lookups, in as many rounds as take ``_ENOUGH``."""
+    """The speed-up over plain decoding on all first turns that fit: greedy, planned, without prompt lookup, in rounds
+    that take at least ``_ENOUGH``."""
     ways = {"plain": {"speculate": False}, "drafter": {"lookup": False}}
     spent = dict.fromkeys(ways, 0.0)
     with load(bundle, threads=args.threads) as model:
@@ -76,8 +77,8 @@ def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
 
 
 class Search:
-    """The tree that is fastest here, for one drafter and one format of weights. Speeds are kept in a file by the options, of bundles only the
-    fastest one's."""
+    """Finds the fastest tree for one drafter and one format of weights. A file keeps all speeds by options; of the
+    bundles only the fastest is kept."""
 
     def __init__(self, args: argparse.Namespace, drafter: str, weights: str, prompts: Asked) -> None:
         self.args, self.drafter, self.weights, self.prompts = args, drafter, weights, prompts
@@ -107,7 +108,8 @@ class Search:
         return chosen
 
     def _best(self, pair: Pair) -> Options:
-        """Options: the best number of rows, then levels more, or fewer, as long as that helps. With one number of rows nothing is tried."""
+        """The options of the best number of rows, then of more or fewer levels as long as that helps. A single number
+        of rows is taken without a trial."""
         if len(self.args.rows) == 1:
             return "--rows", str(self.args.rows[0])
         rows = max(self.args.rows, key=lambda n: self.of(("--rows", str(n))))

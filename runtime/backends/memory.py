@@ -60,8 +60,8 @@ def buffers(bundle: "Bundle", backend: str) -> int:
 
 
 def host_free() -> int | None:
-    """Bytes that this process can still allocate, swap included: Linux's estimate, bounded by control groups. None on other
-    systems.
+    """Bytes that this process can still allocate, swap included: Linux's estimate, bounded by control groups. None on
+    other systems.
     """
     meminfo = {}
     for line in text(_MEMINFO).splitlines():

@@ -15,7 +15,8 @@ from .records import Damage, checked, parse, shown, unsealed
 def parse_manifest(text: str, file: Path) -> Manifest:
     """A manifest from its JSON. file: its path, for messages.
 
-    Raises InputError for a format or feature that this version cannot read, and DamageError naming the first damaged value.
+    Raises InputError for a format or feature that this version cannot read, and DamageError naming the first damaged
+    value.
     """
     try:
         raw = parse(text)

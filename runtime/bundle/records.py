@@ -103,8 +103,8 @@ def checked(kind: type[T], raw: Any, at: str = "") -> T:
     return value
 
 
-# A value's place in the record: its container's place, and its name or index there. Formatting these as text for every value would
-# take longer than the checks.
+# A value's place in the record: its container's place, and its name or index there. Formatting these as text for every
+# value would take longer than the checks.
 Place = str | tuple["Place", str | int]
 Check = Callable[[Any, Place], Any]  # of a raw value: the value, or Damage
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

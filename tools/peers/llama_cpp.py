@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the checkpoint."""
+"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the
+checkpoint."""
 
 import json
 import time
