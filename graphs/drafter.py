@@ -118,7 +118,7 @@ class Drafter(nn.Module):
             return tuple(present)
 
         pending, last = self.ops.gather(tokens, count - 1), self.ops.gather(x, read - 1)
-        y, step = self.begin(pending, last), self.step_behind(past_length + read, pasts)
+        y, step = self.begin(pending, last), self.serial_step(past_length + read, pasts)
 
         def log_probs(y: Tensor, level: int) -> Tensor:
             logits = self.logits(y)
@@ -130,7 +130,7 @@ class Drafter(nn.Module):
 
         return *grow(self.tree, pending, y, log_probs, step, heads, self.token_ids, self.ops), *present
 
-    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
+    def serial_step(self, length: Tensor, pasts: list[Past]) -> Step:
         """The function for serial steps. Their keys and values are not written to the caches, since only this cycle
         needs them. length: int64 [1], the number of positions that the layers have read."""
         drafted: list[list[Cache]] = [[] for _ in self.layers]

@@ -92,7 +92,7 @@ def table(results: dict[tuple[int, str], tuple[list[Answer], float]]) -> str:
 
 
 def read_prompts(files: Sequence[Path], count: int) -> list[str]:
-    """The first prompts of each file, taken in turns."""
+    """The first prompts of each file, interleaved."""
     by_file = [[json.loads(line) for line in file.read_text("utf-8").splitlines()[:count]] for file in files]
     return [str(one["turns"][0] if "turns" in one else one["prompt"]) for same in zip(*by_file, strict=True) for one in same]
 

@@ -72,7 +72,7 @@ class Hydra(Drafter):
         embedded = self.embed_tokens(tokens)
         return torch.cat((rows.to(embedded.dtype), embedded), dim=-1)
 
-    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
+    def serial_step(self, length: Tensor, pasts: list[Past]) -> Step:
         """See ``Drafter``."""
         return lambda tokens, hidden, visible: self._append(hidden, tokens)
 

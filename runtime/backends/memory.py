@@ -27,7 +27,7 @@ class Space:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """compiling: to compile engines. running: to load them and generate. Both are lower bounds, so nothing that fits is
+    """Memory for compiling engines, and for loading them and generating. Both are lower bounds, so nothing that fits is
     refused.
     """
 

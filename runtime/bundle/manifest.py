@@ -143,8 +143,7 @@ class Manifest:
         return sealed(asdict(self))
 
 
-# What ``Manifest.requires`` names: features that this version knows, when a bundle has them, and a test of whether it
-# has.
+# The features that ``Manifest.requires`` may name: for each, a description of the bundles that have it, and a test.
 FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
     OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),

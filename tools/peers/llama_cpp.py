@@ -114,7 +114,7 @@ class Loaded:
             n_threads=threads,
             n_threads_batch=threads,
             flash_attn=True,
-            logits_all=lookup,  # otherwise lookups fail behind 512 positions
+            logits_all=lookup,  # otherwise lookups fail after 512 positions
             draft_model=self.lookup,
             verbose=False,
         )

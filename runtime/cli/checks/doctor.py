@@ -29,7 +29,7 @@ def installed() -> str:
 
 
 def look(name: str, device: str) -> tuple[Backend | None, str]:
-    """The backend, None if it cannot run here, and a line about it."""
+    """The backend (None if it cannot run here) and a line about it."""
     try:
         opened = backend(name, device)
         facts = opened.versions() | opened.details()
