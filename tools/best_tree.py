@@ -18,14 +18,14 @@ from runtime.errors.interruption import INTERRUPTED
 from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]
-PLANNED = "planned"  # the kind of the trees found here, in names of bundles and rows of tables
-_ENOUGH = 4.0  # seconds of plain decoding; one round of a small model is too short to compare
+PLANNED = "planned"  # the kind of the trees that are searched here, in names of bundles and rows of tables
+_ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
 
 
 def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequence[str], out: Path) -> Path:
-    """Exports a bundle unless it exists. Raises InputError with the export's reason.
+    """A bundle, which is made if it is not there yet. Raises InputError with the export's reason.
 
-    The export runs in this process, which keeps the traced target of earlier exports: tracing takes the longest.
+    It is made in this process, which has traced the target for earlier ones: that takes longer than all else.
     """
     if (out / "gumiho.json").is_file():
         return out
@@ -45,12 +45,12 @@ def _exported(argv: list[str]) -> int:
     """The exit status of an export."""
     try:
         return cli.main(argv)
-    except SystemExit as ended:  # from argparse, which has printed the reason
+    except SystemExit as ended:  # argparse, which has told why
         return int(ended.code or 0)
 
 
 def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:
-    """The folder of the bundle of a drafter with this kind of tree."""
+    """Where the bundle of a drafter with such a tree is kept."""
     return args.out / "bundles" / weights / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
 
 

@@ -14,7 +14,7 @@ from ..api.model import Model
 from ..decoding.checks import check
 from ..decoding.settings import Settings
 from ..errors import GumihoError, InputError
-from .checks.comparison import Comparison, check_lossless, total
+from .checks.comparison import Comparison, replay, total
 from .command import run as run_command
 from .generate_options import parser, prompted, read_prompts, settings
 from .stats_table import table
@@ -109,7 +109,7 @@ def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
         compared = Comparison.of(generations, others)
     report(generations, texts, compared, args.stats)
     differ = compared is not None and compared.differ and not chosen.lossy
-    replayed = check_lossless(model, generations) if args.check_lossless else 0
+    replayed = replay(model, generations) if args.check_lossless else 0
     return 1 if differ else replayed
 
 

@@ -54,7 +54,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 
 
 def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
-    """Times at a context length. The caches may hold anything, since the time of a dense pass does not depend on it."""
+    """Times at a context length, with any content in the caches: the time of a dense pass does not depend on it."""
     rows, chunk, passes = decoder.manifest.rows, decoder.form.chunk, decoder.passes
 
     def measured(call: Callable[[], object]) -> tuple[float, float]:

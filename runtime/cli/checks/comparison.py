@@ -15,11 +15,7 @@ NEAR_TIE = 3  # exit status if only rounding made a difference
 
 @dataclass
 class Comparison:
-    """Compares two ways of decoding the same prompts.
-
-    outputs: their number. differ: how many differ. first: the lowest index at which any differs, None if none does.
-    ours, other: the stats of each way.
-    """
+    """Two ways to decode the same prompts: number of outputs, how many differ, the first differing index of all, and the stats of both."""
 
     outputs: int
     differ: int
@@ -78,7 +74,7 @@ def explain(model: Model, difference: Difference) -> str:
     )
 
 
-def check_lossless(model: Model, generations: Sequence[Generation]) -> int:
+def replay(model: Model, generations: Sequence[Generation]) -> int:
     """Checks generations by plain decoding, prints the differences and returns the exit status."""
     differing = [difference for generation in generations for difference in differences(model, generation)]
     for difference in differing:

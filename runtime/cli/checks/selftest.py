@@ -52,7 +52,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class TwoTexts:
+class Comparison:
     """A prompt continued with and without speculation. differences: found by replaying the speculative text; empty if
     both texts are equal."""
 
@@ -91,10 +91,10 @@ def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool,
     return generation
 
 
-def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[str, Any]) -> TwoTexts:
+def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[str, Any]) -> Comparison:
     """Continues a prompt with and without speculation."""
     speculative, plain = (generated(model, prompt, tokens, speculate, settings) for speculate in (True, False))
-    return TwoTexts(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
+    return Comparison(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
 
 
 def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], list[int]]]:
