@@ -157,7 +157,7 @@ class Plain:
 
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
-        """The attention mask once the rows are written at ``past_length``, in the form that ``attend`` takes.
+        """The attention mask once the rows are written at ``past_length``, as ``attend`` takes it.
 
         mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1];
         cache: any cache of the pass. Here bool [n, S]: every position below ``past_length``, and those rows that the

@@ -22,7 +22,7 @@ class Scheme:
       [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
       DequantizeLinear; uint8 codes are offset by half their range, for MatMulNBits.
 
-    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the form of the codes.
+    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the codes' representation.
     """
 
     block: int

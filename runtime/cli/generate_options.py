@@ -180,19 +180,19 @@ def settings(args: argparse.Namespace) -> Settings:
 def _prompts(file: Path) -> list[str]:
     """The prompts of a .jsonl file."""
     prompts = list[str]()
-    form = "give one JSON object per line, with a 'prompt'"
+    remedy = "give one JSON object per line, with a 'prompt'"
     for number, line in enumerate(_written(file, "the prompts").split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json_line(line, number)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"'{file}' is not a file of prompts ({reason(error)}): {form}") from None
+            raise InputError(f"'{file}' is not a file of prompts ({reason(error)}): {remedy}") from None
         record = record if isinstance(record, dict) else {}
         turns = record.get("turns")
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if not isinstance(prompt, str):
-            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {form}")
+            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {remedy}")
         prompts.append(prompt)
     return prompts
 

@@ -187,7 +187,7 @@ class Tools:
             raise Problem(400, "tool_choice asks for a call and there are no tools: give tools, or leave it out", "tool_choice")
         if not tools or choice == "none":
             return None
-        if template is None or (form := recognized(template)) is None:
+        if template is None or (known := recognized(template)) is None:
             raise Problem(
                 400, "this model's chat template has no tools, or calls them in a form that is not supported: leave tools out", "tools",
                 "unsupported_parameter",
@@ -205,7 +205,7 @@ class Tools:
                 raise Problem(400, "tool_choice asks for a call and allows no tool: allow one, or leave it out", "tool_choice")
         if unknown := [name for name in names if name not in given]:
             raise Problem(400, f"there is no tool {unknown[0]!r}: tool_choice must name one of tools", "tool_choice")
-        return Tools(form, [given[name] for name in names], required, several) if names else None
+        return Tools(known, [given[name] for name in names], required, several) if names else None
 
     @property
     def mark(self) -> str:
