@@ -2,9 +2,9 @@
 
     python -m tools.costs BUNDLE ... [--rows 1 2 4 8 16 32 64] [--contexts 0 64 128 256 512 768] [--out build/costs]
 
-For every bundle it measures passes of the target over each number of rows, and drafting a tree, after each number of cached
-positions. The rows are a causal chunk; those of a tree take as long, as only the mask differs. The fastest of several runs
-counts, and all measurements of a bundle alternate. Writes ``costs.md``, ``costs.json`` and plots.
+For every bundle it measures target passes over each number of rows, and drafting a tree, after each number of cached
+positions. The rows are a causal chunk; those of a tree take as long, as only the mask differs. The fastest of several
+runs counts, and all measurements of a bundle alternate. Writes ``costs.md``, ``costs.json`` and plots.
 """
 
 import argparse

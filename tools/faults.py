@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """file: what is edited; old: text that occurs there once; new: what takes its place. test: id of the cheapest test known to fail."""
+    """An edit that breaks the program. file: edited file. old: text that occurs in it once; new: its replacement. test:
+    id of the cheapest test known to fail."""
 
     name: str
     file: str
@@ -80,7 +81,7 @@ FAULTS = (
           "nodes.add(token, score, parent + first, depth)\n            first, size",
           "nodes.add(token, score, parent + first + 1, depth)\n            first, size",
           "tests/test_tree.py::test_dynamic_is_the_best_of_all_candidates"),
-    Fault("draft-vocabulary-not-mapped", "graphs/tree.py", "return score, target_id(ops.gather(tokens.reshape(-1), index)),",
+    Fault("draft-vocabulary-not-mapped", "graphs/tree.py", "return score, self._target_id(ops.gather(tokens.reshape(-1), index)),",
           "return score, ops.gather(tokens.reshape(-1), index),",
           "tests/test_vocabulary.py::test_a_trimmed_tree_is_the_naive_one"),
     Fault("drafted-position-off-by-one", "graphs/drafter.py", "(length + len(drafted[0])).expand(",

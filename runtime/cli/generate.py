@@ -34,7 +34,8 @@ def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
 
 
 def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
-    """One generation and its text. show: print it as it comes. trace: file for the record of its cycles."""
+    """Runs a generation. Returns it and its text. show: print the text while it is generated. trace: file for the
+    record of its cycles."""
     generation, text = model.start(prompt, chosen), ""
     about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": chosen.speculate}
     tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None

@@ -14,12 +14,13 @@ from .prompts import prompts
 
 _ROWS = 1, 2, 4, 8, 16, 32, 64, 128
 _CONTEXTS = 128, 512, 2048, 8192, 32768
-_ODD = 1.25  # a pass should not take so many times as long as one over more rows
-_GROWTH = 32 << 20, 0.05  # bytes, and share of the weights, that generating may add to a process after it has warmed up
+_ODD = 1.25  # a pass that takes this many times as long as one over more rows is reported
+_GROWTH = 32 << 20, 0.05  # bytes and share of the weights: the most growth of a process while it generates, once warm
 
 
 def times(check: Check) -> Findings:
-    """Milliseconds of passes, fastest and median, by rows and context; with static shapes all passes have one size."""
+    """Measures passes, fastest and median in milliseconds, by rows and context; with static shapes all passes have one
+    size."""
     findings = Findings({"static": check.model.decoder.form.static, "contexts": []})
     with check.model.exclusive() as decoder:
         for i, context in enumerate(_contexts(decoder)):
@@ -36,7 +37,8 @@ def times(check: Check) -> Findings:
 
 
 def odd_times(target: Mapping[int, float]) -> str:
-    """Describes a pass that takes clearly longer than one over more rows, "" if there is none. target: milliseconds by rows."""
+    """A line about a pass that takes clearly longer than one over more rows, "" if there is none. target: milliseconds
+    by rows."""
     for rows, cost in target.items():
         faster = min((size for size in target if size > rows), key=lambda size: target[size], default=rows)
         if cost > _ODD * target[faster]:
@@ -45,7 +47,8 @@ def odd_times(target: Mapping[int, float]) -> str:
 
 
 def _contexts(decoder: Decoder) -> Iterator[int]:
-    """Context lengths to measure, in order: the shortest, the longest that leaves room for a pass, and those between."""
+    """Context lengths to measure, in order: the shortest, the longest that leaves room for a pass, and those
+    between."""
     most = max(0, decoder.manifest.capacity - max(decoder.manifest.rows, decoder.form.chunk))
     between = [context for context in _CONTEXTS if context < most]
     yield from dict.fromkeys([*between[:1], most, *between[1:]])

@@ -9,9 +9,10 @@ from ...api.generation import Generation
 from ...api.model import Model
 from ...decoding.settings import Settings
 
-# Near-tie margins relative to the largest logit, by the precision of the target's products. Measured differences between a row of one
-# pass and of another are up to 1.5e-6 in fp32 and 2.3e-3 in fp16 (docs/backends.md); they grow with depth. bf16 has three bits fewer
-# than fp16. int8 products round every row alike, so these rows are bit-identical (graphs.dialects.exact.Exact).
+# Near-tie margins relative to the largest logit, by the precision of the target's products. The measured differences of
+# a row between passes are up to 1.5e-6 in fp32 and 2.3e-3 in fp16 (docs/backends.md) and grow with the number of
+# layers. bf16 has three bits fewer than fp16. int8 products round every row alike, so these rows are bit-identical
+# (graphs.dialects.exact.Exact).
 NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 
@@ -24,8 +25,9 @@ def near_margin(model: Model) -> float:
 class Difference:
     """A token that plain decoding would not have emitted.
 
-    index: among the emitted tokens. position: in the whole text. token: emitted. choice: plain decoding's. margin: how much the emitted
-    token's logit would have to grow to be chosen, relative to the largest logit. near: whether rounding explains the difference.
+    index: its place among the emitted tokens. position: its place in the text, prompt included. token: the emitted
+    token. choice: plain decoding's token. margin: how much the emitted token's logit would have to grow to be chosen,
+    relative to the largest logit. near: whether rounding explains the difference.
     """
 
     index: int
