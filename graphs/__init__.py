@@ -1,1 +1,1 @@
-"""The modules that are traced to ONNX: a Llama target, its Gumiho drafter and the draft tree, all of static shape."""
+"""The modules that are traced to ONNX: a target of Llama's kind, its drafter and the draft tree."""

@@ -1,4 +1,4 @@
-"""What drafters have in common: they read accepted tokens, then grow a tree."""
+"""The base class of drafters. A drafter reads the accepted tokens, then grows a tree."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from .tree import Step, TreeConfig, grow
 class Drafter(nn.Module):
     """The drafter of a pair; ``graphs.drafters`` has one for each family. Without a tree it only extends its caches.
 
-    features: numbers of a row of the target that it reads. columns: where they are in the rows of the target's output ``hidden``, () if these
-    hold nothing else; drafted: tokens of the draft vocabulary; width: numbers of such a row, 0 for ``features``. ahead: rows that a pass reads behind the accepted ones, whose keys and values the next pass
-    computes again.
+    features: how many numbers of a target's row it reads. columns: where these are in the rows of the target's output
+    ``hidden``; () for all. width: numbers of such a row, 0 for ``features``. drafted: size of the draft vocabulary.
+    ahead: rows that a pass reads after the accepted ones; the next pass computes their keys and values again.
     """
 
     features: int
@@ -31,10 +31,10 @@ class Drafter(nn.Module):
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, layers: Sequence[Layer], ops: type[Plain],
         schemes: Schemes, trimmed: int | None, embeds: bool = True, one_head: bool = True,
     ) -> None:  # fmt: skip
-        """shape: that of the layers. tree: None for the graph that only extends the caches. schemes: how its matrices are
-        quantized, by parameter name. trimmed: size of the draft vocabulary, or None if the drafter may propose every token; lm_head has a
-        row for each of its tokens, whose ids are ``token_ids``, int64 [trimmed]. embeds: whether it reads tokens. one_head: whether it has one
-        lm_head, and not one for each level.
+        """shape: that of the layers. tree: None for the graph that only extends the caches. schemes: how its matrices
+        are quantized, by parameter name. trimmed: size of the draft vocabulary, None if the drafter may propose every
+        token. lm_head then has only these rows, and ``token_ids``, int64 [trimmed], their ids. embeds: whether it reads
+        tokens. one_head: whether all levels use one lm_head.
         """
         super().__init__()
         self.capacity, self.tree, self.ops = capacity, tree, ops
@@ -51,32 +51,34 @@ class Drafter(nn.Module):
             self.register_parameter("token_ids", ids)
 
     def read(self, hidden: Tensor) -> Tensor:
-        """What a serial step reads of the target's rows, instead of what the step before it returned. hidden: [n, features] -> [n, H]."""
+        """A serial step's input from the target's rows, in place of the previous step's output. hidden: [n, features]
+        -> [n, H]."""
         return hidden
 
     def accepted(self, tokens: Tensor, rows: Tensor) -> Any:
-        """What the first layer takes of the accepted rows. tokens: int64 [A]; rows: [A, features] -> A + ``ahead`` rows."""
+        """The first layer's input for the accepted rows. tokens: int64 [A]; rows: [A, features] -> A + ``ahead``
+        rows."""
         return self.fuse(tokens, self.read(rows))
 
     def begin(self, pending: Tensor, row: Tensor) -> Tensor:
-        """What level 1 is drafted from. pending: int64 [1]; row: [1, H], what the last layer made of it."""
+        """The row that level 1 is drafted from. pending: int64 [1]; row: [1, H], the last layer's output for it."""
         return row
 
     @abstractmethod
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Any:
-        """What the first layer takes. tokens: int64 [n]; hidden: [n, H], what ``read`` or the step before returned."""
+        """The first layer's input. tokens: int64 [n]; hidden: [n, H], from ``read`` or the previous step."""
 
     @property
     def noisy(self) -> bool:
-        """Whether it takes noise: whether it has a tree, and not the official code's."""
+        """Whether it takes noise: it does if it has a tree, except the tree of the official code."""
         return self.tree is not None and not self.tree.reference
 
     def logits(self, y: Tensor) -> Tensor:
-        """Logits of the draft vocabulary. y: [n, H], of a step -> fp32 [n, V], or [n, trimmed]."""
+        """Logits of the draft vocabulary. y: [n, H], a step's output -> fp32 [n, V], or [n, trimmed]."""
         return self.lm_head(y).float()
 
     def head_logits(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
-        """``tree.Heads``, but logits, fp32."""
+        """Like ``tree.Heads``, but returns logits, fp32."""
         raise NotImplementedError
 
     def forward(
@@ -91,10 +93,11 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Extends the caches with the newly accepted tokens, then grows the tree of the next cycle.
 
-        tokens: int64 [A], the token after each accepted row; hidden: [R, width], the target's output; path: int64 [A], the
-        accepted rows; count: int64 [1], how many of the A rows are not padding; past_length: int64 [1]; caches: key and value
-        of the serial layers, layer by layer, each [1, kv heads, S, d]; noise: fp32 [tree.depth, V], added to the logits of each level. Returns the outputs of ``tree.grow`` if it has a tree,
-        then the keys and values that the dialect's ``attend`` returns.
+        tokens: int64 [A], the token after each accepted row; hidden: [R, width], the target's output; path: int64 [A],
+        the accepted rows; count: int64 [1], how many of the A rows are not padding; past_length: int64 [1]; caches: key
+        and value of the serial layers, layer by layer, each [1, kv heads, S, d]; noise: fp32 [tree.depth, V], added to
+        the logits of each level. Returns the outputs of ``tree.grow`` if it has a tree, then the keys and values that
+        the dialect's ``attend`` returns.
         """
         row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
         position, read = past_length + row, count + self.ahead
@@ -115,7 +118,7 @@ class Drafter(nn.Module):
             return tuple(present)
 
         pending, last = self.ops.gather(tokens, count - 1), self.ops.gather(x, read - 1)
-        y, step = self.begin(pending, last), self.step_behind(past_length + read, pasts)
+        y, step = self.begin(pending, last), self.serial_step(past_length + read, pasts)
 
         def log_probs(y: Tensor, level: int) -> Tensor:
             logits = self.logits(y)
@@ -127,9 +130,9 @@ class Drafter(nn.Module):
 
         return *grow(self.tree, pending, y, log_probs, step, heads, self.token_ids, self.ops), *present
 
-    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
-        """A serial step. Its keys and values are not written to the caches, as they are only needed in this cycle. length: int64 [1], the
-        positions that the layers have read."""
+    def serial_step(self, length: Tensor, pasts: list[Past]) -> Step:
+        """The function for serial steps. Their keys and values are not written to the caches, since only this cycle
+        needs them. length: int64 [1], the number of positions that the layers have read."""
         drafted: list[list[Cache]] = [[] for _ in self.layers]
 
         def step(tokens: Tensor, hidden: Tensor, visible: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The Llama decoder layer that target and drafter share, and the shape that describes a model. Other architectures are flags of it."""
+"""The decoder layer of targets and drafters, and the shape of a model. Both are Llama's, with flags for other
+architectures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from .dialects.quantization import JOINED, Scheme, Schemes
 class LlamaShape:
     """The sizes in a Llama configuration, in elements. ``eps`` is the epsilon of the norms.
 
-    qkv_bias, o_bias, mlp_bias: which projections have a bias. qk_norm: whether the heads of queries and keys are normed before
-    they are rotated, as in Qwen3 (arXiv 2505.09388).
+    qkv_bias, o_bias, mlp_bias: which projections have a bias. qk_norm: whether the heads of queries and keys are normed
+    before they are rotated, as in Qwen3 (arXiv 2505.09388).
     """
 
     vocabulary: int
@@ -34,8 +35,8 @@ class LlamaShape:
 
 
 def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
-    """Parameters of matrices [..., N, K]: codes, scales and zero points (None without) if the scheme fits the shape, else plain
-    values and twice None."""
+    """Parameters of matrices [..., N, K]: codes, scales and zero points (None without) if the scheme fits the shape;
+    else the values, None and None."""
     if scheme is None or not scheme.fits(shape[-1]):
         return nn.Parameter(torch.empty(shape)), None, None
 
@@ -47,7 +48,8 @@ def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter,
 
 
 class Linear(nn.Module):
-    """A linear layer. ``weight``, ``scale`` and ``zero`` are the parameters of ``matrix``; ``scale`` is None if it is not quantized."""
+    """A linear layer. ``weight``, ``scale`` and ``zero`` are the parameters of ``matrix``; ``scale`` is None if it is
+    not quantized."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Linear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that it takes."""
+        """The dtype of its inputs."""
         return self.weight.dtype if self.scale is None else self.scale.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,22 +70,22 @@ class Linear(nn.Module):
 def _project(
     module: nn.Module, whole: str, inputs: int, widths: Sequence[int], bias: bool, ops: type[Plain], schemes: Schemes
 ) -> None:
-    """Gives a module the linear layers that ``whole`` of ``JOINED`` consists of, with so many outputs each, or that one if the schemes
-    join them."""
+    """Adds linear layers to a module: the joined layer ``whole`` of ``JOINED`` if the schemes join its parts, else each
+    part. widths: outputs of each part."""
     parts, outputs = ((whole,), [sum(widths)]) if schemes.joins(whole, inputs) else (JOINED[whole], widths)
     for part, width in zip(parts, outputs, strict=True):
         module.add_module(part, Linear(inputs, width, bias, ops, schemes[f"{part}.weight"]))
 
 
 def _projected(module: nn.Module, whole: str, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-    """What those layers make of x [n, inputs]: [n, width] of each part."""
+    """The outputs of the layers that ``_project`` added, x [n, inputs] -> [n, width] for each part."""
     if hasattr(module, whole):
         return module.get_submodule(whole)(x).split(widths, dim=-1)
     return [module.get_submodule(part)(x) for part in JOINED[whole]]
 
 
 class Embedding(nn.Module):
-    """A table of rows. ``weight`` and ``scale`` are the parameters of ``matrix``."""
+    """An embedding table. ``weight`` and ``scale`` are the parameters of ``matrix``."""
 
     def __init__(self, vocabulary: int, hidden: int, ops: type[Plain], scheme: Scheme | None) -> None:
         super().__init__()
@@ -151,7 +153,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer in two halves; the caller does the attention between them. Parameters are named as in checkpoints."""
+    """A decoder layer in two halves; the caller does the attention between them. Parameters are named as in
+    checkpoints."""
 
     def __init__(self, shape: LlamaShape, ops: type[Plain], schemes: Schemes, input_norm: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The target's pass over rows of several streams at once: they share its products, and each attends to a cache of its own."""
+"""The target's pass over rows of several streams. Matrix products run over all rows; each stream attends to its own
+cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +17,11 @@ LANES = 4  # streams that a pass may have
 
 
 class SharedTarget(Target):
-    """A target whose passes take rows of up to LANES streams. A lane is a stream's place in a pass: its rows, their mask and its caches.
+    """A target whose passes take rows of up to LANES streams. A lane is a stream's place in a pass: its rows, their
+    mask and its caches.
 
-    The first lane is never empty, and the second only if the others are. A pass with one lane computes nothing for the others, so
-    that a stream alone loses little. Eagerly, no lane may be empty.
+    The first lane is never empty, and the second only if all others are. A pass with one lane skips the others, so a
+    single stream loses little. Run eagerly, no lane may be empty.
     """
 
     def forward(  # type: ignore[override]
@@ -28,9 +30,10 @@ class SharedTarget(Target):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """One pass.
 
-        tokens, depth: int64 [R], those of the lanes in turn; counts: int64 [LANES], rows of each lane; wanted: as in ``Target``; masks: bool
-        [n, n] of each lane; past_lengths: int64 [1] of each lane; caches: layer by layer, key and value of each lane, [1, kv heads, S, d].
-        Returns what ``Target`` returns, the written keys and values in the order of ``caches``.
+        tokens, depth: int64 [R], lane by lane; counts: int64 [LANES], rows of each lane; wanted: as in ``Target``;
+        masks: bool [n, n] of each lane; past_lengths: int64 [1] of each lane; caches: layer by layer, key and value of
+        each lane, [1, kv heads, S, d]. Returns what ``Target`` returns, the written keys and values in the order of
+        ``caches``.
         """
         depths = _split(depth, counts, masks)
         positions = [length + own for length, own in zip(past_lengths, depths, strict=True)]
@@ -45,7 +48,8 @@ class SharedTarget(Target):
             for i, part in enumerate(parts):
                 cache = own[2 * i], own[2 * i + 1]
                 lane = self.ops.attend_rotated(_rows(rows, *part), cache, past_lengths[i], seen[i])
-                lanes.append(lane if i < 2 else _either(filled[i], lane, (part[0], *cache)))  # its queries, which are none
+                # An empty lane returns its queries, of which there are none, and its caches.
+                lanes.append(lane if i < 2 else _either(filled[i], lane, (part[0], *cache)))
             several = [_join([lane[0] for lane in lanes], rows.q), *(cache for lane in lanes for cache in lane[1:])]
             first = _rows(rows, *(_first(y, masks[0]) for y in (rows.q, rows.k, rows.v, position)))
             alone = self.ops.attend_rotated(first, (own[0], own[1]), past_lengths[0], seen[0])
@@ -61,7 +65,7 @@ def _rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Rows
 
 
 def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The rows of each lane, in turn. counts: as many as its mask has; x: [R], or [..., R, width]."""
+    """Splits rows by lane, of which each has as many as its mask. x: [R], or [..., R, width]. counts: int64 [LANES]."""
     if not is_traced():
         return x.split(counts.tolist(), _axis(x))
     shapes: list[Any] = [_shape(x, mask.shape[0]) for mask in masks]
@@ -71,7 +75,7 @@ def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tenso
 
 
 def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The rows of all lanes, which have the shape of ``like``."""
+    """Joins the rows of all lanes, in the shape of ``like``."""
     if not is_traced():
         return torch.cat(list(parts), _axis(like))
     return ops.symbolic("Concat", parts, {"axis": _axis(like)}, dtype=parts[0].dtype, shape=like.shape, version=13)
@@ -85,7 +89,7 @@ def _first(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _axis(x: Tensor) -> int:
-    """Of the rows."""
+    """The axis of the rows."""
     return max(0, x.dim() - 2)
 
 

@@ -23,8 +23,9 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 
     logits: [W, V]; hidden: [W, H], the rows that the logits were computed from. Returns int64 [W].
     """
-    # A NaN or infinity makes the sum NaN or infinite, and no compiler may simplify the comparison. The sum is in fp32, because
-    # finite fp16 logits can have an infinite sum. It includes ``hidden``, because products that quantize rows can lose a NaN.
+    # A NaN or infinity makes the sum NaN or infinite, and no compiler may simplify the comparison. The sum is in fp32,
+    # because finite fp16 logits can have an infinite sum. It includes ``hidden``, because products that quantize rows
+    # can lose a NaN.
     finite = (logits.float().sum(-1) + hidden.float().sum(-1)).abs() < _LARGEST_SUM
     return torch.where(finite, logits.argmax(-1), -1)
 
@@ -32,7 +33,7 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    schemes: how its matrices are quantized, by parameter name. returns: what the rows of ``hidden`` hold.
+    schemes: how its matrices are quantized, by parameter name. returns: the contents of the rows of ``hidden``.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Target(nn.Module):
     ) -> tuple[Tensor, ...]:
         """One pass.
 
-        tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all; past_length: int64
-        [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position ``past_length + depth[r]``. Returns
-        ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted rows, ``hidden`` [R, features], and the
-        keys and values that the dialect's ``attend`` returns.
+        tokens, depth: int64 [R]; mask: bool [R, R]; wanted: int64 [W], the rows to choose tokens for, None for all;
+        past_length: int64 [1]; caches: key and value, layer by layer, each [1, kv heads, S, d]. Row r is at position
+        ``past_length + depth[r]``. Returns ``choice`` int64 [W] (see ``choose``) and ``logits`` [W, V] of the wanted
+        rows, ``hidden`` [R, features], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
         attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
@@ -73,7 +74,7 @@ class Target(nn.Module):
     def outputs(
         self, tokens: Tensor, entering: Sequence[Tensor], wanted: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``choice``, ``logits`` and ``hidden``. entering: what each layer takes, [R, H], and what the last one returns."""
+        """``choice``, ``logits`` and ``hidden``. entering: each layer's input, [R, H], then the last layer's output."""
         normed = self.norm(entering[-1])
         read = normed if wanted is None else self.ops.gather(normed, wanted)
         logits = self.lm_head(read).to(dtype)

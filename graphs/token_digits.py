@@ -1,10 +1,10 @@
-"""Token ids as numbers that every dtype of rows holds exactly, fp16 and bf16 among them."""
+"""Token ids as digits that every dtype of rows represents exactly, including fp16 and bf16."""
 
 import torch
 from torch import Tensor
 
 DIGITS = 3
-_BASE = 256.0  # the most that bfloat16 counts to
+_BASE = 256.0  # bfloat16 represents all integers up to this
 
 
 def digits_of(tokens: Tensor) -> Tensor:
@@ -17,6 +17,7 @@ def digits_of(tokens: Tensor) -> Tensor:
 
 
 def tokens_of(digits: Tensor) -> Tensor:
-    """The inverse of ``digits_of``. Other numbers become some token. digits: [n, DIGITS] -> int64 [n], from 0 and below 2 ** 24."""
+    """The inverse of ``digits_of``. digits: [n, DIGITS]; any numbers give some token -> int64 [n], from 0 to 2 ** 24 -
+    1."""
     high, middle, low = digits.float().unbind(-1)
     return ((high * _BASE + middle) * _BASE + low).clamp(0.0, _BASE**DIGITS - 1).floor().to(torch.int64)

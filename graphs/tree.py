@@ -1,8 +1,8 @@
 """Builds the draft tree of R rows inside the graph, with TopK, Gather and comparisons on static shapes.
 
 The score of a node is its cumulative log-probability under the drafter. Each level keeps its best nodes. Only the best
-``beam`` nodes of a serial level are expanded. The tree consists of the root and the best R - 1 nodes of all levels, best
-first. Two facts make this exact:
+``beam`` nodes of a serial level are expanded. The tree consists of the root and the best R - 1 nodes of all levels,
+best first. Two facts make this exact:
 
 - A node's score never exceeds its parent's, and ties go to the lower index. So a parent always comes before its children,
   and every prefix of the rows is itself the best tree of that size.
@@ -10,8 +10,8 @@ first. Two facts make this exact:
   those makes the choice exact over all candidates at every R: the best ``top_k`` nodes of the serial levels, or every
   continuation of the expanded nodes, and every continuation of those by the heads.
 
-A static tree has fixed ``paths`` instead, such as EAGLE-1's. Its candidates are the tokens at those paths, of which the best R - 1
-are chosen in the same way: all of them, or the best smaller tree among them.
+A static tree has fixed ``paths`` instead, such as EAGLE-1's. Its candidates are the tokens at those paths, of which the
+best R - 1 are chosen in the same way: all of them, or the best smaller tree among them.
 """
 
 from collections import Counter
@@ -30,13 +30,14 @@ Path = tuple[int, ...]  # ranks
 class TreeConfig:
     """The shape of the draft tree (paper, section 3.3; reference code, ``topK_genrate``).
 
-    rows: R, root included. serial_steps: levels drafted by the serial layers, 0 or, beside heads, 2 or more. heads: levels drafted by the heads. top_k:
-    tokens tried per serial node, and nodes of a serial level. head_top_k: tokens tried per path and head. beam: nodes of a
-    serial level that are expanded by the next serial step or the heads; the drafter's cost grows with it.
-    reference: reproduces the official code, which differs from the paper in two ways (the siblings of a serial step attend
-    causally to each other; the heads pair level-1 and level-2 tokens by rank instead of by parent) and keeps only
-    ``head_top_k`` nodes per head level. wide: candidates are all tokens that a serial level tries, not the best ``top_k``, as in
-    EAGLE-2 (arXiv 2406.16858, section 4.2). paths: of a static tree; every node's rank among its parent's children, from level 1 on.
+    rows: R, root included. serial_steps: levels drafted by the serial layers; if there are heads, 0 or at least 2.
+    heads: levels drafted by the heads. top_k: tokens tried per serial node, and nodes of a serial level. head_top_k:
+    tokens tried per path and head. beam: nodes of a serial level that are expanded by the next serial step or the
+    heads; the drafter's cost grows with it. reference: reproduces the official code, which differs from the paper in
+    two ways (the siblings of a serial step attend causally to each other; the heads pair level-1 and level-2 tokens by
+    rank instead of by parent) and keeps only ``head_top_k`` nodes per head level. wide: candidates are all tokens that
+    a serial level tries, not the best ``top_k``, as in EAGLE-2 (arXiv 2406.16858, section 4.2). paths: of a static
+    tree; every node's rank among its parent's children, from level 1 on.
     """
 
     rows: int
@@ -51,15 +52,15 @@ class TreeConfig:
 
     @staticmethod
     def static(paths: Sequence[Path], heads: bool = False) -> "TreeConfig":
-        """A tree of fixed paths. Each path's parent is one of them, or the root. heads: whether heads draft all levels, instead of serial
-        steps."""
+        """A tree of fixed paths. The parent of every path is another path or the root. heads: whether heads draft all
+        levels, instead of serial steps."""
         levels, top_k = max(map(len, paths)), 1 + max(map(max, paths))
         expanded = Counter(len(parent) for parent in {path[:-1] for path in paths})
         steps = (0, levels) if heads else (levels, 0)
         return TreeConfig(1 + len(paths), *steps, top_k, top_k if heads else 1, beam=max(expanded.values()), paths=tuple(paths))
 
     def static_level(self, depth: int) -> list[Path]:
-        """The paths of one level, those first that have children."""
+        """The paths of one level; those with children come first."""
         parents = {path[:-1] for path in self.paths}
         return sorted((path for path in self.paths if len(path) == depth), key=lambda path: path not in parents)
 
@@ -70,18 +71,19 @@ class TreeConfig:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every level has one token, the best."""
+        """Whether every level has only the best token."""
         return self.rows == 1 + self.depth and all(self.tokens_per_node(depth) == 1 for depth in range(1, self.rows))
 
     def _largest_level(self, depth: int) -> int:
-        """The most nodes that a level keeps. In the reference code the rows of a serial step attend to each other, so it keeps
-        all of them, even those that the tree cannot hold."""
+        """The most nodes that a level keeps. In the reference code the rows of a serial step attend to each other, so
+        it keeps all of them, even those that the tree cannot hold."""
         if depth <= self.serial_steps and not self.wide:
             return self.top_k if self.reference else min(self.top_k, self.rows - depth)
         return min(self.head_top_k, self.rows - depth) if self.reference else self.rows - depth
 
     def expanded_nodes(self, depth: int) -> int:
-        """How many nodes of serial level ``depth`` are expanded: only those that can be chosen together with a child. Level 0 is the root."""
+        """How many nodes of serial level ``depth`` are expanded: only nodes that can be chosen together with a child.
+        Level 0 is the root."""
         if self.paths:
             return len({path[:-1] for path in self.static_level(depth + 1)})
         if depth == 0:
@@ -119,7 +121,8 @@ def default_beam(rows: int, widest: int = 14) -> int:
 
 
 def default_depth(rows: int) -> int:
-    """Levels that are worth drafting: 8 with 64 rows (more than the 7 that Gumiho drafts), one fewer each time the rows halve.
+    """Levels that are worth drafting: 8 with 64 rows (more than the 7 that Gumiho drafts), one fewer each time the rows
+    halve.
 
     With 8 rows, one path in a thousand is accepted up to level 5 (demo pair).
     """
@@ -128,14 +131,15 @@ def default_depth(rows: int) -> int:
 
 # (tokens [k], parents' hidden [k, H], attention mask over the serial rows bool [k, n]) -> y [k, H]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and the number of heads -> log-probabilities [heads, P, V]. Without serial
-# steps both are the pending token and what ``grow`` is given.
+# (token 1, its hidden, token 2, its hidden), each [P] or [P, H], and the number of heads -> log-probabilities [heads,
+# P, V]. Without serial steps, both tokens are the pending one, with the hidden row given to ``grow``.
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass
 class _Nodes:
-    """All candidates so far, the root first. parent: index among all candidates. depth: a list, as it is known when tracing."""
+    """All candidates so far, the root first. parent: index among all candidates. depth: a list, as it is known when
+    tracing."""
 
     token: list[Tensor]
     score: list[Tensor]
@@ -155,10 +159,10 @@ def grow(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Grows the draft tree from the pending token.
 
-    pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] and the level that
-    they draft, from 1 on -> fp32 [n, V]. token_ids: int64 [V], the target's token ids of the V columns if the drafter has its own vocabulary,
-    else None.
-    Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32 [R]); parents come before children.
+    pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] and the level
+    that they draft, from 1 on -> fp32 [n, V]. token_ids: int64 [V], the target's ids of the V columns if the drafter
+    has its own vocabulary, else None. Returns tokens, depth, parent (int64 [R]), mask (bool [R, R]) and score (fp32
+    [R]); parents come before children.
     """
     device = pending.device
     nodes = _Nodes([pending], [torch.zeros(1, device=device)], [torch.zeros(1, dtype=torch.int64, device=device)], [0])
@@ -182,16 +186,18 @@ class _Level:
 
 
 class _Levels:
-    """Adds levels to the candidates. origin: of the last level's nodes, the rank of the one above whose token and row the heads take."""
+    """Adds levels to the candidates. origin: for each node of the last level, the rank of the node in the level above
+    whose token and row the heads read."""
 
     def __init__(self, tree: TreeConfig, nodes: _Nodes, root: _Level, ops: type[Plain], token_ids: Tensor | None) -> None:
         self._tree, self._nodes, self._last, self._ops, self._token_ids = tree, nodes, root, ops, token_ids
         self._device = root.token.device
-        self._above = root.token, root.drafted_by  # tokens, and the rows that drafted them, of the level before the last
+        self._above = root.token, root.drafted_by  # tokens of the level above the last, and the rows that drafted them
         self._origin = torch.zeros_like(root.token)
 
     def first(self, log_probs: Tensor) -> None:
-        """Level 1: the best tokens of the serial step that has just read the accepted tokens. log_probs: fp32 [1, V]."""
+        """Level 1: the best tokens of the serial step that has just read the accepted tokens. log_probs: fp32 [1,
+        V]."""
         root = self._last
         score, token = self._ops.top_k(log_probs, self._tree.tokens_per_node(1))
         if self._tree.paths:
@@ -203,7 +209,7 @@ class _Levels:
         self._above, self._origin = (token, self._last.drafted_by), torch.zeros_like(token)
 
     def serial(self, log_probs: Callable[[Tensor, int], Tensor], step: Step) -> None:
-        """The levels from 2 on that serial steps draft."""
+        """The levels from 2 on that serial steps draft, one by one."""
         tree, ops = self._tree, self._ops
         visible = torch.zeros(self._last.token.shape[0], 0, dtype=torch.bool, device=self._device)
         for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
@@ -222,7 +228,7 @@ class _Levels:
             self._origin = torch.arange(token.shape[0], device=self._device) if tree.reference else parent
 
     def parallel(self, heads: Heads) -> None:
-        """The levels that heads draft, all from the last level of the serial steps."""
+        """The levels that heads draft; all continue the last level of the serial steps."""
         tree, ops, last = self._tree, self._ops, self._last
         width, count = tree.expanded_nodes(tree.serial_steps), tree.depth - tree.serial_steps
         pair = self._origin[:width]
@@ -243,8 +249,8 @@ class _Levels:
             path = ops.gather(path, parent)
 
     def _select(self, options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the level's best nodes, or those of a static tree. Returns their scores, tokens, and parents' ranks among the expanded
-        nodes."""
+        """Keeps the level's best nodes, or those of a static tree. Returns their scores, tokens, and parents' ranks
+        among the expanded nodes."""
         tree, ops = self._tree, self._ops
         if tree.paths:
             above = {path: rank for rank, path in enumerate(tree.static_level(depth - 1) if depth > 1 else [()])}

@@ -9,7 +9,7 @@ from importlib import import_module
 from .cli import command
 from .errors import GumihoError
 
-# Name -> module, arguments that come first, and a line of help.
+# Name -> module, leading arguments, and a line of help.
 COMMANDS = {
     "generate": ("runtime.cli.generate", (), "generate text from prompts"),
     "chat": ("runtime.cli.generate", ("--chat",), "chat with the target, using its chat template"),

@@ -144,7 +144,7 @@ def assert_logits(bundle: Path, model: LlamaForCausalLM, near: float, texts: int
             opened.decoder.clear()
             opened.decoder.feed(ids)
             found, wanted = (
-                torch.from_numpy(opened.decoder.passes.logits[: len(ids)].copy()),
+                torch.from_numpy(opened.decoder.target.logits[: len(ids)].copy()),
                 model(torch.tensor([ids])).logits[0],
             )
             errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
@@ -152,7 +152,7 @@ def assert_logits(bundle: Path, model: LlamaForCausalLM, near: float, texts: int
             opened.decoder.clear()
             for token in ids:
                 opened.decoder.feed([token])
-                alone.append(torch.from_numpy(opened.decoder.passes.logits[:1].copy()))
+                alone.append(torch.from_numpy(opened.decoder.target.logits[:1].copy()))
             if near < 1e-5:
                 assert torch.equal(found, torch.cat(alone))
     assert float(np.median(errors)) < near

@@ -127,6 +127,8 @@ def test_what_the_target_has_read_is_not_read_again(bundle: Path) -> None:
         turn = session.generate([*session.ids, 5], 4, drafter="medusa")
         list(turn.cycles())
         assert turn.stats.cached_tokens >= len(PROMPTS[2])
+        one, other = model.decoders._made.values()
+        assert one.target is other.target
 
 
 def test_a_saved_session_and_another_stream_keep_their_drafter(bundle: Path, tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
-"""Compares this project with other programs that run the same weights: speed, tau, time to first token, memory, equal texts.
+"""Compares this project with other programs that run the same weights: speed, tau, time to first token, memory, equal
+texts.
 
     python -m tools.bench BUNDLE ... [--pair demo] [--draft-model DIR] [--prompts FILE ...] [--out build/bench]
 
-decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and plain),
-transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams, draft model) and
-llama.cpp (plain, prompt lookup). Each peer has its own environment and processes (``tools/peers``). Writes ``bench.md``,
-``bench.json`` and plots; ways that cannot run are listed with the reason. If memory does not hold all processes at once, those
-that fit alternate prompt by prompt, and every round includes all of them.
+Decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and
+plain), transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams,
+draft model) and llama.cpp (plain, prompt lookup). Each peer has its own environment and processes (``tools/peers``).
+Writes ``bench.md``, ``bench.json`` and plots; ways that cannot run are listed with the reason. If memory does not hold
+all processes at once, those that fit alternate prompt by prompt, and every round includes all of them.
 
-Environments and converted models are created once. llama.cpp is compiled with CMAKE_ARGS of the environment. If its AMX kernels
-crash (its issue 20824), use CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile".
+Environments and converted models are created once. llama.cpp is compiled with CMAKE_ARGS of the environment. If its AMX
+kernels crash (its issue 20824), use CMAKE_ARGS="-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile".
 """
 
 import argparse
@@ -65,7 +66,7 @@ class Bench:
     programs: list[Program] = field(default_factory=list)
     broken: dict[Path, str] = field(default_factory=dict)  # failed conversions and their errors; none is tried twice
 
-    # --- setting up ---------------------------------------------------------------------------------------------------------
+    # --- setting up
 
     def add(self, peer: str, module: ModuleType, ways: Iterable[Way]) -> None:
         """Prepares a peer's environment and models. A failure is noted in the results of the ways that need them."""
@@ -129,10 +130,11 @@ class Bench:
         variables = {"OMP_NUM_THREADS": str(self.args.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return Worker(command, self.args.out / f"{log}.log", ROOT, variables)
 
-    # --- running ------------------------------------------------------------------------------------------------------------
+    # --- running
 
     def measure(self, prompts: Sequence[Prompt], tuning: Sequence[Prompt], save: Callable[[], None]) -> None:
-        """Decodes every prompt in every way; the processes that fit into memory alternate. save: called after every prompt."""
+        """Decodes every prompt in every way; the processes that fit into memory alternate. save: called after every
+        prompt."""
         size = -(-len(prompts) // self.args.rounds)
         for start in range(0, len(prompts), size):
             waiting = [program for program in self.programs if program.sound]

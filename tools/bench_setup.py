@@ -37,7 +37,8 @@ class Prompt:
 
 
 def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) -> Path:
-    """The Python of a virtual environment with a peer's packages. Installs them if needed. Raises PeerError if that fails."""
+    """The Python of a virtual environment with a peer's packages. Installs them if needed. Raises PeerError if that
+    fails."""
     if not requirements:
         return Path(sys.executable)
     home = folder.resolve() / peer
@@ -80,7 +81,7 @@ def machine() -> str:
 def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
     """The prompts, the prompts for choosing settings, and the number of prompts that were shortened to fit.
 
-    Questions for a chat are not shortened, which would cut off how the answer begins: those that do not fit are left out. Raises
+    Chat questions that do not fit are left out. Shortening them would cut off the beginning of the answer. Raises
     InputError if there are no prompts, or no tokenizer or chat template.
     """
     file = args.pair / "target/tokenizer.json"
@@ -123,7 +124,7 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
 
 
 def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Pieces of a text, so many of each length, and the shortest ones that are left for choosing settings."""
+    """Pieces of a text, ``count`` of each length, and the shortest remaining ones for choosing settings."""
     prompts, spare = list[Prompt](), list[Prompt]()
     for length in sorted(set(lengths)):
         if length > room:

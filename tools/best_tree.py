@@ -1,4 +1,4 @@
-"""Finds the draft tree with which a drafter is fastest on this machine, by exporting and decoding (for ``tools.compare``)."""
+"""Finds the fastest draft tree of a drafter on this machine by exporting and decoding (for ``tools.compare``)."""
 
 import argparse
 import io
@@ -61,12 +61,13 @@ def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, optio
 
 
 def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation in the chat template, or its last text for a target without one."""
+    """The tokens of a conversation in the chat template, or of its last message if the target has no template."""
     return model.chat(messages) if model.chat_template else model.encode(messages[-1]["content"])
 
 
 def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
-    """Speed-up over plain decoding of the first turns that fit, greedy, as planned without lookups, in as many rounds as take ``_ENOUGH``."""
+    """The speed-up over plain decoding on all first turns that fit: greedy, planned, without prompt lookup, in rounds
+    that take at least ``_ENOUGH``."""
     ways = {"plain": {"speculate": False}, "drafter": {"lookup": False}}
     spent = dict.fromkeys(ways, 0.0)
     with load(bundle, threads=args.threads) as model:
@@ -82,8 +83,8 @@ def speed(args: argparse.Namespace, bundle: Path, prompts: Asked) -> float:
 
 
 class Search:
-    """The tree that is fastest here, for one drafter and one format of weights. Speeds are kept in a file by the options, of bundles only the
-    fastest one's."""
+    """Finds the fastest tree for one drafter and one format of weights. A file keeps all speeds by options; of the
+    bundles only the fastest is kept."""
 
     def __init__(self, args: argparse.Namespace, drafter: str, weights: str, prompts: Asked) -> None:
         self.args, self.drafter, self.weights, self.prompts = args, drafter, weights, prompts
@@ -113,7 +114,8 @@ class Search:
         return chosen
 
     def _best(self, pair: Pair) -> Options:
-        """Options: the best number of rows, then levels more, or fewer, as long as that helps. With one number of rows nothing is tried."""
+        """The options of the best number of rows, then of more or fewer levels as long as that helps. A single number
+        of rows is taken without a trial."""
         if len(self.args.rows) == 1:
             return "--rows", str(self.args.rows[0])
         rows = max(self.args.rows, key=lambda n: self.of(("--rows", str(n))))

@@ -1,10 +1,10 @@
-"""Compares the texts of ``tools/paper_table.py`` with transformers: every token must be its first choice, or nearly.
+"""Compares the texts of ``tools/paper_table.py`` with transformers: every token must be its most likely one, or nearly.
 
     python -m tools.check_texts build/paper.jsonl --target TARGET
 
-Reads the greedy texts of plain decoding and lets transformers' own model, in fp32, read each with its prompt in one pass. Prints how
-many tokens are not its first choice, and how far they are from it at most, relative to the largest logit there: two correct programs
-differ by the rounding of their sums only. Exits with 1 if one is further than --margin.
+Runs transformers' model in fp32 over each greedy text of plain decoding with its prompt, in one pass. Prints how many
+tokens are not its most likely ones, and their largest distance from these, relative to the largest logit: two correct
+programs differ only by the rounding of their sums. Exits with 1 if one is further than --margin.
 """
 
 import argparse

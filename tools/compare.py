@@ -1,15 +1,18 @@
-"""Compares drafters of one target as the papers do: tau, speed-up over plain decoding, and the draft's share of a cycle, by set of prompts.
+"""Compares drafters of one target as the papers do, by set of prompts: tau, speed-up over plain decoding, and the
+draft's share of a cycle.
 
     python -m tools.compare --target T --drafters A B ... [--prompts DIR] [--weights none w8a8] [--count N] [--out build/compare]
 
-Every drafter is exported with the tree of its paper (``PAPER``) and with the tree that is fastest here: of each of ``--rows``, and of levels more
-or fewer at the best of them, on prompts that are not measured afterwards (the last ``--tuning`` of each set, greedily). Then all of them
-decode each prompt in turn, so that what else the machine does slows them alike: plainly, with the paper's tree whole, with the fastest tree
-as the planner verifies it ("planned"), and at temperature 0 so with prompt lookup too.
+Every drafter is exported with its paper's tree (``PAPER``) and with the fastest tree on this machine. The latter is
+searched among ``--rows``, then among more or fewer levels at the best number of rows, greedily, on prompts that are not
+measured later (the last ``--tuning`` of each set). Then all ways decode each prompt one after another, so that other
+load slows them alike: plain, with the paper's whole tree, with the fastest tree as the planner verifies it ("planned"),
+and at temperature 0 also planned with prompt lookup.
 
-Prompts are sets as for ``tools.paper_table``, whose file names are the sets' names, or without ``--prompts`` beginnings of Python's own library, for the
-demo pair. Results are lines of ``OUT/texts.jsonl``, and the same command goes on after them. Tables are printed and written to
-``OUT/compare.md``, with plots beside. Exits with 1 if a text differs from that of plain decoding.
+Prompts are sets as for ``tools.paper_table``, named after their files; without ``--prompts``, beginnings of definitions
+in Python's library, for the demo pair. Results are lines of ``OUT/texts.jsonl``; running the same command again
+continues after them. Tables are printed and written to ``OUT/compare.md``, with plots next to it. Exits with 1 if a
+text differs from that of plain decoding.
 """
 
 import argparse
@@ -30,8 +33,8 @@ from tools import measure
 from tools.best_tree import PLANNED, Options, Search, export, place, prompt_of
 from tools.paper_table import Asked, Line, answered, conversations, decoded, measured, read, room, share, table
 
-# What the papers measured: Gumiho and Medusa verify 64 rows, EAGLE-2 and EAGLE-3 60, EAGLE-1 and Hydra their static trees. Speculative
-# sampling with a small model drafts a chain (arXiv 2302.01318), of five tokens in the tables of others.
+# The papers' trees. Gumiho and Medusa verify 64 rows, EAGLE-2 and EAGLE-3 60, EAGLE-1 and Hydra their static trees.
+# Speculative sampling with a small model drafts a chain (arXiv 2302.01318); other papers' tables use five tokens.
 PAPER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gumiho": {"paper": ["--rows", "64"]},
     "eagle": {"EAGLE-2": ["--rows", "60", "--serial-steps", "6"], "EAGLE-1": ["--draft-tree", "static"]},
@@ -44,7 +47,7 @@ KEY = "weights", "temperature", "set", "number", "turn"
 
 
 def asked(args: argparse.Namespace) -> tuple[Asked, Asked]:
-    """The conversations to measure, and those to choose trees with."""
+    """The conversations to measure, and those for choosing trees."""
     if args.prompts:
         sets = dict[str, list[tuple[str, int, list[str]]]]()
         for found in conversations(args.prompts, None):
@@ -63,7 +66,7 @@ def asked(args: argparse.Namespace) -> tuple[Asked, Asked]:
 
 
 def bundles(args: argparse.Namespace, weights: str, prompts: Asked) -> dict[str, tuple[Path, Options]]:
-    """The bundles to measure by the names of their rows in the tables, and their options."""
+    """The bundles to measure and their options, by the name of their row in the tables."""
     found = dict[str, tuple[Path, Options]]()
     target = target_checkpoint(args.target)
     for drafter in args.drafters:
@@ -92,7 +95,7 @@ def ways(names: Sequence[str], models: Mapping[str, Model], temperature: float) 
 def texts(
     args: argparse.Namespace, weights: str, models: Mapping[str, Model], prompts: Asked, known: Mapping[tuple[Any, ...], Line]
 ) -> Iterator[Line]:
-    """A line for each turn that is not known yet and has room."""
+    """Yields a line for each turn that fits and has no result yet."""
     names = list(models)
     first = models[names[0]]
     prompts = prompts if first.chat_template else [(group, number, turns[:1]) for group, number, turns in prompts]
@@ -111,7 +114,7 @@ def texts(
 
 
 def grouped(args: argparse.Namespace, lines: Sequence[Line], weights: str) -> Iterator[tuple[float, list[Line], list[str]]]:
-    """Every temperature with lines, those, and the ways in them that draft."""
+    """Yields every temperature that has lines, with the lines and their speculative ways."""
     for temperature in args.temperatures:
         own = [line for line in lines if line["weights"] == weights and line["temperature"] == temperature]
         if own:
@@ -156,7 +159,8 @@ def plot(args: argparse.Namespace, lines: Sequence[Line]) -> None:
 
 
 def require_same(args: argparse.Namespace) -> None:
-    """Notes what the results in OUT depend on. Raises InputError if they were made with other values, which would be mixed."""
+    """Records the options that results in OUT depend on. Raises InputError if OUT has results of other options, which
+    must not be mixed."""
     file = args.out / "arguments.json"
     own = {"target": str(Path(args.target).absolute()), "drafters": [str(Path(drafter).absolute()) for drafter in args.drafters],
            "papers": args.papers, "new_tokens": args.new_tokens, "seed": args.seed, "tuning": args.tuning, "rows": args.rows}  # fmt: skip

@@ -1,10 +1,11 @@
-"""Compares speculative decoding with plain decoding, token by token, as long as asked.
+"""Compares speculative with plain decoding, token by token, for a given number of tokens.
 
     python -m tools.compare_tokens BUNDLE --prompts FILE ... --tokens 100000
 
-decodes prompts of random lengths with random settings and seeds on several streams at once, and all of them again plainly, each alone, in other
-processes. A text's result is a line of OUT; the same command goes on after those that are there. Prints tokens, texts, and differences: near-ties,
-which rounding explains, with the largest margin, and all others. Exit status 1 if there are others.
+Decodes prompts of random lengths with random settings and seeds on several concurrent streams, and again by plain
+decoding, one at a time, in other processes. Each text's result is a line of OUT; running the same command again
+continues after them. Prints the numbers of tokens, texts and differences: near-ties, which rounding explains, with the
+largest margin, and defects. Exits with 1 if there are defects.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from runtime.cli.command import run
 from tools.load import read_prompts
 from tools.replay import Checks, Verdict, start
 
-_LENGTHS = 1, 8, 40, 200, 1000  # tokens of a prompt at most
+_LENGTHS = 1, 8, 40, 200, 1000  # most tokens of a prompt
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"lookup": False}, {"rows": 2}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}, {"temperature": 1.3, "min_p": 0.05},
     {"repetition_penalty": 1.2}, {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2}, {"logit_bias": {17: -2.0}},

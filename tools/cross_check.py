@@ -2,10 +2,10 @@
 
     python tools/cross_check.py --ckpt DRAFTER --target TARGET [--rows 8] [--compiler migraphx] [--torch-device cuda]
 
-Runs target and drafter over random tokens, eagerly and with ``torch.compile``, and prints the largest differences. If they are
-small but a bundle's engines fail the golden run, the fault is in the ONNX graphs or MIGraphX's parser. Needs torch-migraphx and
-PyTorch for ROCm (https://github.com/ROCm/torch_migraphx); ``--compiler eager --torch-device cpu`` runs anywhere, to check the
-tool itself.
+Runs target and drafter over random tokens, eagerly and with ``torch.compile``, and prints the largest differences. If
+they are small but a bundle's engines fail the golden run, the fault is in the ONNX graphs or MIGraphX's parser. Needs
+torch-migraphx and PyTorch for ROCm (https://github.com/ROCm/torch_migraphx); ``--compiler eager --torch-device cpu``
+runs anywhere, to check the tool itself.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""What drafting gains on this machine: prompts of different kinds, decoded plainly, with the drafter, and with prompt lookup too.
+"""Measures the gain of drafting on this machine: prompts of several kinds, decoded plainly, with the drafter, and also
+with prompt lookup.
 
     python -m tools.demo BUNDLE [--name NAME] [--prompts FILE] [--new-tokens N] [--seconds S] [--trace FILE]
 
-Every round decodes each prompt in all ways, one right after the other, so that other load slows them alike; of a prompt's runs the fastest
-counts. Speeds leave the reading of the prompt out. Exits with 1 if the tokens of two runs differ.
+Every round decodes each prompt in all ways, one right after the other, so that other load slows them alike. The fastest
+run of a prompt counts. Speeds exclude reading the prompt. Exits with 1 if the tokens of two runs differ.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PLAIN, DRAFTING, LOOKUPS = "plain", "drafting", "with lookups"
 WAYS: Mapping[str, Mapping[str, Any]] = {PLAIN: {"speculate": False}, DRAFTING: {"lookup": False}, LOOKUPS: {}}
 _WARM_UP = 24  # tokens
 _SHOWN = 110  # characters of an answer
-_PAYS = 1.05  # times the speed of plain decoding: what is less may be noise
+_PAYS = 1.05  # times the speed of plain decoding; a smaller gain may be noise
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Answer:
 
 @dataclass
 class Result:
-    """One prompt. answers: by way. differ: the ways that once gave other tokens than plain decoding did."""
+    """A prompt's results. answers: by way. differ: the ways whose tokens differed from plain decoding's in some run."""
 
     kind: str
     answers: dict[str, Answer]
@@ -74,8 +75,8 @@ def answer(model: Model, prompt: Sequence[int], count: int, way: str) -> Answer:
 
 
 def measured(model: Model, asked: Sequence[tuple[str, str]], count: int, seconds: float) -> list[Result]:
-    """Decodes every prompt in every way, round after round, and prints the answers as they come. seconds: for all rounds; the first one is
-    finished in any case."""
+    """Decodes every prompt in every way, in rounds, and prints the answers as they come. seconds: limit of all rounds;
+    the first one always finishes."""
     ids = [tokens(model, prompt) for _, prompt in asked]
     for way in WAYS:
         answer(model, ids[0], _WARM_UP, way)
@@ -127,7 +128,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def why(plain: Stats, cycles: Iterable[Cycle]) -> str:
-    """What a cycle costs and brings. plain: of plain decoding. cycles: of decoding with drafts."""
+    """A line about the cost and gain of a cycle. plain: stats of plain decoding. cycles: of speculative decoding."""
     drafted = [cycle for cycle in cycles if cycle.times[0]]
     if not drafted or not plain.seconds:
         return "nothing was drafted"
@@ -141,7 +142,7 @@ def why(plain: Stats, cycles: Iterable[Cycle]) -> str:
 
 
 def verdict(model: str, results: Sequence[Result]) -> str:
-    """The total in a sentence, and if drafting does not pay, another one that says why."""
+    """The result in a sentence, and a second one with the reason if drafting is not worthwhile."""
     plain, drafting = total(results, PLAIN), total(results, LOOKUPS)
     ratio = faster(drafting, plain)
     speeds = f"{model}: {_rate(drafting)} tokens/s with drafting"
@@ -155,7 +156,7 @@ def verdict(model: str, results: Sequence[Result]) -> str:
 
 
 def described(model: Model, name: str) -> str:
-    """Model, weights and machine."""
+    """A line about model, weights and machine."""
     manifest = model.bundle.manifest
     precision = manifest.weights.get("target", manifest.form(manifest.default).graphs["target"].precision)
     weights = precision.partition(",")[0].replace("float", "fp")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """file: what is edited; old: text that occurs there once; new: what takes its place. test: id of the cheapest test known to fail."""
+    """An edit that breaks the program. file: edited file. old: text that occurs in it once; new: its replacement. test:
+    id of the cheapest test known to fail."""
 
     name: str
     file: str
@@ -31,8 +32,8 @@ FAULTS = (
     Fault("slow-grammars-keep-their-streams", "runtime/serve/slots.py", "any(not waiting.again for waiting in self._waiting)", "False",
           "tests/test_serve_grammar.py::test_a_grammar_that_takes_long_gives_way_to_texts_that_wait"),
     Fault("session-lacks-its-last-token", "runtime/decoding/decoder.py",
-          "shared, positions = self.shared(text), self.history.positions",
-          "shared, positions = self.shared(text) - 1, self.history.positions",
+          "cached, positions = self.cached_prefix(text), self.history.positions",
+          "cached, positions = self.cached_prefix(text) - 1, self.history.positions",
           "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
     Fault("prefix-reused-a-token-too-far", "runtime/decoding/decoder.py", "return sum(1 for _ in takewhile(",
           "return 1 + sum(1 for _ in takewhile(", "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
@@ -54,7 +55,7 @@ FAULTS = (
           "tests/test_sampling.py::test_choice_is_the_argmax_over_all_that_is_kept"),
     Fault("rivals-of-the-likeliest-token-overlooked", "runtime/decoding/noise.py", "2.0**32 * (1 + 1e-4)", "2.0**31",
           "tests/test_sampling.py::test_a_draw_is_the_best_of_all_tokens"),
-    Fault("drafted-a-position-behind", "runtime/decoding/proposers.py", "_cache.length[0]) + 1)", "_cache.length[0]))",
+    Fault("drafted-a-position-behind", "runtime/decoding/proposals.py", "self.target.length + 1)", "self.target.length)",
           "tests/test_small.py::test_a_drafter_that_is_the_target_is_always_right"),
     Fault("drafted-with-the-noise-of-columns", "runtime/decoding/draft_noise.py", "products(ids)",
           "products(np.arange(len(ids)))", "tests/test_draft_noise.py::test_rows_follow_the_text"),
@@ -80,7 +81,7 @@ FAULTS = (
           "nodes.add(token, score, parent + first, depth)\n            first, size",
           "nodes.add(token, score, parent + first + 1, depth)\n            first, size",
           "tests/test_tree.py::test_dynamic_is_the_best_of_all_candidates"),
-    Fault("draft-vocabulary-not-mapped", "graphs/tree.py", "return score, target_id(ops.gather(tokens.reshape(-1), index)),",
+    Fault("draft-vocabulary-not-mapped", "graphs/tree.py", "return score, self._target_id(ops.gather(tokens.reshape(-1), index)),",
           "return score, ops.gather(tokens.reshape(-1), index),",
           "tests/test_vocabulary.py::test_a_trimmed_tree_is_the_naive_one"),
     Fault("drafted-position-off-by-one", "graphs/drafter.py", "(length + len(drafted[0])).expand(",
@@ -141,7 +142,7 @@ FAULTS = (
     Fault("golden-run-takes-nan", "runtime/engines/golden_replay.py", "if not np.isfinite(values).all():",
           "if np.isinf(values).any():", "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
     Fault("golden-tolerance-ignored", "runtime/engines/golden_replay.py",
-          '            _require("target", errors["target"], tolerance)\n', "",
+          '        _require("target", errors["target"], tolerance)\n', "",
           "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed"),
     Fault("memory-taken-that-is-not-free", "runtime/engines/memory_check.py", "need.host > host_bytes:",
           "need.host > 2 * host_bytes:", "tests/test_memory.py::test_what_cannot_fit_is_refused"),
@@ -160,8 +161,8 @@ FAULTS = (
     Fault("training-loss-of-masked-anchors", "exporter/training/losses.py", "sums[depth] += (divergence * real).sum()",
           "sums[depth] += divergence.sum()", "tests/test_training.py::test_losses_are_those_of_a_naive_loop"),
     # --- streams and the server
-    Fault("streams-share-a-cache", "runtime/decoding/engine_passes.py", "else _Shared(manifest, form, device)\n",
-          "else vars(device).setdefault('shared', _Shared(manifest, form, device))\n",
+    Fault("streams-share-a-cache", "runtime/decoding/decoder.py", "else TargetPasses(manifest, form, engines, device)\n",
+          "else vars(device).setdefault('target', TargetPasses(manifest, form, engines, device))\n",
           "tests/test_streams.py::test_cycles_of_streams_in_any_order"),
     Fault("grammar-keeps-the-memory-of-its-trial", "runtime/decoding/grammar_child.py", "    _change_memory(less)\n", "",
           "tests/test_serve_grammar.py::test_what_passed_a_trial_may_take_as_much_as_others"),

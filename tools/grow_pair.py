@@ -3,10 +3,10 @@
     python tools/grow_pair.py PAIR OUT --hidden 1536 --intermediate 6144 --layers 20 --heads 12 --kv-heads 4 \\
         --head-dim 128 --vocabulary 32000 [--positions 8192] [--dtype fp32]
 
-reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head each,
-so that memory holds little more than the largest tensor. Sizes that are not given do not change. Greedy tokens are those of the
-old pair, and so are trees and tau except for near-ties. So a small trained pair gives real acceptance to benchmarks of real
-shapes. These parts are added:
+reads ``PAIR/target`` and ``PAIR/drafter`` and writes ``OUT/target`` and ``OUT/drafter``, in shards of one layer or head
+each, so that memory holds little more than the largest tensor. Sizes that are not given do not change. Greedy tokens
+are those of the old pair, and so are trees and tau except for near-ties. So a small trained pair gives real acceptance
+to benchmarks of real shapes. These parts are added:
 
 - Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by the
   mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
@@ -22,8 +22,8 @@ shapes. These parts are added:
   target (16 samples of 128 tokens at temperature 1). A copy has the same logit as the original, whose lower id wins the tie, so
   greedy decoding never chooses a copy. Their total probability is printed, because sampled texts may contain one.
 
-In fp32, the default, results are equal up to rounding, which differs with the order of summation and the factors above. fp16
-needs half the disk space, and rounds norms and queries once more unless H'/H and k are powers of four.
+In fp32, the default, results are equal up to rounding, which differs with the order of summation and the factors above.
+fp16 needs half the disk space, and rounds norms and queries once more unless H'/H and k are powers of four.
 """
 
 import argparse
@@ -96,7 +96,8 @@ def _copies(old: LlamaShape, new: LlamaShape) -> int:
 
 
 def head_sources(old: LlamaShape, new: LlamaShape) -> tuple[Tensor, Tensor]:
-    """The old query head of every new one, and the old key-value head, or -1 for added ones. int64 [heads], [kv heads]."""
+    """The old query head of every new one, and the old key-value head, or -1 for added ones. int64 [heads], [kv
+    heads]."""
     old_share, share, copies = old.heads // old.kv_heads, new.heads // new.kv_heads, _copies(old, new)
     kv = torch.where((kv := torch.arange(new.kv_heads) // copies) < old.kv_heads, kv, -1)
     head = torch.arange(new.heads)
@@ -241,8 +242,8 @@ def unlikely_token(folder: Path) -> tuple[int, float, float]:
 def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype, positions: int | None) -> list[str]:
     """Writes ``out/target`` and ``out/drafter``, both or neither. Returns lines that describe them.
 
-    requested: sizes by the attributes of LlamaShape; None keeps the old size. positions: of the longest text, None as it is. Raises
-    GumihoError if the pair cannot be grown.
+    requested: sizes by the attributes of LlamaShape; None keeps the old size. positions: of the longest text, None as
+    it is. Raises GumihoError if the pair cannot be grown.
     """
     for kind in ("target", "drafter"):
         if not (source / kind).is_dir():

@@ -1,13 +1,16 @@
-"""Serves a bundle to clients whose grammars crash a parser, fill memory or take hours, and watches what others notice of them.
+"""Serves a bundle to clients whose grammars crash a parser, fill memory or take hours, and measures their effect on
+other clients.
 
     python -m tools.hostile_grammars BUNDLE --minutes 5
 
-starts ``gumiho serve``, whose clients send such grammars for chats and completions, in three forms and several sizes, and leave after some seconds
-or wait for an answer. Beside them a client asks for short texts, every other one with a grammar. First, for a fifth of the time, the clients send a
-harmless grammar instead: what a short text takes then, it takes without anybody's bad grammar. BUNDLE needs a chat template. Memory is what the server
-and its processes alone hold (RssAnon). Prints what happened; exit status 1 if the server ends or does not answer, if the slowest short text, with or
-without a grammar, takes a second longer than the slowest beside harmless grammars, or if memory is not back within 50 MB of what it was at first
-within ten seconds.
+Starts ``gumiho serve``. Clients send it such grammars for chats and completions, in three formats and several sizes,
+and leave after some seconds or wait for an answer. Meanwhile another client requests short texts, every other one with
+a grammar. In the first fifth of the time the clients send a harmless grammar instead, as a baseline. BUNDLE needs a
+chat template. Memory is the private memory of the server and its processes (RssAnon).
+
+Prints the results. Exits with 1 if the server ends or does not answer, if the slowest short text, with or without a
+grammar, takes a second longer than in the baseline, or if memory does not return within ten seconds to within 50 MB of
+its first value.
 """
 
 import argparse
@@ -27,9 +30,9 @@ from time import monotonic, sleep
 from typing import Any
 
 MOST_DELAY, MOST_GROWTH = 1.0, 50 << 20  # seconds, bytes
-FAILURES = (OSError, HTTPException, ValueError)  # of the server, as a client sees them
+FAILURES = (OSError, HTTPException, ValueError)  # failures of the server that a client sees
 _PAUSE_SECONDS = 10.0
-_TOKENS = 60  # of each of the clients' texts: streams are to be held by grammars rather than by long texts
+_TOKENS = 60  # per text of the clients: grammars, not long texts, shall keep streams busy
 Body = dict[str, Any]
 
 
@@ -70,7 +73,7 @@ HARMLESS: dict[str, Callable[[int], Body]] = {"harmless": lambda n: {"regex": "(
 
 
 class Server:
-    """port: where it listens. process: of ``gumiho serve``."""
+    """A running ``gumiho serve``."""
 
     def __init__(self, bundle: str) -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
@@ -79,7 +82,8 @@ class Server:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def ask(self, body: Body, patience: float) -> tuple[int, str]:
-        """Status and content, or 0 if the client leaves before an answer. Raises OSError and HTTPException without an answer."""
+        """Status and content, or 0 if the client leaves before an answer. Raises OSError and HTTPException without an
+        answer."""
         body = {"model": "x", **body}
         path = "/v1/chat/completions" if "response_format" in body else "/v1/completions"
         body |= {"messages": [{"role": "user", "content": "hi"}]} if "response_format" in body else {"prompt": "hi"}
@@ -92,7 +96,7 @@ class Server:
                 return 0, ""
 
     def memory(self) -> int:
-        """Bytes that it and its processes hold for themselves."""
+        """Bytes of private memory of the server and its child processes."""
         return sum(_own(process) for process in _family(self.process.pid))
 
 
@@ -119,7 +123,7 @@ def _own(process: int) -> int:
 
 
 def short(server: Server, **more: Any) -> float:
-    """Seconds of a short text."""
+    """Requests a short text and returns its seconds."""
     begun = monotonic()
     status, content = server.ask({"max_tokens": 4, "temperature": 0, **more}, 120)
     if status != 200:
@@ -130,7 +134,7 @@ def short(server: Server, **more: Any) -> float:
 def client(server: Server, kinds: Mapping[str, Callable[[int], Body]], seed: int, until: float, counts: "Counter[str]") -> None:
     draw = random.Random(seed)
     while monotonic() < until:
-        sleep(1)  # what a client takes to write a grammar is not to be measured
+        sleep(1)  # so that the clients' own work of writing grammars does not slow the server down
         name = draw.choice([*kinds])
         status, content = server.ask(
             {**kinds[name](draw.choice([1, 1, 2, 4])), "max_tokens": _TOKENS}, draw.choice([0.2, 1, 5, 30])
@@ -141,14 +145,15 @@ def client(server: Server, kinds: Mapping[str, Callable[[int], Body]], seed: int
 
 
 class Trial:
-    """What a server's clients went through. problems: what must not be. most: bytes that the server held."""
+    """A trial of a server. problems: failed requirements, one line each. most: peak of the server's memory in bytes."""
 
     def __init__(self, server: Server, clients: int) -> None:
         self.server, self._clients = server, clients
         self.problems, self.counts, self.most = list[str](), Counter[str](), 0
 
     def begin(self) -> None:
-        """Waits for the server. The first grammar starts the process that has read the vocabulary, and every stream gets its caches."""
+        """Waits for the server and warms it up: the first grammar starts the process that reads the vocabulary, and
+        every stream allocates its caches."""
         for _ in range(600):
             with socket.socket() as probe:
                 if not probe.connect_ex(("127.0.0.1", self.server.port)):
@@ -158,8 +163,8 @@ class Trial:
         for thread in threads:
             thread.join()
 
-    def beside(self, kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
-        """Seconds of short texts without and with a grammar, in order, while clients send such grammars."""
+    def delays(self, kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
+        """Sorted seconds of short texts, without and with a grammar, while clients send grammars of these kinds."""
         until = monotonic() + minutes * 60
         threads = [
             self._guarded(lambda seed=i: client(self.server, kinds, seed, until, self.counts))  # type: ignore[misc]
@@ -176,7 +181,8 @@ class Trial:
         return sorted(plain), sorted(guided)
 
     def judge(self, kind: str, usual: list[float], found: list[float]) -> None:
-        """Seconds of short texts of a kind beside harmless grammars, and beside the others."""
+        """Judges the sorted seconds of one kind of short texts: usual, during harmless grammars; found, during the
+        others."""
         for about, some in (("harmless grammars", usual), ("the others", found)):
             print(f"{len(some)} short texts{kind} beside {about}: median {some[len(some) // 2]:.2f} s, worst {some[-1]:.2f}")
         if found[-1] > usual[-1] + MOST_DELAY:
@@ -215,9 +221,9 @@ def main() -> int:
     trial = Trial(Server(args.bundle), args.clients)
     try:
         trial.begin()
-        usual = trial.beside(HARMLESS, args.minutes / 5)
+        usual = trial.delays(HARMLESS, args.minutes / 5)
         before = trial.server.memory()
-        found = trial.beside({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
+        found = trial.delays({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
         for kind, usually, seconds in zip(("", " with a grammar"), usual, found, strict=True):
             trial.judge(kind, usually, seconds)
         trial.judge_memory(before)

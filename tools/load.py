@@ -2,9 +2,10 @@
 
     python -m tools.load ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8080 --prompts FILE ... --clients 1 2 4
 
-asks every server the same prompts through /v1/chat/completions, greedily and streamed, with so many clients at once, one server after another for
-each number of clients, in several rounds. Prompts begin with both numbers, so that no server has them in its caches. Each server is asked two other
-prompts first. Prints a table of all rounds together, and writes it with all times to ``--out``.
+Sends every server the same prompts through /v1/chat/completions, greedy and streamed, in several rounds. A round
+measures the servers one after another for each number of concurrent clients. Prompts begin with the round and the
+number of clients, so that no server has them cached. Two other prompts warm up each server. Prints a table over all
+rounds and writes it with all times to ``--out``.
 """
 
 import argparse
@@ -53,7 +54,8 @@ def ask(url: str, model: str, prompt: str, most: int) -> Answer:
 
 
 def run(url: str, prompts: Sequence[str], clients: int, most: int) -> tuple[list[Answer], float]:
-    """All prompts by so many clients. Returns the answers in the prompts' order, and the seconds that all of them took."""
+    """Sends all prompts from ``clients`` concurrent clients. Returns the answers in the prompts' order, and the total
+    seconds."""
     with urlopen(f"{url}/v1/models", timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     for prompt in prompts[:_WARM_UP]:
@@ -90,7 +92,7 @@ def table(results: dict[tuple[int, str], tuple[list[Answer], float]]) -> str:
 
 
 def read_prompts(files: Sequence[Path], count: int) -> list[str]:
-    """The first prompts of each file, taken in turns."""
+    """The first prompts of each file, interleaved."""
     by_file = [[json.loads(line) for line in file.read_text("utf-8").splitlines()[:count]] for file in files]
     return [str(one["turns"][0] if "turns" in one else one["prompt"]) for same in zip(*by_file, strict=True) for one in same]
 

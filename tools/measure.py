@@ -2,8 +2,8 @@
 
     python tools/measure.py [--pair demo] [--rows 2 4 8 16 32 64] [--prompts 40] [--new-tokens 128]
 
-Prompts are the beginnings of held-out definitions (``tools/train_demo.py``). Times are means over whole generations. Ratios
-compare runs that alternated in one process.
+Prompts are the beginnings of held-out definitions (``tools/train_demo.py``). Times are means over whole generations.
+Ratios compare runs that alternated in one process.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def prompts(count: int) -> list[str]:
 
 
 def distinct(parser: argparse.ArgumentParser, bundles: Sequence[Path]) -> None:
-    """Ends the command if results that are listed by the bundles' names could not be told apart."""
+    """Ends the command if two bundles have the same name, since results are listed by name."""
     if len({bundle.name for bundle in bundles}) < len(bundles):
         parser.error("two bundles' folders have the same name, but results are listed by name: rename one")
 
@@ -55,7 +55,8 @@ def export(pair: Path, out: Path, *options: str) -> tuple[float, float]:
 
 
 def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
-    """Statistics, summed over prompts, of four ways to decode: plain, whole trees, and as planned without and with lookups.
+    """Statistics, summed over prompts, of four ways to decode: plain, whole trees, and as planned without and with
+    lookups.
 
     Each prompt is decoded in all ways before the next, so that their times can be compared.
     """

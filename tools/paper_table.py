@@ -1,10 +1,12 @@
-"""Measures bundles as the paper does: tau and speed-up for each set of prompts, and whether every text is plain decoding's.
+"""Measures bundles as the paper does: tau and speed-up for each set of prompts. Checks that every text is that of plain
+decoding.
 
     python -m tools.paper_table BUNDLE ... --prompts DIR [--count N] [--ways plain trees] [--out build/paper.jsonl]
 
-Every ``*.jsonl`` of DIR is a set; ``docs/benchmarks.md`` names the paper's. Conversations go through the chat template, turn by turn,
-with the answers of plain decoding before the next turn. Each turn is decoded in every way, one after another. A turn's results are a
-line of OUT, and the same command goes on after them. Exits with 1 if a text differs from that of plain decoding.
+Every ``*.jsonl`` of DIR is a set; ``docs/benchmarks.md`` names the paper's. Conversations go through the chat template,
+turn by turn, with the answers of plain decoding before the next turn. Each turn is decoded in every way, one after
+another. Each turn's results are a line of OUT; running the same command again continues after them. Exits with 1 if a
+text differs from that of plain decoding.
 """
 
 import argparse
@@ -33,7 +35,8 @@ Asked = Sequence[tuple[str, int, list[str]]]
 
 
 def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, list[str]]]:
-    """Set, number and user turns of every line of a folder's JSONL. Raises InputError for what is no prompt."""
+    """Yields the set, number and user turns of every line of a folder's JSONL files. Raises InputError for a line that
+    is not a prompt."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise InputError(
@@ -59,8 +62,8 @@ def options(way: str, rows: int, temperature: float, seed: int) -> dict[str, Any
 
 
 def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A text and what it took after its first step. cycles: target passes; tokens: gained by them; seconds: of them, drafts and all;
-    draft_seconds: of the drafts alone."""
+    """Decodes a text and returns its tokens and its costs after the first step. cycles: target passes; tokens: emitted
+    in them; seconds: of the cycles, drafts included; draft_seconds: of the drafts."""
     generation = model.generate(prompt, count, **settings)
     for _ in generation.cycles():
         pass
@@ -84,10 +87,12 @@ def answered(
     model: Model, asked: Asked, longest: int, known: Mapping[tuple[Any, ...], Line], names: Sequence[str], place: tuple[Any, ...],
     decode: Callable[[list[int], int], Mapping[str, Any]], encode: Callable[[Model, Sequence[Message]], list[int]] = Model.chat,
 ) -> Iterator[Line]:  # fmt: skip
-    """A line for each turn that is not known yet and has room. Turns follow plain decoding's answers.
+    """Yields a line for each turn that fits and has no result yet. A turn follows plain decoding's answers to the turns
+    before it.
 
-    longest: positions of a prompt. names: what tells lines apart, set, number and turn last; place: the values of the others. decode: the
-    rest of a line, by a prompt and its conversation's number. encode: a conversation's token ids.
+    longest: most positions of a prompt. names: the keys that identify a line, with set, number and turn last. place:
+    the values of the keys before these three. decode: makes the rest of a line from a prompt and its conversation's
+    number. encode: makes a conversation's token ids.
     """
     for group, number, turns in asked:
         messages: list[Message] = []
@@ -106,7 +111,7 @@ def answered(
 def measure(
     model: Model, name: str, asked: Asked, args: argparse.Namespace, known: Mapping[tuple[Any, ...], Line]
 ) -> Iterator[Line]:
-    """A line for each turn that is not known yet and has room."""
+    """Yields a line for each turn that fits and has no result yet."""
     for temperature in args.temperatures:
         settings = {way: options(way, model.bundle.manifest.rows, temperature, args.seed) for way in args.ways}
 
@@ -126,7 +131,7 @@ def measured(lines: Sequence[Line], way: str) -> tuple[float, float] | None:
 
 
 def share(lines: Sequence[Line], way: str) -> float | None:
-    """The part of that time that drafts take; None if it is not known."""
+    """The drafts' share of the time after the first step; None if unknown."""
     spent = [line["ways"][way] for line in lines]
     seconds = sum(own["seconds"] for own in spent)
     return (
@@ -137,7 +142,8 @@ def share(lines: Sequence[Line], way: str) -> float | None:
 
 
 def table(heading: str, rows: Sequence[tuple[str, Sequence[Line], str]]) -> list[str]:
-    """The paper's table in Markdown: speed-up over plain decoding, and tau. rows: a name, lines, and the way to decode."""
+    """The paper's table in Markdown: speed-up over plain decoding, and tau. rows: a name, lines, and the way to
+    decode."""
     sets = sorted({line["set"] for _, lines, _ in rows for line in lines})
     text = [
         f"| {heading} | " + " | ".join((*sets, "mean", "draft", "texts as plain")) + " |",

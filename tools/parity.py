@@ -2,11 +2,11 @@
 
     python tools/parity.py REFERENCE [BUNDLE ...] [--prompts FILE.jsonl]
 
-REFERENCE is a bundle with fp32 graphs for the CPU. Each backend and device of the bundles gets a row: the largest error of the
-target's logits (relative to the largest logit) over the first and the last quarter of a full context, which shows errors that
-grow with position; the number of positions with the same choice, and the widest margin in the reference between two different
-choices; tau; the number of greedy continuations that differ, and the first difference with its margin. Missing engines are
-compiled first.
+REFERENCE is a bundle with fp32 graphs for the CPU. Each backend and device of the bundles gets a row: the largest error
+of the target's logits (relative to the largest logit) over the first and the last quarter of a full context, which
+shows errors that grow with position; the number of positions with the same choice, and the widest margin in the
+reference between two different choices; tau; the number of greedy continuations that differ, and the first difference
+with its margin. Missing engines are compiled first.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def logits(model: Model, context: list[int]) -> Iterator[tuple[int, np.ndarray]]
     for start in range(0, len(context), decoder.form.chunk):
         part = context[start : start + decoder.form.chunk]
         decoder.feed(part)
-        yield start, decoder.device.read(decoder.passes.logits[: len(part)]).astype(np.float32)
+        yield start, decoder.device.read(decoder.target.logits[: len(part)]).astype(np.float32)
 
 
 def reference(model: Model, context: list[int]) -> np.ndarray:
@@ -89,7 +89,8 @@ def compare_logits(model: Model, texts: list[list[int]], expected: list[np.ndarr
 
 
 def compare_tokens(model: Model, judge: Model, prompts: list[list[int]], count: int) -> dict[str, str]:
-    """The columns of the table about tau and greedy continuations. judge: the reference; count: tokens per continuation."""
+    """The columns of the table about tau and greedy continuations. judge: the reference; count: tokens per
+    continuation."""
     differing, first, passes, tokens = 0, "", 0, 0
     for prompt in prompts:
         generation, reference_generation = model.generate(prompt, count), judge.generate(prompt, count)

@@ -1,4 +1,4 @@
-"""Plants faults in a copy of the sources, one at a time, and shows that the tests catch each.
+"""Plants faults in a copy of the sources, one at a time, and checks that the tests catch each.
 
     python -m tools.planted_faults                     # every fault, each with the test that is named for it
     python -m tools.planted_faults eos-ignored --all   # this one, with all tests that `make test` runs
@@ -23,13 +23,14 @@ from runtime.errors import GumihoError, InputError
 from tools.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
-# The same draws of hypothesis every time, as far as it can; to explain how long lists differ may take minutes.
+# The seed repeats hypothesis' draws as far as possible. Without --assert=plain, explaining how long lists differ may
+# take minutes.
 _HOW = ("-rA", "--show-capture=no", "--tb=line", "--assert=plain", "--hypothesis-seed=0")
-_ALL = ("--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder")  # as the Makefile has it
+_ALL = ("--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder")  # as in the Makefile
 _WHERE = (
     "from importlib.util import find_spec; print(*(find_spec(p).origin for p in ('exporter', 'graphs', 'runtime')), sep='\\n')"
 )
-_SECONDS = 3600  # after which tests count as hanging
+_SECONDS = 3600  # tests that take longer count as hanging
 
 
 def fault_of(name: str) -> Fault:
@@ -50,7 +51,7 @@ def edited(fault: Fault, root: Path) -> str:
 
 
 def copy(folder: Path) -> None:
-    """Copies what git tracks, as it is in the working tree."""
+    """Copies the files that git tracks, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -59,7 +60,8 @@ def copy(folder: Path) -> None:
 
 
 def tested(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit status over a copy, and what it printed. Raises GumihoError if the copy's packages are not what is imported."""
+    """pytest's exit status over a copy, and what it printed. Raises GumihoError if other packages than the copy's are
+    imported."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     where = subprocess.run(
         [sys.executable, "-c", _WHERE], cwd=folder.parent, env=environment, check=True, capture_output=True, text=True
@@ -75,7 +77,7 @@ def tested(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def ids(printed: str, *outcomes: str) -> list[str]:
-    """The tests with one of some outcomes."""
+    """The tests with one of these outcomes."""
     return re.findall(rf"^(?:{'|'.join(outcomes)}) (\S+::.*?)(?: - .*)?$", printed, re.MULTILINE)
 
 
@@ -97,7 +99,7 @@ def require_sound(faults: Sequence[Fault], everything: bool) -> None:
 
 
 def attempt(fault: Fault, everything: bool) -> bool:
-    """Plants a fault and says what came of it. Returns whether a test failed."""
+    """Plants a fault, runs tests and prints the result. Returns whether a test failed."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root).resolve() / "copy"

@@ -1,7 +1,9 @@
-"""Records what llama.cpp makes of texts and of vocabularies, for tests/test_llama_cpp.py: python -m tools.record_llama_cpp tests/recorded
+"""Records how llama.cpp tokenizes texts and reads vocabularies, for tests/test_llama_cpp.py: python -m
+tools.record_llama_cpp tests/recorded
 
-Needs llama-cpp-python and gguf, which the tests do not install. Vocabularies are made here: one of byte pairs that were joined across words,
-digits and punctuation, so that ids show where a text was split, and one of SentencePiece's kind with special tokens.
+Needs llama-cpp-python and gguf, which the tests do not install. It makes two vocabularies: byte pairs merged across
+words, digits and punctuation, so that ids show where a text was split; and one like SentencePiece's with special
+tokens.
 """
 
 import argparse
@@ -25,13 +27,14 @@ ENDS = [
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
     "<|fim_pad|>", "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<reponame>", "<|file_sep|>", "<|im_start|>", "<bos>", "<|fim_prefix|>",
 ]  # fmt: skip
-# Vocabularies and keys whose ends are recorded, beside that of every token alone.
+# Vocabularies and keys whose end-of-text tokens are recorded, in addition to those of every token alone.
 OF_ENDS: list[tuple[list[str], dict[str, int]]] = [
     (["<|end|>", "<|return|>", "<|call|>"], {}), (["<|end|>", "<|return|>"], {}), (["<|end|>", "<|call|>", "<|flush|>"], {}), (["<|end|>", "<|calls|>", "<|flush|>"], {}),
     (["</s>", "<|tool_response>"], {}), (["</s>", "<eos>"], {}), (["<|im_start|>", "<bos>"], {"eos": 1}), (["<|im_start|>", "<bos>", "<|im_end|>"], {"eot": 1}),
     (["<|im_start|>", "<bos>"], {"eom": 0}), (["<|file_sep|>", "<bos>"], {"fim_sep": 1}), (["<|fim_pad|>", "<bos>"], {"fim_pad": 1, "eos": 0}),
 ]  # fmt: skip
-# Tokens that the file says are normal, control tokens (3) or otherwise, and keys; some of them become others by their spelling.
+# Tokens, their type in the file (3: control), and keys. llama.cpp changes the type of some tokens because of their
+# spelling.
 SPELLED: list[tuple[list[str], int, dict[str, int]]] = [
     *(([text], 1, dict[str, int]()) for text in (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>",
@@ -46,7 +49,7 @@ SPELLED: list[tuple[list[str], int, dict[str, int]]] = [
 
 
 def byte_level() -> dict[str, Any]:
-    """256 bytes and 700 joins, learned from the texts without splitting them."""
+    """256 bytes and 700 merges, learned from the texts without splitting them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -55,7 +58,8 @@ def byte_level() -> dict[str, Any]:
     trainer = trainers.BpeTrainer(vocab_size=956, initial_alphabet=alphabet, show_progress=False, max_token_length=12)
     tokenizer.train_from_iterator(TEXTS * 2, trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    tokens = [*sorted(model["vocab"], key=model["vocab"].__getitem__), "ĠXMLHttpRequest"]  # which no merges make
+    # The last token is one that no merge produces.
+    tokens = [*sorted(model["vocab"], key=model["vocab"].__getitem__), "ĠXMLHttpRequest"]
     return {
         "model": "gpt2", "tokens": tokens, "merges": [" ".join(pair) for pair in model["merges"]],
         "bos_token_id": 0, "eos_token_id": 1,
@@ -63,7 +67,7 @@ def byte_level() -> dict[str, Any]:
 
 
 def sentencepiece(special: Sequence[str] = (), **more: Any) -> dict[str, Any]:
-    """Bytes, characters and joins, whose scores fall, and special tokens."""
+    """Bytes, characters, merges with descending scores, and special tokens."""
     words = [
         "▁▁",
         "▁▁▁▁",
@@ -95,7 +99,7 @@ def sentencepiece(special: Sequence[str] = (), **more: Any) -> dict[str, Any]:
 
 
 def write(fields: Mapping[str, Any], file: Path) -> None:
-    """A GGUF file with a vocabulary alone."""
+    """Writes a GGUF file with only a vocabulary."""
     import gguf
 
     writer = gguf.GGUFWriter(file, "llama")
@@ -115,7 +119,7 @@ def write(fields: Mapping[str, Any], file: Path) -> None:
 
 
 def recorded(fields: Mapping[str, Any], texts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
-    """The ids of each text, with what llama.cpp puts around it, and the tokens that end a text."""
+    """The ids of each text, including those that llama.cpp adds, and the tokens that end a text."""
     import llama_cpp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +163,7 @@ def record() -> dict[str, Any]:
 
 
 def _of_ends(tokens: Sequence[str], keys: Mapping[str, int], kind: int = 3) -> dict[str, Any]:
-    """Behind tokens of bytes, so that llama.cpp's defaults of ids that are not named are not among them."""
+    """A vocabulary of these tokens after byte tokens, so that llama.cpp's default ids do not point to them."""
     fields = sentencepiece()
     at = len(fields["tokens"])
     fields["tokens"] = ["<none>" if text == "</s>" else text for text in fields["tokens"]] + list(tokens)

@@ -1,4 +1,4 @@
-"""Decodes texts again, plainly and with fresh caches, in processes of their own."""
+"""Checks texts by decoding them again plainly, with fresh caches, in separate processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Generation, Model, load
-from runtime.cli.checks.lossless import Difference, differences, replay
+from runtime.cli.checks.lossless import Difference, compare_with_plain, differences
 
-_model: Model | None = None  # of a process
+_model: Model | None = None  # of this process
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """tokens: of plain decoding. margins: of differences that rounding explains, relative to the largest logit. differs: what else does."""
+    """The result of a check. tokens: their number in plain decoding. margins: of near-ties, relative to the largest
+    logit. differs: other differences, one line each."""
 
     tokens: int
     margins: Sequence[float] = ()
@@ -26,21 +27,22 @@ class Verdict:
 
 
 def start(model: Model, request: Mapping[str, Any], speculate: bool = True) -> Generation:
-    """The generation that a request asks for. request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and settings."""
+    """Starts the generation of a request. request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and
+    settings."""
     options = {name: value for name, value in request.items() if name not in ("messages", "prompt", "max_tokens")}
     prompt = request.get("prompt") or model.chat(request["messages"])
     return model.generate(prompt, request["max_tokens"], speculate, **options)
 
 
 def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
-    """Compares what came of a request (see ``start``) with plain decoding. found: the text, or its token ids."""
+    """Compares the text of a request (see ``start``) with plain decoding. found: the text, or its token ids."""
     plain = start(model, request, speculate=False)
     text = "".join(plain)
     if found == (text if isinstance(found, str) else plain.ids):
         return Verdict(len(plain.ids))
     other = list[Difference]()
     if not isinstance(found, str):
-        other = replay(model, plain.prompt, found, plain.settings)
+        other = compare_with_plain(model, plain.prompt, found, plain.settings)
     elif "".join(again := start(model, request)) == found:
         other = differences(model, again)
     if other and all(one.near for one in other):
@@ -62,7 +64,7 @@ def _check(request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
 
 @dataclass
 class Checks:
-    """Checks of one bundle's texts, which go on in other processes, one thread each."""
+    """Checks texts of a bundle in other processes of one thread each."""
 
     bundle: Path
     processes: int = 2
@@ -74,22 +76,22 @@ class Checks:
     def add(
         self, request: Mapping[str, Any], found: str | Sequence[int], done: Callable[[Verdict], object] = lambda verdict: None
     ) -> None:
-        """done: called with the verdict, in any thread."""
+        """Queues a check. done: called with the verdict, in any thread."""
         self._futures.append(future := self._pool.submit(_check, request, found))
         future.add_done_callback(lambda one: None if one.cancelled() or one.exception() else done(one.result()))
 
     @property
     def waiting(self) -> int:
-        """Texts that are not checked yet."""
+        """The number of texts not yet checked."""
         return sum(not future.done() for future in self._futures)
 
     def verdict(self) -> Verdict:
-        """Of all texts together, when all are checked. Raises what a check has raised."""
+        """The verdict over all texts, once all are checked. Raises the exception of a check."""
         return sum((future.result() for future in self._futures), Verdict(0))
 
     def __enter__(self) -> "Checks":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Gives up those that have not begun."""
+        """Cancels checks that have not begun."""
         self._pool.shutdown(cancel_futures=True)

@@ -34,7 +34,8 @@ def of_length(positions: int) -> str:
 
 
 def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first index at which two texts differ, or the length of the shorter one if it is a prefix; None if they are equal."""
+    """The first index at which two texts differ, or the length of the shorter one if it is a prefix; None if they are
+    equal."""
     if tokens == others:
         return None
     return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others)))
@@ -82,7 +83,8 @@ def equal(texts: Sequence[Text], others: Sequence[Text]) -> str:
 
 
 def rows(run: Mapping[str, Any], prompts: str) -> list[dict[str, Any]]:
-    """The table for one set of prompts, or for ``ALL``: a row per way, by ``COLUMNS``; numbers are not formatted, unknown ones None.
+    """The table for one set of prompts, or for ``ALL``: a row per way, by ``COLUMNS``; numbers are not formatted,
+    unknown ones None.
 
     A way that failed has only its name, weights, and the reason as ``failed``.
     """
@@ -143,7 +145,8 @@ def markdown(run: Mapping[str, Any]) -> str:
 
 
 def plot(run: Mapping[str, Any], folder: Path) -> None:
-    """Writes bar charts for every set of prompts, ``bench-SET.png`` and ``.svg``, and one of lines if the sets are lengths."""
+    """Writes bar charts for every set of prompts, ``bench-SET.png`` and ``.svg``, and one of lines if the sets are
+    lengths."""
     from matplotlib.figure import Figure
 
     if run.get("lengths"):
@@ -169,7 +172,7 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
 def _plot_lengths(run: Mapping[str, Any], figure: Any, folder: Path) -> None:
     from matplotlib import colormaps
 
-    twenty = [colormaps["tab20"](i) for i in range(20)]  # the usual ten would come twice
+    twenty = [colormaps["tab20"](i) for i in range(20)]  # more ways than the usual ten colours
     lengths = run["lengths"]
     tables = [{row["way"]: row for row in rows(run, of_length(length))} for length in lengths]
     left, right = figure.subplots(1, 2)
@@ -186,7 +189,8 @@ def _plot_lengths(run: Mapping[str, Any], figure: Any, folder: Path) -> None:
 
 
 def render(folder: Path) -> int:
-    """Writes the table and the plots of a run's ``bench.json`` next to it and prints the table. Returns the exit status."""
+    """Writes the table and the plots of a run's ``bench.json`` next to it and prints the table. Returns the exit
+    status."""
     file = folder / "bench.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: run without --again first")

@@ -1,14 +1,17 @@
-"""Serves a bundle for a long time under clients that behave badly, and checks every answer afterwards by plain decoding.
+"""Serves a bundle for a long time to badly behaved clients, and checks every answer by plain decoding.
 
     python -m tools.soak BUNDLE --prompts FILE ... --minutes 60
 
-starts ``gumiho serve`` with its log on a full disk (``/dev/full``), and clients that ask the prompts with random settings, streamed or not, read
-slowly, leave in the middle, or send nonsense; halfway another copy of the bundle is renamed over the one that is served. Every ten seconds it
-looks at the server's memory and open files. Memory is what the process alone holds (RssAnon): pages of mapped weights become resident when a token
-first needs its row of the embedding, and belong to the system's page cache. At first every stream goes on with a conversation until it fills the
-capacity, so that the caches of target and drafter, which take memory as texts need it, do not grow afterwards. Every whole answer is decoded again, plainly, with fresh caches, in two other
-processes, which go on after the last request until all are checked. Writes
-``OUT/soak.json``; exit status 1 if an answer differs by more than a near-tie, a request had no answer, or memory or files have grown.
+Starts ``gumiho serve`` with its log on a full disk (``/dev/full``). Clients send the prompts with random settings,
+streamed or not, read slowly, leave early, or send nonsense. Halfway, another copy of the bundle is renamed over the
+served one. The server's memory and open files are sampled every ten seconds. Memory is private memory (RssAnon): mapped
+weights become resident as tokens first need their rows of the embedding, and belong to the page cache. At first, a
+conversation fills the capacity of every stream, so that the caches of target and drafter, which grow with their texts,
+do not grow later.
+
+Two other processes decode every complete answer again, plainly and with fresh caches, and finish after the last
+request. Writes ``OUT/soak.json``. Exits with 1 if an answer differs by more than a near-tie, a request had no answer,
+or memory or the number of open files has grown.
 """
 
 import argparse
@@ -41,12 +44,12 @@ _START_SECONDS, _SAMPLE_SECONDS = 60, 10
 _SETTLED_SECONDS = 600  # memory counts from the tenth minute on, or the second half of a shorter run
 _STEP = 200  # tokens by which the first conversations grow
 _MOST_GROWTH = 20 << 20  # bytes
-_KINDS = {"whole": 5, "streamed": 5, "slow": 1, "left": 3, "nonsense": 2}  # how often, in parts
+_KINDS = {"whole": 5, "streamed": 5, "slow": 1, "left": 3, "nonsense": 2}  # relative frequencies
 
 
 @dataclass
 class Soak:
-    """What has happened so far."""
+    """The state and results of a run."""
 
     port: int
     prompts: Sequence[str]
@@ -56,11 +59,12 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     answers: int = 0
     problems: list[str] = field(default_factory=list)
-    server: int = 0  # its process
-    samples: list[tuple[float, int, int, int]] = field(default_factory=list)  # seconds, own bytes, open files, mapped bytes
+    server: int = 0  # process id
+    # Seconds, private bytes, open files, mapped bytes.
+    samples: list[tuple[float, int, int, int]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until the server answers."""
+        """Waits until the server answers."""
         for _ in range(_START_SECONDS * 10):
             with suppress(OSError), closing(HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
                 connection.request("GET", "/health")
@@ -70,7 +74,8 @@ class Soak:
         raise GumihoError(f"the server has not answered within {_START_SECONDS} seconds: start `gumiho serve` to see why")
 
     def fill(self, tokens: Sequence[int], streams: int) -> None:
-        """Every stream reads so many tokens, each in another order, step by step: the drafter reads only the last ones of a prompt."""
+        """Fills every stream with these tokens, in a different order for each. Prompts grow step by step, since the
+        drafter reads only the last tokens of a prompt."""
 
         def read(stream: int) -> None:
             whole = [*tokens[stream:], *tokens[:stream]]
@@ -115,7 +120,7 @@ class Soak:
         }
 
     def ask(self, kind: str, body: dict[str, Any], draw: random.Random) -> str:
-        """Returns how the request ended."""
+        """Sends a request and returns how it ended."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
         try:
             stream = kind in ("streamed", "slow") or (kind == "left" and draw.random() < 0.5)
@@ -164,8 +169,8 @@ class Soak:
         self.samples.append((seconds, memory, len(os.listdir(f"/proc/{self.server}/fd")), mapped))
 
     def growth(self) -> tuple[int, int]:
-        """Bytes and open files between the first and the last samples once caches are warm. Bytes by medians, since those of passes that
-        are under way come and go."""
+        """Growth in bytes and open files from the first to the last samples after warm-up. Bytes are medians, since
+        running passes allocate temporarily."""
         settled = min(_SETTLED_SECONDS, self.samples[-1][0] / 2)
         later = [sample for sample in self.samples if sample[0] >= settled]
         count = max(1, len(later) // 10)
@@ -174,7 +179,7 @@ class Soak:
 
 
 def run(soak: Soak, clients: int, minutes: float, halfway: Callable[[], object]) -> None:
-    """Has clients send requests for so many minutes. halfway: called once, after half of them."""
+    """Runs clients for some minutes. halfway: called once, after half of the time."""
     started = monotonic()
     until, due = started + 60 * minutes, True
     threads = [threading.Thread(target=soak.client, args=(seed, until)) for seed in range(clients)]

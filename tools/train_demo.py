@@ -4,10 +4,10 @@
     python -m tools.train_demo OUT --families eagle eagle3 medusa hydra small
     python -m tools.train_demo OUT --assistant [--steps 250]
 
-writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/text.jsonl``, the text it was trained on, and has
-``gumiho train`` train ``OUT/drafter`` on both. What exists is kept. ``--families`` trains drafters of these families instead, ``OUT/FAMILY`` each,
-on the same text and for as many steps. ``--assistant`` trains ``OUT/assistant`` instead, a Llama with a
-third of the layers: the draft model of assisted generation in ``tools/bench.py``.
+Writes ``OUT/target`` (a Hugging Face Llama folder, fp16 safetensors) and ``OUT/text.jsonl``, its training text, and
+runs ``gumiho train`` to train ``OUT/drafter`` on both. Existing files are kept. ``--families`` trains ``OUT/FAMILY``
+for each of these families instead, on the same text and for as many steps. ``--assistant`` trains ``OUT/assistant``
+instead, a Llama with a third of the layers: the draft model of assisted generation in ``tools/bench.py``.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def modules(held_out: bool) -> Iterator[list[str]]:
 
 
 def documents(held_out: bool) -> Iterator[str]:
-    """Top-level definitions of the standard library, short ones together."""
+    """Top-level definitions of the standard library, short ones joined."""
     for found in modules(held_out):
         yield from found
 
@@ -217,7 +217,7 @@ def main() -> int:
     common = ["--target", str(folder), "--data", str(text), "--steps", str(args.draft_steps)]
     if not args.families:
         return training.main([*common, "--out", str(args.out / "drafter")])
-    work = ["--work", str(args.out / "drafter-training")]  # texts and hidden states are those of the Gumiho
+    work = ["--work", str(args.out / "drafter-training")]  # reuses the texts and hidden states of the Gumiho drafter
     runs = (training.main([*common, *work, "--family", name, "--out", str(args.out / name)]) for name in args.families)
     return next((status for status in runs if status), 0)
 

@@ -15,6 +15,7 @@ from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
 from graphs.token_digits import digits_of
 from runtime.api.loader import load
+from runtime.decoding.cycle import Accepted
 from runtime.decoding.decoder import Decoder
 
 from ..checkpoints.llama import transformers_model
@@ -57,9 +58,9 @@ def validate(recipe: Recipe, folder: Path, backend_name: str, device: str = "") 
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)
             decoder.feed(ids[start : start + n].tolist())
-            logit_parts.append(decoder.device.read(decoder.passes.logits[:n]).copy())
-            hidden_parts.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
-            choice_parts.append(decoder.passes.choice[:n].copy())
+            logit_parts.append(decoder.device.read(decoder.target.logits[:n]).copy())
+            hidden_parts.append(decoder.device.read(decoder.target.hidden[:n]).copy())
+            choice_parts.append(decoder.target.choice[:n].copy())
             start += n
         names = model.bundle.manifest.each if recipe.pair.has_drafter else ()
         drafted = {name: _drafted_scores(model.decoders.use(name), ids) for name in names}
@@ -104,15 +105,11 @@ def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
     last = decoder.prefill(ids.tolist(), speculate=True)
     assert last is not None
     decoder.catch_up()
-    decoder.passes.accepted_rows[0], decoder.passes.accepted_tokens[0], decoder.passes.accepted_count[0] = (
-        last,
-        decoder.passes.choice[last],
-        1,
-    )
-    decoder.passes.draft(1)()
+    pending = int(decoder.target.choice[last])
+    decoder.draft.drafting(Accepted((last,), (pending,)))()
     decoder.device.synchronize()
-    scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
-    return scores, int(decoder.passes.accepted_tokens[0])
+    scores, _ = decoder.draft.scored()
+    return np.array(scores), pending
 
 
 def _tree_scores(recipe: Recipe, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""One file per dialect: how a family of backends wants operators spelled."""
+"""Dialects, one per file: the operators that a family of backends accepts."""

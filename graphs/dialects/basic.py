@@ -9,8 +9,8 @@ from .plain import Cache, Past, Plain, Rows
 
 
 class Basic(Plain):
-    """Only primitives of opset 18, for backends that support nothing newer. Caches are read, never written: a pass returns
-    the keys and values of its rows, traced or not, and its caller appends those of the accepted rows.
+    """Only primitives of opset 18, for backends that support nothing newer. Caches are read, never written: a pass
+    returns the keys and values of its rows, traced or not, and its caller appends those of the accepted rows.
     """
 
     opset = 18

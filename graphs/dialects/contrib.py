@@ -13,9 +13,10 @@ from .standard import Standard
 
 
 class Contrib(Standard):
-    """ONNX Runtime's own GroupQueryAttention, for its CPU provider. Its cost grows with the length of the text instead of the
-    cache capacity, and no rows are transposed. Caches are written in place as in ``Standard``. The operator treats rows over an
-    empty cache as a causal prompt and ignores their depth and mask, so a tree needs at least one position before it.
+    """ONNX Runtime's own GroupQueryAttention, for its CPU provider. Its cost grows with the length of the text instead
+    of the cache capacity, and no rows are transposed. Caches are written in place as in ``Standard``. The operator
+    treats rows over an empty cache as a causal prompt and ignores their depth and mask, so a tree needs at least one
+    position before it.
     """
 
     opset = 23  # the newest that the last ONNX Runtime for Python 3.10 supports
@@ -23,14 +24,15 @@ class Contrib(Standard):
 
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
-        """When traced: the mask as a bias, with zeros for the past before the rows' part; None for causal rows."""
+        """When traced, the mask as a bias, with zeros for past positions; None for causal rows."""
         if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
         return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
 
     @staticmethod
     def _bias(mask: Tensor, past_length: Tensor, dtype: torch.dtype) -> Tensor:
-        """A bias [1, 1, n, past_length + m] from a mask [n, m]. Its declared shape lacks the past, whose length is data."""
+        """A bias [1, 1, n, past_length + m] from a mask [n, m]. The declared shape lacks the past, whose length depends
+        on data."""
         bias = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
         zero = torch.zeros(1, dtype=torch.int64)
         pads = torch.cat((zero, zero, zero, past_length, zero, zero, zero, zero))
@@ -56,14 +58,14 @@ class Contrib(Standard):
 
     @classmethod
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        """When traced: a Gemm per head and block, because ONNX Runtime does not prepack three-dimensional weights."""
+        """When traced, a Gemm per head and block, because ONNX Runtime does not prepack three-dimensional weights."""
         if not is_traced():
             return super().residual(x, weights, scales, biases)
         return cls._by_head(x, weights, scales, biases)
 
     @classmethod
     def rotated(cls, rows: Rows) -> Rows:
-        """When traced: the rows as they are, because the operator rotates."""
+        """When traced, the rows unchanged, because the operator rotates them."""
         return rows if is_traced() else super().rotated(rows)
 
     @classmethod
@@ -82,7 +84,7 @@ class Contrib(Standard):
     def _attend_uncached(
         cls, rows: Rows, cache: Cache, length: Tensor, uncached: list[Cache], mask: Tensor
     ) -> tuple[Tensor, Cache]:
-        """When traced: attention over a copy of the cache's used part, to which the operator appends the rows."""
+        """When traced, attention over a copy of the cache's used part, to which the operator appends the rows."""
         if not is_traced():
             return super()._attend_uncached(rows, cache, length, uncached, mask)
         apart = super().rotated(rows)

@@ -7,7 +7,8 @@ from .standard import Standard
 
 
 class Decomposed(Standard):
-    """``Standard`` with attention as primitive operators, for devices whose fused attention fails to build or is wrong."""
+    """``Standard`` with attention as primitive operators, for devices whose fused attention fails to build or is
+    wrong."""
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, used: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bit-identical rows whatever the other rows are, for quantized targets on ONNX Runtime's CPU provider."""
+"""Rows whose bits do not depend on the other rows of a pass, for quantized targets on ONNX Runtime's CPU provider."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,29 +13,33 @@ from .plain import Plain
 from .rounded import Rounded
 
 BLOCK = 128  # positions that are settled together
-# The last positions before a row never belong to a block, so that the ancestors that a row has among a tree's rows do not either.
+# The last positions before a row never belong to one of its blocks. So the row's ancestors within a tree do not either.
 _RECENT = 64
-_FEWEST = 2  # blocks: a row with only one counts its positions as recent, which is faster (docs/decisions.md)
-_COLUMNS = 32  # of recent values that are summed by one product
-# Numbers of the right side of a product, of 16 columns or more, that ONNX Runtime reads before it writes sums.
+_FEWEST = 2  # settled blocks of a row that has any; a single one would only cost time (docs/decisions.md)
+_COLUMNS = 32  # columns of recent values per product
+# ONNX Runtime reads this many numbers of the right operand, of 16 columns or more, before it writes sums.
 _PACKED = 128 * 128
 
 
 def _terms(columns: int) -> int:
-    """How many terms ONNX Runtime's fp32 products of so many columns sum one after the other, however many rows there are."""
+    """The number of terms that ONNX Runtime's fp32 products with this many columns sum in order, for any number of
+    rows."""
     return _PACKED // max(16, 1 << (columns - 1).bit_length())
 
 
-MOST_ROWS = _terms(_COLUMNS) - (_FEWEST * BLOCK + _RECENT - 1)  # of a pass, whose recent positions are no more than the terms
+# Rows of a pass. Its recent positions must not exceed the terms that are summed in order.
+MOST_ROWS = _terms(_COLUMNS) - (_FEWEST * BLOCK + _RECENT - 1)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the rows of a pass attend to, n rows over S = blocks * BLOCK positions. Biases are 0, or so low that nothing is left.
+    """The positions that the n rows of a pass attend to, out of S = blocks * BLOCK. A bias is 0, or so low that the
+    exponential is 0.
 
-    few: bool [1], whether the positions up to the last row are no more than the terms that products of whole values sum in one order.
-    bias: fp32 [n, S]. any_settled: bool [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1],
-    the first position that is in no block settled for all rows. recent_bias: fp32 [n, m], of the m positions from there to the last row.
+    few: bool [1], whether products sum all positions up to the last row in order. bias: fp32 [n, S]. any_settled: bool
+    [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1], the first position
+    after the blocks that are settled for all rows. recent_bias: fp32 [n, m], for the m positions from ``begin`` to the
+    last row.
     """
 
     few: Tensor
@@ -53,35 +57,39 @@ def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: 
 
 
 class Exact(Rounded):
-    """For quantized targets on ONNX Runtime's CPU provider: a row is bit-identical whatever the other rows of the pass are, and
-    wherever its ancestors are among them.
+    """For quantized targets on ONNX Runtime's CPU provider. A row's bits depend neither on the other rows of its pass
+    nor on the places of its ancestors among them.
 
-    Quantized products round their input rows to int8. Another order of summation can flip such a rounding, and a few layers
-    later the difference can change the token. The products of blocks sum every row in the same order if blocks have up to 32
-    codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order does not matter.
+    Quantized products round their input rows to int8. Another order of summation can flip such a rounding, and a few
+    layers later the difference can change the token. The products of blocks sum every row in the same order if blocks
+    have up to 32 codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order
+    does not matter.
 
-    Attention settles blocks of 128 positions that end 64 positions before a row or earlier, if the row has two of them or more: each is
-    one softmax and one sum in fp32, in an order that nothing else in the pass changes. To the row it is then one more position, whose
-    exponential is the block's sum of exponentials and whose value is the block's result. The recent positions are one sum in fp32, of so
-    many terms only that they are added one after the other: zeros between them, the other rows of the pass, change nothing. Exponentials
-    are fp32, each the same wherever it stands. Their sums and those of blocks, whose order depends on the other rows, are taken in double
-    precision: rounding the sum hides the order.
+    Attention sums positions in blocks of 128. A block is settled for a row if it ends at least 64 positions before the
+    row and the row has at least two such blocks. A settled block is one softmax and one sum in fp32, in an order that
+    nothing else in the pass changes. For the row it then counts as one more position, whose exponential is the block's
+    sum of exponentials and whose value is the block's result.
+
+    The remaining, recent positions are one sum in fp32, short enough for its terms to be added in order. The other rows
+    of the pass are zeros between them and change nothing. Exponentials are fp32 and do not depend on their place. The
+    order in which exponentials and blocks are summed does depend on the other rows, so these sums are computed in
+    double precision; rounding them hides the order.
     """
 
     block = BLOCK
 
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
-        """When traced: ``Seen``."""
+        """When traced, a ``Seen``."""
         if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
         rows = position.shape[0]
         lowest = torch.finfo(torch.float32).min
-        settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # blocks, of each row
+        settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # number of blocks, by row
         settled = torch.where(settled < _FEWEST, 0, settled)
         begin = settled.amin(0, keepdim=True) * BLOCK
         count = cache.shape[2] // BLOCK
-        # Not cache.shape[2], which the tracer takes from any layer's cache, and layers are repeated after tracing.
+        # Not cache.shape[2]: the tracer could take it from any layer's cache, and layers are repeated after tracing.
         positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)
         blocks = _range(torch.zeros(1, dtype=torch.int64), positions // BLOCK, count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
@@ -101,15 +109,16 @@ class Exact(Rounded):
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
-        """The declared shapes lack the past, whose length is data."""
+        """The declared shapes lack the past, whose length depends on data."""
         _, heads, n, d = q.shape
         kv_heads = keys.shape[1]
         grouped, repeats = q.reshape(1, kv_heads, -1, d), heads // kv_heads
         if repeats == 1:
-            grouped, repeats = torch.cat((grouped, grouped), dim=2), 2  # the kernel for a single row sums in another order
+            # The kernel for a single row sums in another order.
+            grouped, repeats = torch.cat((grouped, grouped), dim=2), 2
 
         def recent(cache: Tensor, first: int, last: int) -> Tensor:
-            """Some columns of the recent positions."""
+            """The recent positions' columns from ``first`` up to ``last``."""
             begin, end = (torch.cat((at, torch.tensor([column]))) for at, column in ((seen.begin, first), (used, last)))
             shape = [1, kv_heads, n, last - first]
             return _symbolic("Slice", (cache, begin, end, torch.tensor([2, 3])), cache.dtype, shape)
@@ -132,8 +141,9 @@ class Exact(Rounded):
 def _with_blocks(
     q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: list[Tensor], settled_bias: Tensor
 ) -> Tensor:
-    """Attention to blocks and recent positions. q: [1, kv heads, n', d], n' rows for each head of keys; recent_scores:
-    [1, kv heads, n', m]; recent: columns of their values, in turn; settled_bias: [blocks, n', 1] -> [1, kv heads, n', d]."""
+    """Attention to blocks and recent positions. q: [1, kv heads, n', d], n' rows for each kv head; recent_scores: [1,
+    kv heads, n', m]; recent: the values of recent positions, split by columns; settled_bias: [blocks, n', 1] -> [1, kv
+    heads, n', d]."""
     _, kv_heads, rows, d = q.shape
     blocks = keys.shape[2] // BLOCK
     shape = torch.tensor([kv_heads, -1, BLOCK, d])
@@ -147,7 +157,7 @@ def _with_blocks(
     of_recent = (recent_scores - reference).exp()
     total = of_blocks.double().sum(1) + of_recent.double().sum(-1, keepdim=True)
     added = ((shares @ v) * of_blocks).double().sum(1) + _sum(of_recent, recent).double()
-    # Rounded first: a row without blocks gets what it gets in a pass without blocks.
+    # Rounded before dividing, so that a row without blocks equals the same row in a pass without blocks.
     return added.to(q.dtype) / total.to(q.dtype)
 
 
@@ -157,7 +167,7 @@ def _scores(q: Tensor, keys: Tensor, bias: Tensor, repeats: int) -> Tensor:
 
 
 def _at_once(scores: Tensor, values: list[Tensor]) -> Tensor:
-    """Attention to all positions. scores: [1, kv heads, n', m]; values: their columns, in turn."""
+    """Attention to all positions. scores: [1, kv heads, n', m]; values: split by columns."""
     exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
     return _sum(exponentials, values) / exponentials.double().sum(-1, keepdim=True).to(scores.dtype)
 

@@ -1,7 +1,8 @@
 """The tensor operations that backends spell differently, and their spelling in plain operators.
 
-A dialect is a class of static methods. Run eagerly, every dialect computes the torch expressions of ``Plain``, so golden runs
-do not depend on it. Traced, it emits the operators that its backends support. Rows are [n, heads * head dim] throughout.
+A dialect is a class of static methods. Run eagerly, every dialect computes the torch expressions of ``Plain``, so
+golden runs do not depend on the dialect. Traced, a dialect emits the operators that its backends support. Rows are [n,
+heads * head dim] throughout.
 """
 
 import itertools
@@ -58,7 +59,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """[1, heads, n, d] -> [n, heads * d]; those are left as they are."""
+    """[1, heads, n, d] -> [n, heads * d]; x of the latter shape is returned unchanged."""
     return x if x.dim() == 2 else x.transpose(1, 2).reshape(x.shape[2], -1)
 
 
@@ -66,16 +67,16 @@ class Plain:
     """The reference that every dialect computes when run eagerly."""
 
     opset = 24
-    block: int | None = None  # caches have any multiple of so many positions, instead of the capacity
+    block: int | None = None  # if given, caches have any multiple of this many positions instead of the capacity
     appends = False  # whether a pass returns only the keys and values of its rows
-    # Of MatMulNBits: 4 rounds activations to int8, 0 leaves the choice to the backend. For 8-bit codes, ONNX Runtime's CPU
-    # provider has kernels for 4 only; with any other value it unpacks the matrix in every pass.
+    # An attribute of MatMulNBits: 4 rounds activations to int8, 0 leaves the choice to the backend. For 8-bit codes,
+    # ONNX Runtime's CPU provider has kernels for 4 only; with any other value it unpacks the matrix in every pass.
     accuracy_level = 0
 
     @classmethod
     def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale, with zero points or without; bias: [N]
-        -> [n, N].
+        """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale, with zero points or
+        without; bias: [N] -> [n, N].
 
         When traced, fp8 and two's complement codes are read by DequantizeLinear, others by MatMulNBits.
         """
@@ -115,7 +116,8 @@ class Plain:
 
     @staticmethod
     def embedding(tokens: Tensor, weight: Tensor, scale: Tensor | None, hidden: int) -> Tensor:
-        """Rows of a table. tokens: int64 [n]; weight: [V, hidden], or ``Scheme`` codes in blocks if there is a scale -> [n, hidden].
+        """Rows of a table. tokens: int64 [n]; weight: [V, hidden], or ``Scheme`` codes in blocks if there is a scale ->
+        [n, hidden].
 
         Codes are read by GatherBlockQuantized, which only ONNX Runtime has.
         """
@@ -155,10 +157,11 @@ class Plain:
 
     @staticmethod
     def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
-        """The attention mask once the rows are written at ``past_length``, in the form that ``attend`` takes.
+        """The attention mask once the rows are written at ``past_length``, as ``attend`` takes it.
 
-        mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1]; cache: any cache
-        of the pass. Here bool [n, S]: every position below ``past_length``, and those rows that the mask allows.
+        mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1];
+        cache: any cache of the pass. Here bool [n, S]: every position below ``past_length``, and those rows that the
+        mask allows.
         """
         rows = position.shape[0]
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
@@ -171,14 +174,16 @@ class Plain:
     def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values at ``past_length`` and attends to the cache.
 
-        Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect ``appends``.
+        Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect
+        ``appends``.
         """
         out, keys, values = cls.attend_rotated(cls.rotated(rows), cache, past_length, attention_mask)
         return join_heads(out), keys, values
 
     @classmethod
     def rotated(cls, rows: Rows) -> Rows:
-        """The first part of ``attend``, in which rows are independent: heads apart, [1, heads, n, d], queries and keys rotated."""
+        """The first part of ``attend``, in which rows are independent: splits the heads, [1, heads, n, d], and rotates
+        queries and keys."""
         q, k, v = _split(rows.q, rows.heads), _split(rows.k, rows.kv_heads), _split(rows.v, rows.kv_heads)
         return replace(rows, q=cls.rotary(q, rows), k=cls.rotary(k, rows), v=v)
 
@@ -186,7 +191,8 @@ class Plain:
     def attend_rotated(
         cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The second part of ``attend``. rows: what ``rotated`` returns. The attended rows have the shape of ``rows.q``."""
+        """The second part of ``attend``. rows: what ``rotated`` returns. The attended rows have the shape of
+        ``rows.q``."""
         written = past_length + torch.arange(rows.k.shape[2], device=rows.k.device)
         keys, values = cache[0].index_copy(2, written, rows.k), cache[1].index_copy(2, written, rows.v)
         out = F.scaled_dot_product_attention(rows.q, keys, values, attn_mask=attention_mask, enable_gqa=True)
@@ -196,8 +202,9 @@ class Plain:
     def attend_readonly(cls, rows: Rows, past: Past, uncached: list[Cache], mask: Tensor) -> tuple[Tensor, Cache]:
         """Attends to a cache as ``attend`` left it, and to rows that are not written to the cache.
 
-        uncached: the keys and values that earlier calls returned; mask: bool [n, m], which of these rows and then of ``rows``,
-        m in all, each row attends to. Returns the attended rows [n, heads * d], and their keys and values for later calls.
+        uncached: the keys and values that earlier calls returned; mask: bool [n, m], which of these rows and then of
+        ``rows``, m in all, each row attends to. Returns the attended rows [n, heads * d], and their keys and values for
+        later calls.
         """
         return cls._attend_uncached(rows, past.written, past.length + past.count, uncached, mask)
 
@@ -228,8 +235,8 @@ class Plain:
     def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """The residual blocks of several heads, batched: x + SiLU(x @ weight + bias), block after block.
 
-        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or output-major ``Scheme`` codes if there are scales, which
-        are multiplied head by head; biases: [heads, 1, H] each. Returns [heads, P, H].
+        x: [heads, P, H]; weights: [heads, H, H] each, input-major, or output-major ``Scheme`` codes if there are
+        scales, which are multiplied head by head; biases: [heads, 1, H] each. Returns [heads, P, H].
         """
         if scales:
             return cls._by_head(x, weights, scales, biases)
@@ -281,13 +288,14 @@ class Plain:
     def best(x: Tensor, k: int) -> Tensor:
         """Indices [k] of the k largest of x [n], in ``top_k``'s order, on every backend.
 
-        ONNX specifies the order of ties, but not every backend follows it. When traced, all pairs of values are compared.
+        ONNX specifies the order of ties, but not every backend follows it. When traced, all pairs of values are
+        compared.
         """
         if not is_traced():
             return x.sort(descending=True, stable=True)[1][:k]
         index = torch.arange(x.shape[0])
-        # One row per value that may rank higher, so that the sum keeps its axis: MIGraphX 2.15 (ROCm 7.2.4) fails to compile a
-        # sum that is squeezed and broadcast along another axis.
+        # One row per value that may rank higher, so that the sum keeps its axis: MIGraphX 2.15 (ROCm 7.2.4) fails to
+        # compile a sum that is squeezed and broadcast along another axis.
         ahead = (x[:, None] > x[None, :]) | ((x[:, None] == x[None, :]) & (index[:, None] < index[None, :]))
         rank = ahead.to(torch.float32).sum(0, keepdim=True)
         at_rank = rank == torch.arange(k, dtype=torch.float32)[:, None]

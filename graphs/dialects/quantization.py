@@ -11,7 +11,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Scheme:
-    """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code, or scale * (code - zero) with zero points.
+    """How matrices [..., N, K] are quantized: as codes and scales, w = scale * code, or scale * (code - zero) with zero
+    points.
 
     block: how many values of a row share a scale; 0 if the whole row does. codes: dtype of the codes.
 
@@ -21,7 +22,7 @@ class Scheme:
       [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
       DequantizeLinear; uint8 codes are offset by half their range, for MatMulNBits.
 
-    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the form of the codes.
+    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the codes' representation.
     """
 
     block: int
@@ -53,7 +54,7 @@ class Scheme:
 
 
 EMBEDDING = "embed_tokens.weight"
-# Matrices that read the same rows, by what they are called where they are one.
+# Matrices with the same inputs, which can be joined: the joined name -> the names of the parts.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -61,8 +62,8 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 class Schemes:
     """How the matrices of a module are quantized, by parameter name.
 
-    default: of the matrices that ``own`` does not name, except the embedding; None for those that are not quantized. joined: whether
-    matrices of ``JOINED`` are one if their schemes are equal.
+    default: scheme of the matrices that ``own`` does not name, except the embedding; None: not quantized. joined:
+    whether the matrices of ``JOINED`` are joined if their schemes are equal.
     """
 
     default: Scheme | None = None
@@ -86,7 +87,7 @@ class Schemes:
         return Schemes(self.default, own, self.joined)
 
     def joins(self, whole: str, inputs: int) -> bool:
-        """Whether the matrices that ``whole`` consists of, with rows of ``inputs`` values, are one."""
+        """Whether the parts of ``whole``, matrices with rows of ``inputs`` values, are joined."""
         first, *others = (self.of(f"{part}.weight", inputs) for part in JOINED[whole])
         return self.joined and first is not None and all(other == first for other in others)
 
@@ -95,7 +96,7 @@ UNQUANTIZED = Schemes()
 
 
 def first_part(name: str) -> str:
-    """The name of the first of the matrices that are joined in one of this name; the name itself if it is no such matrix."""
+    """The name of the first part of a joined matrix; the name itself if the matrix is not joined."""
     for whole, parts in JOINED.items():
         name = name.replace(f"{whole}.", f"{parts[0]}.")
     return name
@@ -117,12 +118,14 @@ def flip_top_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_zeros(zeros: Tensor) -> Tensor:
-    """Zero points, uint8 [..., N, blocks] from 0 to 15, two per byte, the first in the low bits: [..., N, ceil(blocks / 2)]."""
+    """Zero points, uint8 [..., N, blocks] from 0 to 15, two per byte, the first in the low bits: [..., N, ceil(blocks /
+    2)]."""
     return pack(torch.nn.functional.pad(zeros, (0, zeros.shape[-1] % 2)))
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int = 4, zero: Tensor | None = None) -> Tensor:
-    """The values [..., N, K] of ``Scheme`` codes, scales and zero points, in the scales' dtype. bits: per code, for codes in blocks."""
+    """The values [..., N, K] of ``Scheme`` codes, scales and zero points, in the scales' dtype. bits: per code, for
+    codes in blocks."""
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
     if input_major(codes):

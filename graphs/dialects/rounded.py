@@ -1,4 +1,5 @@
-"""Products of quantized weights as ONNX Runtime's CPU provider computes them fast: it rounds their inputs to int8."""
+"""Products with quantized weights that ONNX Runtime's CPU provider computes fast, because it rounds their inputs to
+int8."""
 
 import torch
 from torch import Tensor
@@ -10,19 +11,20 @@ from .standard import Standard
 
 
 class Rounded(Standard):
-    """For quantized models on ONNX Runtime's CPU provider whose rows may depend on each other: drafters of odd head sizes."""
+    """For quantized models on ONNX Runtime's CPU provider whose rows may depend on each other, such as drafters of odd
+    head sizes."""
 
     accuracy_level = 4
 
     @staticmethod
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """When traced: each row is quantized to 127 steps of its largest magnitude, as unsigned bytes: ONNX Runtime's fast
-        kernels multiply unsigned by signed bytes."""
+        """When traced, each row is quantized to 127 steps of its largest magnitude, as unsigned bytes: ONNX Runtime's
+        fast kernels multiply unsigned by signed bytes."""
         if not is_traced():
             return Plain._whole(x, weight, scale)
         largest = x.abs().amax(-1, keepdim=True)
         step, middle = torch.tensor(1 / 127), torch.tensor(128, dtype=torch.uint8)
-        # A row of zeros is NaN here, and zeros again once it is scaled.
+        # A row of zeros becomes NaN here, and zeros again when it is scaled.
         steps = ops.symbolic("QuantizeLinear", (x / largest, step, middle), {}, dtype=torch.uint8, shape=x.shape, version=21)
         inputs = (steps, weight, step, scale, middle)
         shape = [x.shape[0], weight.shape[1]]

@@ -11,8 +11,8 @@ from .plain import Cache, Plain, Rows
 
 
 class Standard(Plain):
-    """Opset 24 of the default ONNX domain. Normalization, rotary embedding and attention are single operators; caches are
-    written in place if input and output are bound to the same address; only the number of rows may be dynamic.
+    """Opset 24 of the default ONNX domain. Normalization, rotary embedding and attention are single operators; caches
+    are written in place if input and output are bound to the same address; only the number of rows may be dynamic.
     """
 
     @staticmethod
@@ -53,6 +53,7 @@ class Standard(Plain):
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Any, used: Tensor) -> Tensor:
         """q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64 [1], their filled positions."""
-        # Scaled here, because TensorRT would scale both queries and keys by the square root, which reads the whole cache.
+        # Scaled here, because TensorRT would scale both queries and keys by the square root, which reads the whole
+        # cache.
         inputs = (q * q.shape[-1] ** -0.5, keys, values, None if attention_mask is None else attention_mask[None, None])
         return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)

@@ -1,1 +1,1 @@
-"""The families of drafters, a file each."""
+"""The families of drafters, one per file."""

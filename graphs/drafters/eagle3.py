@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (arXiv 2503.01840): one layer of doubled width, which reads three layers of the target."""
+"""The EAGLE-3 drafter (arXiv 2503.01840): a layer of doubled input width, which reads three layers of the target."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ Pair = tuple[Tensor, Tensor]  # embedded tokens and features, each [n, H]
 
 
 class WideLayer(Layer):
-    """A decoder layer whose attention reads two rows side by side, each normed by itself, and which adds to the second.
+    """A decoder layer whose attention reads two concatenated rows, each normed separately. The residual is added to the
+    second row.
 
-    normed: whether it adds to the normed row (``norm_before_residual`` of speculators' checkpoints).
+    normed: whether the residual is added to the normed row (``norm_before_residual`` of speculators' checkpoints).
     """
 
     def __init__(self, shape: LlamaShape, normed: bool, ops: type[Plain], schemes: Schemes) -> None:
@@ -35,9 +36,11 @@ class WideLayer(Layer):
 
 
 class Eagle3(Drafter):
-    """The layers after the first are Llama's own. A step's rows are fed back as they are, and normed before ``lm_head``.
+    """The layers after the first are Llama's. A step's output is fed back without a norm, and normed before
+    ``lm_head``.
 
-    features: numbers of the target's row, those of all taps side by side. normed: see ``WideLayer``. For the others see ``Drafter``.
+    features: numbers of the target's row, the concatenation of all taps. normed: see ``WideLayer``. For the other
+    parameters see ``Drafter``.
     """
 
     def __init__(

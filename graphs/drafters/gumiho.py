@@ -1,5 +1,5 @@
-"""The Gumiho drafter (arXiv 2503.10135): serial Llama layers, then parallel MLP heads whose blocks are batched. EAGLE-1's and EAGLE-2's
-drafter is one such layer without heads."""
+"""The Gumiho drafter (arXiv 2503.10135): serial Llama layers, then parallel MLP heads whose blocks are batched. The
+drafter of EAGLE-1 and EAGLE-2 is one such layer without heads."""
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from ..tree import TreeConfig
 class Heads(nn.Module):
     """All heads at once: one GEMM for their first block, and a batched GEMM for each residual block.
 
-    first: [n * H, 2H], the first weights of all n heads stacked. weight: [n, H, H] per residual block, stored input-major, or
-    output-major if quantized.
+    first: [n * H, 2H], the first weights of all n heads stacked. weight: [n, H, H] per residual block, stored
+    input-major, or output-major if quantized.
     """
 
     def __init__(self, heads: int, hidden: int, blocks: int, ops: type[Plain], schemes: Schemes) -> None:
@@ -35,7 +35,8 @@ class Heads(nn.Module):
 
 
 class Gumiho(Drafter):
-    """fc_bias: whether ``fc`` has a bias. blocks: residual blocks of a head, after its first block. For the others see ``Drafter``."""
+    """fc_bias: whether ``fc`` has a bias. blocks: residual blocks of a head, after its first block. For the other
+    parameters see ``Drafter``."""
 
     def __init__(
         self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,

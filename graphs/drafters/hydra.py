@@ -1,4 +1,5 @@
-"""The Hydra and Hydra++ drafters (arXiv 2402.05109): heads that read the target's last row and all tokens of their path."""
+"""The Hydra and Hydra++ drafters (arXiv 2402.05109): heads that read the target's last row and all tokens on their
+path."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from .medusa import Block
 
 
 class Head(nn.Module):
-    """Head ``i`` reads i + 2 rows side by side: what was made of the target's, and the embeddings of the pending token and of i drafted ones."""
+    """Head ``i`` reads i + 2 concatenated rows: one made from the target's row, and the embeddings of the pending token
+    and of i drafted tokens."""
 
     def __init__(self, i: int, shape: LlamaShape, blocks: int, tokens: int | None, ops: type[Plain], schemes: Schemes) -> None:
         super().__init__()
@@ -33,10 +35,12 @@ class Head(nn.Module):
 
 
 class Hydra(Drafter):
-    """A serial step appends an embedding to a node's row, and the row's width says which head reads it. Without layers it has no caches.
+    """A serial step appends an embedding to a node's row; the row's width tells which head reads it. Without layers the
+    drafter has no caches.
 
-    blocks: of each head, after its first one. own_heads: whether each head has an lm_head of its own, with a bias, instead of the
-    target's. layers of ``shape``: 1 for Hydra++, which reads the target's rows through a decoder layer, else 0. For the others see ``Drafter``.
+    shape: has one layer for Hydra++, which reads the target's rows through a decoder layer, else none. blocks: of each
+    head, after its first one. own_heads: whether each head has its own lm_head, with a bias, instead of the target's.
+    For the other parameters see ``Drafter``.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Hydra(Drafter):
         embedded = self.embed_tokens(tokens)
         return torch.cat((rows.to(embedded.dtype), embedded), dim=-1)
 
-    def step_behind(self, length: Tensor, pasts: list[Past]) -> Step:
+    def serial_step(self, length: Tensor, pasts: list[Past]) -> Step:
         """See ``Drafter``."""
         return lambda tokens, hidden, visible: self._append(hidden, tokens)
 

@@ -1,4 +1,5 @@
-"""The Medusa drafter (arXiv 2401.10774): every head predicts a token at its own distance from the target's last row alone."""
+"""The Medusa drafter (arXiv 2401.10774): each head predicts the token at its distance, from the target's last row
+only."""
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,10 @@ class Block(nn.Module):
 
 
 class Medusa(Drafter):
-    """It has no layers, so no caches, and reads no tokens: levels differ in their heads only, and every node of a level is followed by the
-    same tokens.
+    """It has no layers, hence no caches, and reads no tokens. All nodes of a level therefore have the same child tokens.
 
-    blocks: of each head. bias: whether they have one. own_heads: whether each head has an lm_head of its own, instead of the
-    target's. For the others see ``Drafter``.
+    blocks: of each head. bias: whether the blocks have a bias. own_heads: whether each head has its own lm_head instead
+    of the target's. For the other parameters see ``Drafter``.
     """
 
     def __init__(

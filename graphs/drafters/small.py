@@ -1,4 +1,4 @@
-"""A small model of the target's family as drafter (speculative sampling, arXiv 2302.01318), which reads tokens and nothing of the target."""
+"""A small model as drafter (speculative sampling, arXiv 2302.01318). It reads tokens, but not the target's rows."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from ..tree import TreeConfig
 
 
 class Small(Drafter):
-    """Its rows are at the positions of their tokens, as in a target: a pass reads the tokens of the accepted rows, and the pending one
-    behind them, which the next pass reads again. So the first token of a text is read too. Tokens beyond its vocabulary are read as the
-    first one. For the parameters see ``Drafter``.
+    """As in a target, a row is at the position of its token. A pass reads the tokens of the accepted rows, then the
+    pending token, which the next pass reads again. So it also reads the first token of a text. A token beyond its
+    vocabulary is read as token 0. For the parameters see ``Drafter``.
     """
 
     features, ahead = DIGITS, 1
@@ -30,7 +30,7 @@ class Small(Drafter):
             self.norm = Norm(shape.hidden, shape.eps, ops)
 
     def accepted(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """See ``Drafter``. The digits are those of each row's own token, which is the token after the row before it."""
+        """See ``Drafter``. The digits are each row's own token, that is, the token after the previous row."""
         return self.fuse(torch.cat((tokens_of(rows[:1]), tokens)), rows)
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:

@@ -17,11 +17,13 @@ class Engine(Protocol):
     """A compiled graph."""
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
-        """Binds inputs and outputs to buffers and returns a function that runs the graph on them; it can be called repeatedly.
+        """Binds inputs and outputs to buffers and returns a function that runs the graph on them; it can be called
+        repeatedly.
 
         Buffers that the device can access are read and written in place. Buffers whose name the graph does not have are
-        ignored, and outputs without a buffer are dropped. The function may return the nanoseconds that the run took, if they
-        are not those that the call took. Raises DamageError if an input has no buffer, and MisuseError after ``close``.
+        ignored, and outputs without a buffer are dropped. The function may return the duration of the run in
+        nanoseconds if that differs from the duration of the call. Raises DamageError if an input has no buffer, and
+        MisuseError after ``close``.
         """
 
     def close(self) -> None:
@@ -37,19 +39,21 @@ class Backend(Protocol):
     def __init__(self, device: str) -> None:
         """device: its name, "" for the first one.
 
-        Raises InputError for a device that the backend does not have, and UnavailableError if this machine lacks something.
+        Raises InputError for a device that the backend does not have, and UnavailableError if this machine lacks
+        something.
         """
 
     def versions(self) -> dict[str, str]:
-        """Versions of libraries and driver, and the device's name: the part of an engine's key that does not depend on the
-        bundle.
+        """Versions of libraries and driver, and the device's name: the part of an engine's key that does not depend on
+        the bundle.
         """
 
     def details(self) -> dict[str, str]:
         """More facts about driver and device, as text for people."""
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
-        """Estimates the memory for compiling and running, which ``engines.memory_check.require`` compares with free memory.
+        """Estimates the memory for compiling and running, which ``engines.memory_check.require`` compares with free
+        memory.
 
         Raises UnavailableError if the processor lacks instructions that the bundle's weights need; so does ``open``.
         """
@@ -63,8 +67,9 @@ class Backend(Protocol):
         """Compiles every graph of the bundle's form for this backend into an empty folder; see
         ``engines.store.compile_engines``.
 
-        tune: search longer for faster kernels. progress: called with the name of each step. check: raises GumihoError if the
-        engines in the folder compute wrong results; a backend that can spell the graphs in several ways calls it to choose one.
+        tune: search longer for faster kernels. progress: called with the name of each step. check: raises GumihoError
+        if the engines in the folder compute wrong results; a backend that can spell the graphs in several ways calls it
+        to choose one.
         """
 
     def form(self, bundle: Bundle, folder: Path) -> Form:
@@ -73,8 +78,8 @@ class Backend(Protocol):
     def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
 
-        threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``. streams: how many will decode at once. If there
-        are several and the bundle has the graph ``shared``, the engine named ``target`` is of that graph.
+        threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``. streams: how many decode
+        concurrently. With several, if the bundle has the graph ``shared``, the engine named ``target`` runs that graph.
         """
 
 

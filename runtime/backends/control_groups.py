@@ -15,7 +15,8 @@ def text(file: Path) -> str:
 
 
 def groups(controller: str = "") -> Iterator[Path]:
-    """The folders of the process's group and of those around it. controller: of version 1, otherwise groups of version 2."""
+    """The folders of the process's group and of its ancestors. controller: a controller of version 1; "" for groups of
+    version 2."""
     for line in text(_OWN).splitlines():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -27,7 +28,7 @@ def groups(controller: str = "") -> Iterator[Path]:
 
 
 def quotas() -> Iterator[float]:
-    """The processors' time per time that each group allows."""
+    """Each group's quota of processor time, in processors."""
     for group in groups():
         limit, _, period = text(group / "cpu.max").partition(" ")
         if limit.isdigit():

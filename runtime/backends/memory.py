@@ -27,7 +27,7 @@ class Space:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """compiling: to compile engines. running: to load them and generate. Both are lower bounds, so nothing that fits is
+    """Memory for compiling engines, and for loading them and generating. Both are lower bounds, so nothing that fits is
     refused.
     """
 
@@ -60,8 +60,8 @@ def buffers(bundle: "Bundle", backend: str) -> int:
 
 
 def host_free() -> int | None:
-    """Bytes that this process can still allocate, swap included: Linux's estimate, bounded by control groups. None on other
-    systems.
+    """Bytes that this process can still allocate, swap included: Linux's estimate, bounded by control groups. None on
+    other systems.
     """
     meminfo = {}
     for line in text(_MEMINFO).splitlines():

@@ -1,9 +1,9 @@
 """AMD MIGraphX through its Python module, which is part of ROCm.
 
-Each graph is compiled to one program with static shapes. Weights are inputs, which all programs share (``shared_weights``); only
-bfloat16 ones, which the Python module cannot pass, and those of older bundles are within the programs. On a GPU, outputs are
-parameters that are bound to buffers like inputs, and one stream orders all work. The reference target runs on any processor; it
-returns its outputs, which are copied to the buffers.
+Each graph is compiled to one program with static shapes. Weights are inputs that all programs share
+(``shared_weights``). Only bfloat16 weights, which the Python module cannot pass, and those of older bundles are part of
+the programs. On a GPU, outputs are parameters that are bound to buffers like inputs, and one stream orders all work.
+The reference target runs on any processor; it returns its outputs, which are copied to the buffers.
 """
 
 import hashlib
@@ -38,11 +38,12 @@ except ImportError as error:
 if _MISSING:
     raise UnavailableError(f"backend migraphx needs the Python module 'migraphx' ({_MISSING}): {advice()}")
 
-# Before 2.13 (ROCm 7.0) the order of ties in TopK on a GPU is undefined, but in the tree a child with its parent's score must
-# come after the parent. (Also, TopK uses only one thread per row in those versions: src/targets/gpu/device/topk.cpp.)
+# Before 2.13 (ROCm 7.0) the order of ties in TopK on a GPU is undefined, but in the tree a child with its parent's
+# score must come after the parent. (Also, TopK uses only one thread per row in those versions:
+# src/targets/gpu/device/topk.cpp.)
 _OLDEST = (2, 13)
-# In this version TopK's kernel does not compile for some sizes (an empty loop: local_stride in kernels/index.hpp, fixed in
-# 2.14).
+# In this version TopK's kernel does not compile for some sizes (an empty loop: local_stride in kernels/index.hpp, fixed
+# in 2.14).
 _UNCOMPILABLE = (2, 13)
 _SAVING, _LOADING = 4, 3  # peak host memory as a multiple of a program's weights, measured on the reference target
 _DEVICE_SHARE = 0.8  # share of a loaded program's weights that must be in the device's memory
@@ -70,7 +71,7 @@ class MIGraphX:
                     "depend on it: install ROCm 7.1 or newer"
                 )
             self._device = Hip(self.index)
-            self._device.close()  # only for questions about the device; ``open`` makes another one for the engines
+            self._device.close()  # it was only needed for queries; ``open`` makes another one for the engines
 
     def versions(self) -> dict[str, str]:
         return {"migraphx": migraphx.__version__, "device": self._device.name if self._device else "ref"}
@@ -84,7 +85,8 @@ class MIGraphX:
             shared = nbytes(form) + work
             return MemoryNeeds(Space(0), Space(0, shared) if self._device else Space(shared))
         weights = [graph.weights for graph in form.graphs.values()]
-        # Programs are loaded one after another, and each keeps a copy of its weights on the host, even on a GPU (hip_copy_literal).
+        # Programs are loaded one after another, and each keeps a copy of its weights on the host, even on a GPU
+        # (hip_copy_literal).
         loading = max(sum(weights[:i]) + _LOADING * nbytes for i, nbytes in enumerate(weights))
         if self._device:
             return MemoryNeeds(Space(_SAVING * max(weights), max(weights)), Space(loading, sum(weights) + work))
@@ -117,10 +119,11 @@ class MIGraphX:
 
     @contextmanager
     def _problems(self, bundle: Bundle, scratch: Path, tune: bool) -> Iterator[dict[str, str]]:
-        """Environment variables that let a compilation reuse and extend the tuning results of earlier ones on this device.
+        """Environment variables that let a compilation reuse and extend the tuning results of earlier ones on this
+        device.
 
-        MIGraphX writes the file in place, so it gets a copy. Results without ``tune`` are kept in a separate file, since
-        MIGraphX would not search longer for a problem that it has already solved.
+        MIGraphX writes the file in place, so it gets a copy. Results without ``tune`` are kept in a separate file,
+        since MIGraphX would not search longer for a problem that it has already solved.
         """
         if not self._device or _PROBLEMS in os.environ:
             yield {}
@@ -193,11 +196,13 @@ def _version() -> tuple[int, ...]:
 
 
 def _output_parameters(program: Any, graph: Graph, weights: Set[str]) -> dict[str, str]:
-    """The graph's output name for each parameter of a program that is an output. Programs of the reference target have none.
+    """The graph's output name for each parameter of a program that is an output. Programs of the reference target have
+    none.
 
-    weights: names of inputs besides the graph's. An output that is a constant, an input or the same as another output has no
-    parameter (MIGraphX, src/replace_allocate.cpp and src/param_utils.cpp). Raises UnavailableError for a parameter that is neither an
-    input nor an output of the graph, since the program would read or write the wrong memory.
+    weights: names of inputs besides the graph's. An output that is a constant, an input or the same as another output
+    has no parameter (MIGraphX, src/replace_allocate.cpp and src/param_utils.cpp). Raises UnavailableError for a
+    parameter that is neither an input nor an output of the graph, since the program would read or write the wrong
+    memory.
     """
     inputs, names = {tensor.name for tensor in graph.inputs} | weights, dict[str, str]()
     parameters, outputs = program.get_parameter_shapes(), program.get_output_shapes()
@@ -243,7 +248,8 @@ class Engine:
     def __init__(
         self, program: Any, graph: Graph, device: Accelerator | None, shared: SharedWeights, weights: Mapping[str, Weight]
     ) -> None:
-        """weights: those that the program may take as inputs. Raises UnavailableError if its inputs or outputs are not the graph's."""
+        """weights: those that the program may take as inputs. Raises UnavailableError if its inputs or outputs are not
+        the graph's."""
         self._program, self._device, self._shared = program, device, shared
         self._outputs = [tensor.name for tensor in graph.outputs]  # MIGraphX keeps their order but not their names
         self._shapes = program.get_parameter_shapes()
@@ -275,8 +281,8 @@ class Engine:
         return call
 
     def _on_device(self, buffers: Mapping[str, Array], device: Accelerator) -> Call:
-        """A call of a GPU's program. Outputs without a parameter (see ``_output_parameters``) are copied from the address that
-        the program returns.
+        """A call of a GPU's program. Outputs without a parameter (see ``_output_parameters``) are copied from the
+        address that the program returns.
         """
         run, stream, with_parameter = self._program.run_async, device.stream, self._output_parameters.values()
         copied = [(i, name) for i, name in enumerate(self._outputs) if name in buffers and name not in with_parameter]

@@ -1,7 +1,8 @@
 """Compiles graphs with MIGraphX in a child process.
 
-``compile`` and ``save`` hold the interpreter's lock, so signals could not interrupt them in this process. MIGraphX writes a
-program that it cannot compile to the temporary folder, with all its weights. And all memory is freed when the child ends.
+``compile`` and ``save`` hold the interpreter's lock, so signals could not interrupt them in this process. MIGraphX
+writes a program that it cannot compile to the temporary folder, with all its weights, so the child gets a temporary
+folder of its own. All memory is freed when the child ends.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from ..errors import GumihoError
 class Job:
     """The graphs to compile.
 
-    target: ``gpu`` or ``ref``. index: of the GPU. tune: search longer for faster kernels. bundle: its folder, to which the
-    paths of weights are relative. folder: for the compiled programs. graphs: file in the bundle by graph name.
+    target: ``gpu`` or ``ref``. index: of the GPU. tune: search longer for faster kernels. bundle: its folder, to which
+    the paths of weights are relative. folder: for the compiled programs. graphs: file in the bundle by graph name.
     """
 
     target: str
@@ -36,10 +37,10 @@ class Job:
 
 
 def compile_apart(job: Job, scratch: Path, environment: Mapping[str, str], progress: Callable[[str], object]) -> None:
-    """Does a job in a child process, which ends if this process ends.
+    """Runs a job in a child process, which ends if this process ends.
 
-    scratch: folder for the child's temporary files. environment: variables set for it in addition to ours. progress: called
-    with each step. Raises GumihoError with the child's error message, or saying how it ended.
+    scratch: folder for the child's temporary files. environment: variables set for it in addition to ours. progress:
+    called with each step. Raises GumihoError with the child's error message, or saying how it ended.
     """
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     child = subprocess.Popen(

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU, the default.
 
-Compiling runs the graph optimizer once and stores the optimized graphs; the weights stay in the bundle's files, which these
-graphs refer to. Row counts stay symbolic, so one session serves plain decoding, verification and prefill.
+Compiling runs the graph optimizer once and stores the optimized graphs; the weights stay in the bundle's files, which
+these graphs refer to. Row counts stay symbolic, so one session serves plain decoding, verification and prefill.
 """
 
 import os
@@ -23,7 +23,7 @@ from .onnxruntime_lanes import Lanes
 from .processor import one_row_differs, overflows, physical_cores
 
 _CPU = "CPUExecutionProvider"
-_SMALL = 256e6  # bytes of weights of a target whose passes of 1 and of several streams have an engine each
+_SMALL = 256e6  # bytes of weights below which a target has a separate engine for passes of one stream
 
 
 class Cpu:
@@ -45,7 +45,7 @@ class Cpu:
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
         _require_bytes(bundle)
-        # Running packs the weights of the target and of the drafter in memory. The optimizer leaves them in their files.
+        # Loading packs the weights of target and drafter in memory; the optimizer leaves them in their files.
         return MemoryNeeds(Space(0), Space(bundle.weights() + bundle.caches(self.NAME)))
 
     def free(self) -> Free | None:
@@ -74,7 +74,8 @@ class Cpu:
         alone: Engine | None = None
         graphs = bundle.manifest.form(self.NAME).graphs
         shares = streams > 1 and SHARED in graphs
-        # Each packs the target's weights. Of a small target a stream alone would lose more by the branches of ``shared``.
+        # Each engine packs the target's weights again. For a small target that costs less than running the branches of
+        # ``shared`` when only one stream decodes.
         small = shares and graphs["target"].weights < _SMALL
         needless = "" if small else "target" if shares else SHARED
         threads = threads or physical_cores()
@@ -82,11 +83,11 @@ class Cpu:
         for name in sorted(graphs.keys() - {needless}, reverse=True):  # target before shared
             options = session_options(bundle, threads // at_once if name == SHARED else threads)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            # Its own arena keeps the most that passes ever took at once, and several passes at once wait for each other in it.
+            # The arena never shrinks below the peak of all passes, and concurrent passes contend for it.
             options.enable_cpu_mem_arena = False
-            options.enable_mem_pattern = False  # one is kept for every combination of sizes that ever ran
-            # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the mapped file.
-            # Quantized weights are packed, since their products would be a hundred times slower otherwise.
+            options.enable_mem_pattern = False  # a pattern is kept for every combination of sizes that ever ran
+            # ``extend`` runs on whole chunks, where packing unquantized weights gains little, so they stay in the
+            # mapped file. Quantized weights are packed, since their products would be a hundred times slower otherwise.
             if name.partition(".")[0] == "extend" and "draft" not in bundle.manifest.weights:
                 options.add_session_config_entry("session.disable_prepacking", "1")
             session = open_session(folder / f"{name}.onnx", options, _CPU, {})

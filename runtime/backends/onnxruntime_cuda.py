@@ -1,4 +1,4 @@
-"""ONNX Runtime on CUDA. All calls are recorded as CUDA graphs. Weights that are inputs of the graphs are on the device once."""
+"""ONNX Runtime on CUDA. All calls are recorded as CUDA graphs. Graphs share the weights that they take as inputs."""
 
 import os
 import platform
@@ -16,12 +16,13 @@ from .onnxruntime_install import INSTALL_CUDA, JETSON, require_one
 from .shared_weights import SharedWeights, nbytes
 
 CUDA = "CUDAExecutionProvider"
-_WARNINGS, _ERRORS = 2, 3  # severities of its log; the first is what it begins with
-# Approximate bytes that CUDA and its libraries use: on an H100 0.8 GB on the host, and 0.3 to 0.5 GB on the device beyond weights and caches.
+_WARNINGS, _ERRORS = 2, 3  # severities of ONNX Runtime's log; warnings are its default
+# Approximate bytes that CUDA and its libraries use: on an H100 0.8 GB on the host, and 0.3 to 0.5 GB on the device
+# beyond weights and caches.
 _LIBRARIES, _LIBRARIES_THERE = 1 << 30, 1 << 29
 _FUSED_INT4 = "ORT_FPA_INTB_GEMM"  # environment variable for the session option ep.cuda.fpa_intb_gemm
-# An environment variable, since it is what was measured, and not the provider's option `sdpa_kernel`. The kernels that it turns off first copy K
-# and V of the whole capacity for every head that shares them: a pass of an 8B shape then takes 1.3 to 1.4 times as long (H100).
+# Turns off kernels that first copy K and V of the whole capacity for every head that shares them; with them a pass of
+# an 8B shape takes 1.3 to 1.4 times as long (H100). The provider's option `sdpa_kernel` has not been measured.
 _COPYING_ATTENTION = "ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION"
 
 
@@ -45,7 +46,7 @@ class Cuda:
         ort.preload_dlls()
         os.environ.setdefault(_COPYING_ATTENTION, "1")
         self._device = Gpu(int(device or 0))
-        self._device.close()  # only for questions about the device; ``open`` makes another one for the engines
+        self._device.close()  # it was only needed for queries; ``open`` makes another one for the engines
 
     def versions(self) -> dict[str, str]:
         return {"onnxruntime": ort.__version__, "device": self._device.name}
@@ -57,7 +58,8 @@ class Cuda:
         form, work = bundle.manifest.form(self.NAME), buffers(bundle, self.NAME) + _LIBRARIES_THERE
         if form.weights:
             return MemoryNeeds(Space(_LIBRARIES), Space(_LIBRARIES, nbytes(form) + work))
-        # Weights are copied from their mapped files to the device one tensor at a time; each session has its own copy there.
+        # Weights are copied from their mapped files to the device one tensor at a time; each session has its own copy
+        # there.
         weights = [graph.weights for graph in form.graphs.values()]
         return MemoryNeeds(Space(_LIBRARIES, max(weights)), Space(_LIBRARIES, sum(weights) + work))
 
@@ -106,20 +108,21 @@ class Cuda:
     @staticmethod
     def _options(bundle: Bundle) -> ort.SessionOptions:
         options = session_options(bundle, threads=1)
-        # Without it, a pass over a tree first unpacks whole int4 matrices to fp16.
+        # Otherwise a pass over a tree first unpacks whole int4 matrices to fp16.
         if any(how.startswith("int4") for how in bundle.manifest.weights.values()) and _FUSED_INT4 not in os.environ:
             options.add_session_config_entry("ep.cuda.fpa_intb_gemm", "1")
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options
 
     def _settings(self, stream: int | None) -> dict[str, str]:
-        """stream: runs are recorded on it as CUDA graphs, which also excludes nodes on the host; None to record nothing."""
+        """stream: the one on which runs are recorded as CUDA graphs, which also excludes nodes on the host; None to
+        record nothing."""
         settings = {"device_id": str(self._device.index), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         return settings | ({} if stream is None else {"user_compute_stream": str(stream), "enable_cuda_graph": "1"})
 
 
 def _open(file: Path, options: ort.SessionOptions, settings: Mapping[str, str]) -> ort.InferenceSession:
-    """See ``open_session``. ONNX Runtime 1.31 warns for every session that CUDA is no plugin, which nobody asked for."""
+    """See ``open_session``. Silences ONNX Runtime 1.31's warning, for every session, that CUDA is not a plugin."""
     ort.set_default_logger_severity(_ERRORS)
     try:
         return open_session(file, options, CUDA, settings)
@@ -128,8 +131,8 @@ def _open(file: Path, options: ort.SessionOptions, settings: Mapping[str, str]) 
 
 
 class Engine:
-    """A session. Each bound call is recorded as a separate CUDA graph when a thread first makes it; ONNX Runtime then runs it three
-    times, which writes the same rows to the same positions each time."""
+    """A session. Each bound call is recorded as a separate CUDA graph when a thread first makes it. ONNX Runtime then
+    runs it three times; this is safe, since each run writes the same rows to the same positions."""
 
     def __init__(
         self,
@@ -167,7 +170,8 @@ class Engine:
             except Exception as error:  # ONNX Runtime's exceptions share no public base class
                 raise failed_run(error) from None
 
-        # Dropped outputs also need a buffer: a recorded run may not allocate memory and writes to the recorded addresses.
+        # Dropped outputs also need a buffer: a recorded run may not allocate memory and writes to the recorded
+        # addresses.
         unused = [output for output in self._output_specs if output.name not in buffers]
         dropped = {output.name: self._device.zeros(tuple(map(int, output.shape)), output.dtype) for output in unused}
         call = Staging(self._device, {**buffers, **dropped}, self._inputs, self._outputs, launch, capturable=False)

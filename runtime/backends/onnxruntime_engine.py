@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime, and runs of those on the CPU."""
+"""ONNX Runtime's sessions, and engines on its CPU provider."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +20,10 @@ __all__ = "Call", "Engine", "failed_run", "open_session", "ort", "session_option
 def session_options(bundle: Bundle, threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = threads or physical_cores()  # its own default ignores which cores the process may use
-    # Draft and target sessions run in turn, or have half of the threads each: spinning threads of one would slow down the other.
+    # ONNX Runtime's default ignores which cores the process may use.
+    options.intra_op_num_threads = threads or physical_cores()
+    # Draft and target sessions alternate, or have half of the threads each. Spinning threads of one would slow down the
+    # other.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
     return options
@@ -56,8 +58,9 @@ def failed_run(error: Exception) -> GumihoError:
 class Call:
     """A run on bound buffers. It keeps the buffers alive, since the binding stores only their addresses.
 
-    beside: the same run, for while another engine runs too, if that is another. Nothing refers to itself here, directly or by others: a cycle
-    would keep the binding, whose memory the garbage collector does not see, until it looks through all objects.
+    beside: the same run in a session with fewer threads, for use while another engine runs; None if there is no such
+    session. Calls must not be part of a reference cycle: it would keep the binding, whose memory the garbage collector
+    does not count, until the next full collection.
     """
 
     __slots__ = ("_binding", "_buffers", "_run", "beside")
@@ -74,7 +77,7 @@ class Call:
 
 
 class Engine:
-    """A compiled graph. beside: it again with fewer threads, for runs while another engine runs too."""
+    """A compiled graph. beside: a second session of it with fewer threads, for runs while another engine runs."""
 
     def __init__(self, session: ort.InferenceSession, beside: ort.InferenceSession | None = None) -> None:
         self._session: ort.InferenceSession | None = session

@@ -5,7 +5,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from ..errors import UnavailableError
 
-# These distributions contain the same Python package: if two are installed into one folder, they overwrite each other's files.
+# These distributions contain the same Python package: if two are installed into one folder, they overwrite each other's
+# files.
 _DISTRIBUTIONS = (
     "onnxruntime",
     "onnxruntime-gpu",
@@ -19,8 +20,8 @@ JETSON = "; it has no kernels for Jetson Orin and Thor: export for tensorrt ther
 
 
 def require_one() -> None:
-    """Raises UnavailableError if two distributions of ONNX Runtime are installed in one folder, since their files are then
-    mixed.
+    """Raises UnavailableError if two distributions of ONNX Runtime are installed in one folder, since their files are
+    then mixed.
     """
     installed: dict[str, list[str]] = {}
     for name in _DISTRIBUTIONS:

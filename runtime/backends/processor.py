@@ -1,4 +1,4 @@
-"""What the processor can do, and how many of its cores this process may use."""
+"""Features of the processor, and the number of cores that this process may use."""
 
 import os
 import platform
@@ -12,8 +12,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def physical_cores() -> int:
-    """The cores that this process may use. Two threads of one core count once, where the system tells (Linux). Control groups that
-    limit processor time (containers' ``--cpus``, systemd's ``CPUQuota``) leave as many cores as can run all the time, at least one.
+    """The cores that this process may use. Hardware threads of one core count once if the system reports them (Linux).
+    Quotas of control groups (containers' ``--cpus``, systemd's ``CPUQuota``) are rounded down to whole cores, at least
+    one.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
@@ -35,7 +36,8 @@ def overflows() -> bool:
 
 
 def one_row_differs() -> bool:
-    """Whether ONNX Runtime multiplies one row by 4-bit codes in another order than several: on x86 without AVX-512, or if unknown there."""
+    """Whether ONNX Runtime sums the product of a single row with 4-bit codes in another order than that of several
+    rows. It does on x86 without AVX-512; True also if that is unknown."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     return not (_CPUINFO.is_file() and "avx512vl" in _CPUINFO.read_text())

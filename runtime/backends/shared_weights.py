@@ -1,4 +1,4 @@
-"""Weights that engines take as inputs: in memory once, however many engines use them."""
+"""Weights that engines take as inputs. All engines share one copy in memory."""
 
 from collections.abc import Iterator, Mapping
 from mmap import ACCESS_READ, mmap
@@ -25,7 +25,8 @@ class SharedWeights:
     """A form's weights: on the host mapped from the bundle's files, on a device copied to one block of its memory."""
 
     def __init__(self, bundle: Bundle, form: Form, device: Accelerator | None) -> None:
-        """Raises DamageError if a file is gone or has become shorter, and GumihoError if the device's memory does not suffice."""
+        """Raises DamageError if a file is gone or has become shorter, and GumihoError if the device's memory does not
+        suffice."""
         places = _places(form)
         try:
             if device is None:
@@ -37,12 +38,12 @@ class SharedWeights:
             raise DamageError(f"{error.filename} cannot be read ({error.strerror}): copy the bundle again") from None
 
     def addresses(self, weights: Mapping[str, Weight]) -> dict[str, int]:
-        """The address of each of some weights, by name."""
+        """The addresses of weights, by name."""
         return {name: self._addresses[weight.file, weight.offset] for name, weight in weights.items()}
 
 
 def _places(form: Form) -> list[tuple[str, int, int]]:
-    """File, offset and bytes of every weight, once each, in the order of the files."""
+    """The file, offset and size in bytes of every distinct weight, sorted by file."""
     longest: dict[tuple[str, int], int] = {}
     for weights in form.weights.values():
         for weight in weights.values():
@@ -56,7 +57,7 @@ def _padded(length: int) -> int:
 
 
 def _ends(places: list[tuple[str, int, int]]) -> dict[str, int]:
-    """Bytes up to which weights need each file."""
+    """For each file, the end of its last weight in bytes."""
     ends: dict[str, int] = {}
     for name, offset, length in places:
         ends[name] = max(ends.get(name, 0), offset + length)
@@ -75,7 +76,8 @@ def _too_short(folder: Path, name: str) -> DamageError:
 
 
 def _copied(folder: Path, places: list[tuple[str, int, int]], device: Accelerator) -> Iterator[tuple[tuple[str, int], int]]:
-    """Copies weights to the device and yields their file, offset and address. A piece is read while the one before it is copied."""
+    """Copies weights to the device and yields their file, offset and address. Reading a block overlaps with copying the
+    previous one."""
     address = device.allocate(max(1, sum(_padded(length) for _, _, length in places)))
     staging = device.pinned((2, _STAGING), np.uint8)
     pieces = 0

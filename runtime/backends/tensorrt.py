@@ -1,10 +1,11 @@
 """NVIDIA TensorRT, 10.3 and newer, through its Python module.
 
-Each file of graphs is compiled to one plan without weights: TensorRT maps them from the bundle's files when it builds the plan and
-again when it loads it (``STRIP_PLAN``, ``REFIT_IDENTICAL``). A plan has fixed shapes, those of the target one set of them (a profile)
-for each of its sizes, with a context of its own, over one copy of the weights. Caches are updated in place. If the device has
-no fused attention for these shapes, or a wrong one, graphs with decomposed attention are used instead. Versions before 10.15
-(JetPack 6) cannot update caches in place; for them there are graphs of primitive operators that return only the new rows.
+Each file of graphs is compiled to one plan without weights: TensorRT maps them from the bundle's files when it builds
+the plan and again when it loads it (``STRIP_PLAN``, ``REFIT_IDENTICAL``). Shapes are fixed. The target's plan has a set
+of shapes (a profile) with its own context for each of its sizes, over one copy of the weights. Caches are updated in
+place. If the device has no fused attention for these shapes, or a wrong one, graphs with decomposed attention are used
+instead. Versions before 10.15 (JetPack 6) cannot update caches in place; for them there are graphs of primitive
+operators that return only the new rows.
 """
 
 import json
@@ -58,7 +59,7 @@ class TensorRT:
         from ..engines.devices.cuda import Cuda
 
         self._device = Cuda(int(device or 0))
-        self._device.close()  # only for questions about the device; ``open`` makes another one for the engines
+        self._device.close()  # it was only needed for queries; ``open`` makes another one for the engines
 
     def versions(self) -> dict[str, str]:
         return {"tensorrt": trt.__version__, "device": self._device.name}
@@ -67,7 +68,8 @@ class TensorRT:
         return self._device.details()
 
     def memory(self, bundle: Bundle) -> MemoryNeeds:
-        # The host only maps weights. Each plan has a copy on the device, where building it takes more memory to try tactics.
+        # The host only maps weights. Each plan has a copy on the device, where building it takes more memory to try
+        # tactics.
         weights = {graph.file: graph.weights for graph in bundle.manifest.form(self.NAME).graphs.values()}.values()
         return MemoryNeeds(
             Space(_LIBRARIES, max(weights) + _TACTICS), Space(_LIBRARIES, sum(weights) + buffers(bundle, self.NAME))
@@ -121,7 +123,8 @@ class TensorRT:
     def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
         graphs = self.form(bundle, folder).graphs
         self._device.enter()
-        runtime, loaded = trt.Runtime(LOG), dict[str, tuple[trt.ICudaEngine, int]]()  # the plan and profile of each graph
+        # loaded: the plan and profile of each graph.
+        runtime, loaded = trt.Runtime(LOG), dict[str, tuple[trt.ICudaEngine, int]]()
         for file, sizes in _by_file(graphs).items():
             engine = self._load(runtime, bundle, graphs[sizes[0]], folder / f"{Path(file).stem}.plan")
             loaded |= {name: (engine, i) for i, name in enumerate(sizes)}

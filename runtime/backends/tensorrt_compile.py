@@ -68,7 +68,8 @@ class Progress(trt.IProgressMonitor):
 
 
 def build(bundle: Bundle, graphs: Sequence[Graph], tune: bool, progress: Callable[[str], object]) -> bytes:
-    """The plan of a graph, without its weights. graphs: the sizes of one file, for each of which the plan has a profile.
+    """The plan of a graph, without its weights. graphs: the sizes of one file, for each of which the plan has a
+    profile.
 
     Raises GumihoError if TensorRT cannot read or build it.
     """

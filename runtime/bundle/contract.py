@@ -1,5 +1,5 @@
-"""The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest that
-contradicts itself is refused before anything is allocated."""
+"""The inputs and outputs that a bundle's graphs must have. They follow from a few sizes in the manifest, so a manifest
+that contradicts itself is refused before anything is allocated."""
 
 from .graphs import SHARED, Form, Graph
 from .manifest import OPEN_CACHES, Manifest
@@ -7,12 +7,12 @@ from .records import Damage
 
 Shape = tuple[int | str, ...]
 Signature = list[tuple[str, str, Shape]]
-_MOST_LANES = 10  # whose numbers have one digit
+_MOST_LANES = 10  # lanes are numbered with one digit
 
 
 def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_host: bool) -> None:
-    """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest, for
-    messages. on_host: whether caches are on the host, where they may have any length.
+    """Raises Damage naming the first tensor whose name, dtype or shape is wrong. at: the graphs' place in the manifest,
+    for messages. on_host: whether caches are on the host, where they may have any length.
     """
     if "extend" in graphs and _caches(graphs["draft"], manifest) != _caches(graphs["extend"], manifest):
         raise Damage(f"{at}: draft and extend have different caches, expected the same")
@@ -46,8 +46,8 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
 
 
 def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tuple[int, tuple[int, int | str, int]]:
-    """Layers, and (kv heads, positions, head dim) of every cache. Raises Damage if the caches have another form or are too
-    small. open_caches: whether their positions may be symbolic.
+    """The number of layers, and the (kv heads, positions, head dim) that all caches have. Raises Damage if the caches
+    have another shape or are too small. open_caches: whether the number of positions may be symbolic.
     """
     shapes = [tensor.shape for tensor in graph.caches]
     if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
@@ -62,7 +62,8 @@ def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tupl
 
 
 def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, Signature]:
-    """The inputs and outputs of the target's pass over rows of several streams. target: the graph for one of them."""
+    """The inputs and outputs of the target's pass over rows of several streams. target: the graph for a single
+    stream."""
     if not 2 <= lanes <= _MOST_LANES or not target.selects or target.appends:
         raise Damage(f"{target.file} cannot share its passes among {lanes} streams")
 
@@ -97,7 +98,8 @@ def _expected(
     selects: bool,
     noisy: bool,
 ) -> tuple[Signature, Signature]:
-    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects, noisy: see ``Graph``."""
+    """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects, noisy: see
+    ``Graph``."""
     layers, (kv_heads, positions, head_dim) = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     name, _, size = name.partition("-")

@@ -68,8 +68,8 @@ def unpacked(archive: bytes | memoryview, most: int) -> dict[str, np.ndarray]:
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A temporary file that replaces ``path`` if the block succeeds, and is removed if it does not.
 
-    If ``path`` is a link, its target is replaced and the link stays. Raises InputError if ``path`` is not a regular file or
-    cannot be written, and UnavailableError if the disk is full.
+    If ``path`` is a link, its target is replaced and the link stays. Raises InputError if ``path`` is not a regular
+    file or cannot be written, and UnavailableError if the disk is full.
     """
     target, partial = regular(path), None
     try:

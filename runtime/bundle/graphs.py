@@ -16,7 +16,7 @@ SHARED = "shared"
 BLOCK = 128
 NAME = "[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"  # of a drafter
 Size = Annotated[int, Bounds(1, 1 << 31)]
-Model = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]
+WeightOwner = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]
 WeightName = Annotated[str, Pattern(r"[A-Za-z0-9_.]{1,200}", "the name of a weight")]
 GraphName = Annotated[
     str,
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 def of_drafter(named: Mapping[str, T], suffix: str) -> dict[str, T]:
-    """What belongs to the target, and under plain names what belongs to one drafter. named: by the name of a graph or model; suffix: of the
-    drafter's, "" for the first."""
+    """The entries of the target and of one drafter, the latter without their suffix. named: entries by the name of
+    their graph or model; suffix: of the drafter's names, "" for the first drafter."""
     found = dict[str, T]()
     for name, value in named.items():
         kind, dot, owner = name.partition(".")
@@ -52,10 +52,10 @@ class TensorSpec:
 class Graph:
     """A graph of the bundle.
 
-    file: path relative to the bundle, as are the paths of its weights; graphs of several sizes may share one of symbolic rows.
-    weights: bytes of its weights. reads: bytes of weights that a pass reads; a matrix that is multiplied twice counts twice, an
-    embedding not at all. precision: of its matrix products, that of the weights, or int8 if a pass rounds its rows to int8 to
-    multiply them with quantized weights.
+    file: path relative to the bundle, as are the paths of its weights; graphs of several sizes may share one of
+    symbolic rows. weights: bytes of its weights. reads: bytes of weights that a pass reads; a matrix that is multiplied
+    twice counts twice, an embedding not at all. precision: of its matrix products, that of the weights, or int8 if a
+    pass rounds its rows to int8 to multiply them with quantized weights.
     """
 
     file: str
@@ -67,7 +67,8 @@ class Graph:
 
     @property
     def sized(self) -> tuple[str, int | str]:
-        """What tells the graph from the others: its file, which graphs of several sizes may share, and how many tokens it takes."""
+        """Identifies the graph: its file, which graphs of several sizes may share, and the number of tokens it
+        takes."""
         return self.file, self.inputs[0].shape[0]
 
     @property
@@ -77,17 +78,17 @@ class Graph:
 
     @property
     def open_caches(self) -> bool:
-        """Whether the caches may have any multiple of BLOCK positions, which then is the symbolic axis ``positions``."""
+        """Whether the caches may have any multiple of BLOCK positions; that axis is then symbolic, ``positions``."""
         return bool(self.caches) and self.caches[0].shape[2] == "positions"
 
     @property
     def selects(self) -> bool:
-        """Whether a pass has choices and logits only of the rows that the input ``wanted`` names."""
+        """Whether a pass returns choices and logits only for the rows listed in the input ``wanted``."""
         return any(p.name == "wanted" for p in self.inputs)
 
     @property
     def noisy(self) -> bool:
-        """Whether a draft takes noise, a row for each of its levels and a column for each token of the draft vocabulary."""
+        """Whether the graph takes noise, fp32 [levels, draft vocabulary]."""
         return any(p.name == "noise" for p in self.inputs)
 
     @property
@@ -96,13 +97,13 @@ class Graph:
         return sum(p.name.startswith("mask.") for p in self.inputs)
 
     def cache_positions(self, capacity: int) -> int:
-        """The most positions that the caches have in a bundle of this capacity."""
+        """The largest number of positions of the caches in a bundle of this capacity."""
         if not self.caches:
             return capacity
         return -(-capacity // BLOCK) * BLOCK if self.open_caches else int(self.caches[0].shape[2])
 
     def cache_bytes(self, capacity: int) -> int:
-        """Bytes of the caches with that many positions."""
+        """Bytes of the caches with ``cache_positions(capacity)`` positions."""
         if not self.caches:
             return 0
         _, kv_heads, _, head_dim = self.caches[0].shape
@@ -150,15 +151,19 @@ class Weight:
 class Form:
     """The bundle's graphs for one backend.
 
-    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed: the graph
-    ``target`` then has ``chunk`` rows, and the draft graph reads the most tokens that a cycle can accept; otherwise both take
-    any number. graphs: ``target``, and with a drafter ``draft`` and, if that has caches, ``extend``; if shapes are static there may also be
-    ``target-N``, the target for passes of N rows, fewer than ``chunk``; on the CPU there may be ``shared``, the target's pass over rows
-    of several streams (``graphs.shared_target``). spares: the same graphs in other dialects, by dialect,
-    for devices and releases that cannot run the first. weights: those that graphs take as inputs, by model (``target``, or
-    ``draft`` for both graphs of the drafter) and name, so that all graphs share them; without an entry they are in the graphs. Of several
-    drafters the first one's names are these, and those of the others end with ``.NAME``. least: rows that a pass of the target has on this
-    machine at least, and matrices multiply; those without a token are padding.
+    dialect: how their operators are spelled. chunk: rows of a prefill pass. static: whether all shapes are fixed. If
+    they are, the graph ``target`` has ``chunk`` rows, and the draft graph reads the largest number of tokens that a
+    cycle can accept; otherwise both take any number.
+
+    graphs: ``target``, and with a drafter ``draft`` and, if it has caches, ``extend``. Static forms may also have
+    ``target-N``, the target for passes of N rows, fewer than ``chunk``; the CPU's may have ``shared``, the target's
+    pass over rows of several streams (``graphs.shared_target``). With several drafters, these names are the first
+    one's; the others' end with ``.NAME``. spares: the same graphs in other dialects, by dialect, for devices and
+    releases that cannot run the first one.
+
+    weights: those that graphs take as inputs, so that all graphs share them, by model (``target``, or ``draft`` for
+    both graphs of the drafter) and name; the other weights are part of the graphs. least: the minimum number of rows of
+    a target pass on this machine; shorter passes are padded to it (see ``backends.processor.one_row_differs``).
     """
 
     dialect: Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")]
@@ -166,11 +171,11 @@ class Form:
     static: bool
     graphs: Mapping[GraphName, Graph]
     spares: Mapping[Annotated[str, Pattern("[a-z]{1,20}", "the name of a dialect")], Mapping[GraphName, Graph]]
-    weights: Mapping[Model, Mapping[WeightName, Weight]] = field(default_factory=dict)
+    weights: Mapping[WeightOwner, Mapping[WeightName, Weight]] = field(default_factory=dict)
     least: Annotated[int, Bounds(1, 2)] = 1
 
     def of(self, suffix: str) -> "Form":
-        """As if there were one drafter only. suffix: of its names, "" for the first."""
+        """The form with only one of its drafters. suffix: of the drafter's names, "" for the first."""
         spares = {dialect: of_drafter(graphs, suffix) for dialect, graphs in self.spares.items()}
         return replace(self, graphs=of_drafter(self.graphs, suffix), spares=spares, weights=of_drafter(self.weights, suffix))
 
@@ -186,7 +191,7 @@ class Form:
         return dict(sorted((int(name[7:] or self.chunk), name) for name in self.graphs if name.startswith("target")))
 
     def target(self, rows: int) -> tuple[str, int]:
-        """The graph for a pass of the target over so many rows, and how many it computes: the smallest one that takes them."""
+        """The name of the smallest target graph that takes this many rows, and the number of rows that it computes."""
         return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", max(rows, self.least)))
 
     def inputs(self, graph: str) -> Mapping[str, Weight]:

@@ -10,7 +10,7 @@ from ..errors import unreadable
 from .records import Bounds, OneOf, Pattern
 
 _SAMPLE, _STRIDE = 64 << 10, 16 << 20  # bytes
-_READ_WHOLE = 256 << 20  # bytes that are hashed when a bundle is opened; this takes at most a second
+_READ_WHOLE = 256 << 20  # bytes hashed when a bundle is opened, in at most a second
 Count = Annotated[int, Bounds(0, 1 << 40)]
 Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
 
@@ -19,8 +19,8 @@ Hash = Annotated[str, Pattern("[0-9a-f]{64}", "a SHA-256 in hexadecimal")]
 class File:
     """A file of a bundle or of compiled engines.
 
-    size: bytes. sample: see ``sample_hash``. sha256: of the whole file, "" for a checkpoint's file that was linked without
-    reading it.
+    size: bytes. sample: see ``sample_hash``. sha256: of the whole file, "" for a checkpoint's file that was linked
+    without reading it.
     """
 
     size: Count
@@ -34,8 +34,8 @@ class File:
 
 
 def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | None:
-    """The first file whose size or hash differs from its record, None if all agree. quick: see ``Bundle.verify``. Raises
-    UnavailableError for a file that this user may not read."""
+    """The first file whose size or hash differs from its record, None if all agree. quick: see ``Bundle.verify``.
+    Raises UnavailableError for a file that this user may not read."""
     bytes_left = _READ_WHOLE
     for name, expected in sorted(files.items(), key=lambda item: item[1].size):
         bytes_left -= expected.size
@@ -56,7 +56,8 @@ def first_damaged(root: Path, files: Mapping[str, File], quick: bool) -> str | N
 def sample_hash(path: Path) -> str:
     """The sha256 of 64 KiB of every 16 MiB and of the last 64 KiB; for 140 GB this takes a second or two.
 
-    It distinguishes checkpoints and detects files that were cut off, zeroed or copied in part, but not a few changed bytes.
+    It distinguishes checkpoints and detects files that were cut off, zeroed or copied in part, but not a few changed
+    bytes.
     """
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:

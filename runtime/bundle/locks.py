@@ -1,4 +1,4 @@
-"""One writer at a time: a file lock that the operating system releases when its holder ends, even if it is killed."""
+"""A file lock for one writer at a time. The operating system releases it when its holder ends, even if it is killed."""
 
 import os
 import sys
@@ -16,12 +16,13 @@ except ImportError:  # not a POSIX system
 
 @contextmanager
 def locked(file: Path, busy: str, wait: Callable[[str], object] | None = None, remove: bool = False) -> Iterator[None]:
-    """Holds the lock of a file, which is created if it does not exist; an existing file that nobody holds is not locked.
-
-    busy: the message if another process or thread holds the lock, with the way out. wait: called once with ``busy`` before
-    waiting for the lock; if None, GumihoError is raised instead. remove: remove the file at the end. Raises OSError if the file
-    cannot be created. On a file system without locks (some network ones) a warning on standard error is printed and nothing is
+    """Holds the lock of a file, which is created if it does not exist; an existing file that nobody holds is not
     locked.
+
+    busy: the message if another process or thread holds the lock, which also says what to do. wait: called once with
+    ``busy`` before waiting for the lock; if None, GumihoError is raised instead. remove: remove the file at the end.
+    Raises OSError if the file cannot be created. On a file system without locks (some network ones) a warning on
+    standard error is printed and nothing is locked.
     """
     descriptor = _acquire(file, busy, wait)
     try:
@@ -39,8 +40,9 @@ def _acquire(file: Path, busy: str, wait: Callable[[str], object] | None) -> int
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             _lock(descriptor, file, busy, wait)
-            # The previous holder may have removed the file after it was opened here. Another process can then create and lock a
-            # new file of the same name, so the lock counts only if the name still belongs to the locked file.
+            # The previous holder may have removed the file after it was opened here. Another process can then create
+            # and lock a new file of the same name, so the lock counts only if the name still belongs to the locked
+            # file.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(file)):
                     return descriptor

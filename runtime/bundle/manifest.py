@@ -23,7 +23,8 @@ DrafterName = Annotated[str, Pattern(NAME, "the name of a drafter")]
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How trees are grown (``graphs.tree.TreeConfig``), and the size of the draft vocabulary; only for display and traces."""
+    """How trees are grown (``graphs.tree.TreeConfig``), and the size of the draft vocabulary; only for display and
+    traces."""
 
     rows: Size
     serial_steps: Annotated[int, Bounds(0, 64)]
@@ -37,7 +38,8 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Drafter:
-    """One of several drafters: what ``Manifest`` says of the first. source: where it came from."""
+    """One of several drafters. The fields are those that ``Manifest`` has for the first one. source: where it came
+    from."""
 
     depth: Annotated[int, Bounds(1, 64)]
     tree: TreeShape
@@ -48,11 +50,12 @@ class Drafter:
 class Manifest:
     """A bundle's description (``gumiho.json``).
 
-    capacity: most positions of a text, prompt included. rows: of the tree, root included; without a drafter the most rows that
-    a pass verifies. depth: drafted tokens on its longest path. tree: how it is grown; None without a drafter. dtype: of caches,
-    hidden rows and logits. weights: how the weights of ``target`` and ``draft`` are quantized, in words. eos_token_ids: all
-    tokens that end a text. forms: by backend. files: by path relative to the bundle. requires: features that a reader must know
-    to run the bundle (``FEATURES``). drafters: by name if there are several; depth and tree are the first one's.
+    capacity: the most positions of a text, prompt included. rows: of the tree, root included; without a drafter, the
+    most rows that a pass verifies. depth: drafted tokens on its longest path. tree: how it is grown; None without a
+    drafter. dtype: of caches, hidden rows and logits. weights: how the weights of ``target`` and ``draft`` are
+    quantized, in words. eos_token_ids: all tokens that end a text. forms: by backend. files: by path relative to the
+    bundle. requires: features that a reader must know to run the bundle (``FEATURES``). drafters: by name if there are
+    several; depth and tree are the first one's.
     """
 
     capacity: Annotated[int, Bounds(1, 1 << 24)]
@@ -82,11 +85,11 @@ class Manifest:
         return self.tree is not None
 
     def suffix(self, drafter: str) -> str:
-        """What ends the names of a drafter's graphs. drafter: "" for the first."""
+        """The suffix of the names of a drafter's graphs. drafter: "" for the first."""
         return "" if drafter in ("", next(iter(self.drafters), "")) else f".{drafter}"
 
     def of(self, drafter: str) -> "Manifest":
-        """As if this drafter, one of ``drafters``, were the only one; "" for the first."""
+        """The manifest with only this drafter of ``drafters``; "" for the first."""
         if not self.drafters:
             return self
         suffix, own = self.suffix(drafter), self.drafters[drafter or next(iter(self.drafters))]
@@ -94,23 +97,24 @@ class Manifest:
         return replace(self, depth=own.depth, tree=own.tree, drafters={}, forms=forms)
 
     def serial_steps(self, drafter: str) -> int:
-        """Levels that a drafter's serial layers draft, 0 without one; "" for the first."""
+        """The number of levels that a drafter's serial layers draft, 0 without a drafter. drafter: "" for the first."""
         tree = self.drafters[drafter].tree if drafter in self.drafters else self.tree
         return tree.serial_steps if tree else 0
 
     @property
     def deepest(self) -> int:
-        """Drafted tokens on the longest path of all drafters."""
+        """The largest depth of all drafters' trees, in drafted tokens."""
         return max((own.depth for own in self.drafters.values()), default=self.depth)
 
     @property
     def each(self) -> tuple[str, ...]:
-        """What ``of`` takes for every drafter, or for there being none."""
+        """The arguments with which ``of`` returns a manifest for each drafter; only "" if the bundle has at most
+        one."""
         return tuple(self.drafters) or ("",)
 
     @property
     def stateless(self) -> bool:
-        """Whether a drafter has no caches, so that there is no graph ``extend`` of it."""
+        """Whether some drafter has no caches, and therefore no graph ``extend``."""
         views = (self.of(drafter) for drafter in self.each)
         variants = (graphs for view in views for form in view.forms.values() for graphs in form.variants().values())
         return self.has_drafter and any("extend" not in graphs for graphs in variants)
@@ -126,7 +130,7 @@ class Manifest:
 
     @property
     def noisy(self) -> bool:
-        """Whether a drafter takes noise."""
+        """Whether some drafter takes noise."""
         variants = (graphs for form in self.forms.values() for graphs in form.variants().values())
         return any(graph.noisy for graphs in variants for graph in graphs.values())
 
@@ -139,7 +143,7 @@ class Manifest:
         return sealed(asdict(self))
 
 
-# What ``Manifest.requires`` names: features that this version knows, when a bundle has them, and a test of whether it has.
+# The features that ``Manifest.requires`` may name: for each, a description of the bundles that have it, and a test.
 FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
     OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),

@@ -15,7 +15,8 @@ from .records import Damage, checked, parse, shown, unsealed
 def parse_manifest(text: str, file: Path) -> Manifest:
     """A manifest from its JSON. file: its path, for messages.
 
-    Raises InputError for a format or feature that this version cannot read, and DamageError naming the first damaged value.
+    Raises InputError for a format or feature that this version cannot read, and DamageError naming the first damaged
+    value.
     """
     try:
         raw = parse(text)
@@ -23,7 +24,7 @@ def parse_manifest(text: str, file: Path) -> Manifest:
             raise Damage("it is not a JSON object")
         _require_format(raw.get("format"), file)
         content = unsealed(raw)
-        # Before the other fields, which a later feature may have changed.
+        # Checked first, since a later feature may have changed other fields.
         required = checked(tuple[str, ...], content.get("requires", []), "requires")
         if unknown := sorted(set(required) - set(FEATURES)):
             raise InputError(f"{file} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
@@ -48,12 +49,12 @@ def _check(manifest: Manifest) -> None:
     _check_drafters(manifest)
     for drafter in manifest.each:
         _check_forms(manifest.of(drafter), f".{drafter}" if drafter else "")
-    for feature in FEATURES:  # after the contract, which checks what the conditions of features look at
+    for feature in FEATURES:  # after the contract, since the tests of features rely on what it checks
         _require_feature(manifest, feature)
 
 
 def _check_drafters(manifest: Manifest) -> None:
-    """Raises Damage if several drafters contradict the rest."""
+    """Raises Damage if the list of drafters and the rest of the manifest contradict each other."""
     first, *others = manifest.each
     for backend, form in manifest.forms.items():
         for named in (*form.variants().values(), form.weights):
@@ -101,7 +102,8 @@ def _check_forms(manifest: Manifest, of: str) -> None:
 
 
 def _check_weights(manifest: Manifest, form: Form, at: str) -> None:
-    """Raises Damage unless weights lie within files of the bundle, aligned, and have names of their own."""
+    """Raises Damage unless all weights lie aligned within files of the bundle, under names that no other input or
+    output has."""
     graphs = [graph for graphs in form.variants().values() for graph in graphs.values()]
     taken = {tensor.name for graph in graphs for tensor in (*graph.inputs, *graph.outputs)}
     for model, weights in form.weights.items():
@@ -117,7 +119,7 @@ def _check_weights(manifest: Manifest, form: Form, at: str) -> None:
 
 
 def _require_feature(manifest: Manifest, feature: str) -> None:
-    """Raises Damage unless ``requires`` names the feature exactly if the bundle has it."""
+    """Raises Damage if ``requires`` names a feature that the bundle lacks, or omits one that it has."""
     when, has = FEATURES[feature]
     if has(manifest) != (feature in manifest.requires):
         raise Damage(f"requires is {list(manifest.requires)}, expected '{feature}' if {when} and only then")

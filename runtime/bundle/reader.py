@@ -27,21 +27,23 @@ def golden_of(suffix: str) -> str:
 
 
 def draft_tokens_of(suffix: str) -> str:
-    """The file of a draft vocabulary that is not the target's: ``ids``, int32 [V]. suffix: of the drafter's graphs' names."""
+    """The file of a draft vocabulary that is not the target's: ``ids``, int32 [V]. suffix: of the drafter's graphs'
+    names."""
     return f"draft_tokens{suffix}.npz"
 
 
 def known(manifest: Manifest) -> str:
-    """What to do about a drafter's name that a bundle does not have, in words."""
+    """The advice in a message about an unknown drafter: the names that the bundle has."""
     return f"give one of {', '.join(manifest.drafters)}" if manifest.drafters else "it has one at most, so leave the name out"
 
 
 class Bundle:
-    """A bundle on disk. Opening checks the manifest and that every file exists with its size; ``verify`` compares contents."""
+    """A bundle on disk. Opening checks the manifest and that every file exists with its size; ``verify`` compares
+    contents."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises InputError if the path is not a bundle or needs another version, DamageError if a file is missing or damaged, and
-        UnavailableError if this user may not read it.
+        """Raises InputError if the path is not a bundle or needs another version, DamageError if a file is missing or
+        damaged, and UnavailableError if this user may not read it.
         """
         self.path, self.golden, self._draft_tokens = folder(path), GOLDEN, draft_tokens_of("")
         manifest = self.path / MANIFEST
@@ -68,7 +70,7 @@ class Bundle:
                 raise DamageError(f"{file} has {file.stat().st_size} bytes, expected {expected.size}: copy the bundle again")
 
     def of(self, drafter: str) -> "Bundle":
-        """As if the bundle had this drafter only; "" for the first. Raises InputError if it has none of that name."""
+        """The bundle with only this drafter; "" for the first. Raises InputError if it has none of that name."""
         if drafter and drafter not in self.manifest.drafters:
             raise InputError(f"the bundle has no drafter '{shown(drafter)}': {known(self.manifest)}")
         own = copy(self)
@@ -79,8 +81,8 @@ class Bundle:
     def verify(self, quick: bool = False) -> None:
         """Compares the files with their hashes. Raises DamageError naming the first file that differs.
 
-        quick: reads only small files completely and samples of large ones, which takes about a second. Otherwise every byte is
-        read, except in a checkpoint's files that were linked without being read: these are always sampled.
+        quick: reads only small files completely and samples of large ones, which takes about a second. Otherwise every
+        byte is read, except in a checkpoint's files that were linked without being read: these are always sampled.
         """
         damaged = first_damaged(self.path, self.manifest.files, quick)
         if damaged:
@@ -97,7 +99,8 @@ class Bundle:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The ``tokenizers.Tokenizer``. Raises InputError if the bundle has none and DamageError if its file cannot be used."""
+        """The ``tokenizers.Tokenizer``. Raises InputError if the bundle has none and DamageError if its file cannot be
+        used."""
         from tokenizers import Tokenizer
 
         file = self.path / "tokenizer.json"
@@ -133,7 +136,7 @@ class Bundle:
         return sum(file.size for name, file in self.manifest.files.items() if name.startswith("weights/"))
 
     def caches(self, backend: str) -> int:
-        """Bytes of the KV caches, and of the target's hidden rows that a drafter reads later."""
+        """Bytes of the KV caches and of the hidden rows kept for a drafter."""
         graphs, manifest = self.manifest.form(backend).graphs, self.manifest
         kept = manifest.capacity if manifest.has_drafter else 0
         hidden_rows = kept * manifest.hidden * np.dtype(manifest.dtype).itemsize * len(manifest.each)

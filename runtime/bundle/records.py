@@ -1,7 +1,7 @@
 """JSON files with a checksum, parsed into dataclasses whose annotations give the types and bounds of the fields.
 
-A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on purpose
-can seal it again, but ``checked`` still enforces the annotated types and bounds.
+A record contains the SHA-256 of its content, so accidental damage is always detected. Someone who changes a record on
+purpose can seal it again, but ``checked`` still enforces the annotated types and bounds.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Damage(ValueError):
-    """Names the wrong value and the expected one in a single line; callers add the file and the way out."""
+    """Names the wrong value and the expected one in a single line; callers add the file and what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Pattern:
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses standard JSON. Raises Damage for anything else, such as NaN, infinity and numbers too large for a float."""
+    """Parses standard JSON. Raises Damage for anything else, such as NaN, infinity and numbers too large for a
+    float."""
     try:
         return json.loads(text, parse_constant=_constant, parse_float=_finite)
     except RecursionError:
@@ -94,17 +95,18 @@ def _seal(content: Mapping[str, Any]) -> str:
 def checked(kind: type[T], raw: Any, at: str = "") -> T:
     """Parsed JSON as ``kind``: a dataclass, or any type that annotates its fields.
 
-    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for messages.
-    Raises Damage for the first value of another type or outside its bounds.
+    Keys that the dataclass does not have are ignored; fields with a default may be missing. at: the value's path, for
+    messages. Raises Damage for the first value of another type or outside its bounds.
     """
     annotation: Any = kind
     value: T = _check_of(annotation)(raw, at)
     return value
 
 
-# A value's path as its container's and its own name or index in it, since a text of each would take longer than checking the values.
-Path = str | tuple["Path", str | int]
-Check = Callable[[Any, Path], Any]  # of a raw value: the value, or Damage
+# A value's place in the record: its container's place, and its name or index there. Formatting these as text for every
+# value would take longer than the checks.
+Place = str | tuple["Place", str | int]
+Check = Callable[[Any, Place], Any]  # of a raw value: the value, or Damage
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -126,7 +128,7 @@ def _check_of(kind: Any) -> Check:
     return partial(_plain, kind)
 
 
-def _plain(kind: type, raw: Any, at: Path) -> Any:
+def _plain(kind: type, raw: Any, at: Place) -> Any:
     if type(raw) is kind:
         return raw
     if kind is float and type(raw) is int:
@@ -137,7 +139,7 @@ def _plain(kind: type, raw: Any, at: Path) -> Any:
     raise _wrong(at, raw, _WORDS[kind])
 
 
-def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) -> Any:
+def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Place) -> Any:
     if raw is None and or_none:
         return None
     for alternative in alternatives[:-1]:
@@ -146,13 +148,13 @@ def _one_of(alternatives: tuple[Check, ...], or_none: bool, raw: Any, at: Path) 
     return alternatives[-1](raw, at)
 
 
-def _mapping(key: Check, value: Check, raw: Any, at: Path) -> dict[Any, Any]:
+def _mapping(key: Check, value: Check, raw: Any, at: Place) -> dict[Any, Any]:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     return {key(name, at): value(content, (at, name)) for name, content in raw.items()}
 
 
-def _record(kind: Any, raw: Any, at: Path) -> Any:
+def _record(kind: Any, raw: Any, at: Place) -> Any:
     if not isinstance(raw, dict):
         raise _wrong(at, raw, "an object")
     values = {}
@@ -166,20 +168,20 @@ def _record(kind: Any, raw: Any, at: Path) -> Any:
 
 @cache
 def _fields(kind: Any) -> tuple[tuple[str, Check, bool], ...]:
-    """Name, check, and whether the field is required."""
+    """For each field its name, its check, and whether it is required."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(
         (f.name, _check_of(hints[f.name]), f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)
     )
 
 
-def _list(check: Check, raw: Any, at: Path) -> tuple[Any, ...]:
+def _list(check: Check, raw: Any, at: Place) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
     return tuple([check(value, (at, i)) for i, value in enumerate(raw)])
 
 
-def _tuple(checks: tuple[Check, ...], raw: Any, at: Path) -> tuple[Any, ...]:
+def _tuple(checks: tuple[Check, ...], raw: Any, at: Place) -> tuple[Any, ...]:
     if not isinstance(raw, list):
         raise _wrong(at, raw, "a list")
     if len(checks) != len(raw):
@@ -187,7 +189,7 @@ def _tuple(checks: tuple[Check, ...], raw: Any, at: Path) -> tuple[Any, ...]:
     return tuple(check(value, (at, i)) for i, (check, value) in enumerate(zip(checks, raw, strict=True)))
 
 
-def _bounded(check: Check, limit: Any, raw: Any, at: Path) -> Any:
+def _bounded(check: Check, limit: Any, raw: Any, at: Place) -> Any:
     value = check(raw, at)
     if isinstance(limit, Bounds) and not limit.least <= value <= limit.most:
         raise _wrong(at, value, f"{limit.least:,.0f} to {limit.most:,.0f}".replace(",", ""))
@@ -198,7 +200,7 @@ def _bounded(check: Check, limit: Any, raw: Any, at: Path) -> Any:
     return value
 
 
-def _text(at: Path) -> str:
+def _text(at: Place) -> str:
     if isinstance(at, str):
         return at
     outer, inner = _text(at[0]), at[1]
@@ -207,7 +209,7 @@ def _text(at: Path) -> str:
     return f"{outer}.{shown(inner)}" if outer else shown(inner)
 
 
-def _wrong(at: Path, value: Any, expected: str) -> Damage:
+def _wrong(at: Place, value: Any, expected: str) -> Damage:
     actual = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
     return Damage(f"{_text(at) or 'it'} is {shown(actual)}, expected {expected}")
 

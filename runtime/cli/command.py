@@ -1,4 +1,4 @@
-"""What the commands have in common: how they begin and how they end."""
+"""Option parsing and error reporting that all commands share."""
 
 import argparse
 import errno
@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 from ..errors import GumihoError, InputError, reason, remedy
 from ..errors.interruption import INTERRUPTED, raised
 
-_MOST_BYTES = 256 << 20  # of a file
-# What a stream's failing writes raise. Those to files name the file, or are told by whoever wrote it.
+_MOST_BYTES = 256 << 20  # of a text file
+# Errors of writes to standard output. Errors of writes to files name the file, or their writer reports them.
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-through_gumiho = ""  # the command's name, if ``gumiho`` runs it, for its help and messages
+through_gumiho = ""  # the command's name for help and messages, if ``gumiho`` runs it
 
 
 def argument_parser(command: str, description: str | None, prog: str = "") -> argparse.ArgumentParser:
-    """A parser for one of the package's commands, with what all of them take.
+    """A parser for one of the package's commands, with the options that all of them take.
 
-    command: as ``gumiho`` knows it. prog: its name by itself, "" for the module's.
+    command: its name for ``gumiho``. prog: its name when it runs by itself; "" for ``python -m runtime.COMMAND``.
     """
     own = prog or f"python -m runtime.{command.replace('-', '_')}"
     parser = _Parser(prog=f"gumiho {through_gumiho}" if through_gumiho else own, description=description)
@@ -31,7 +31,8 @@ def argument_parser(command: str, description: str | None, prog: str = "") -> ar
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as commands do later: without the usage, which has as many lines as there are options."""
+    """Reports errors in one line, like the commands themselves. argparse would print the usage too, which lists every
+    option."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {GumihoError(message)} ({self.prog} --help lists the options)\n")
@@ -52,14 +53,14 @@ def _number(text: str) -> float:
 
 
 def _path(text: str) -> Path:
-    """An empty name, such as a variable's that the shell does not know, would be the current folder."""
+    """Refuses an empty name, such as an undefined shell variable leaves: it would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty: give that of a file or folder")
     return Path(text)
 
 
 def read_text(file: Path, what: str) -> str:
-    """The text of a UTF-8 file. what: it is, for the message. Raises InputError if it cannot be read."""
+    """The text of a UTF-8 file. what: its purpose, for the message. Raises InputError if it cannot be read."""
     from ..bundle.files import read_regular
 
     try:
@@ -87,10 +88,10 @@ def package_version() -> str:
 
 
 def run(work: Callable[[], int], interrupted: str = "") -> int:
-    """The exit status of a command. What fails is told in a line on standard error.
+    """Runs a command, reports errors in one line on standard error, and returns the exit status: 1 for errors, 130 for
+    an interruption, 141 if the reader of standard output has gone.
 
-    1 for errors, 130 for an interruption, 141 where the reader of standard output has gone. interrupted: what to say of an
-    interruption.
+    interrupted: the message about an interruption, "" for none.
     """
     try:
         with raised():
@@ -105,7 +106,7 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
             print(f"error: interrupted: {interrupted}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stdout = None  # what is left in its buffer has nowhere to go either
+        sys.stdout = None  # flushing its buffer at exit would fail again
         return 141
     except UnicodeEncodeError as error:
         return _failed(f"text cannot be encoded ({reason(error)}): give whole characters, and a terminal that shows them")

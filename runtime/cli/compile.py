@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> int:
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed, as at Ctrl-C
+        # Like Ctrl-C, SIGTERM removes unfinished files.
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             bundle = Bundle(args.bundle)
             name = args.backend or bundle.manifest.default

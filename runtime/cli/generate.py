@@ -14,7 +14,7 @@ from ..api.model import Model
 from ..decoding.checks import check
 from ..decoding.settings import Settings
 from ..errors import GumihoError, InputError
-from .checks.comparison import Comparison, replay, total
+from .checks.comparison import SideBySide, report_differences, total
 from .command import run as run_command
 from .generate_options import parser, prompted, read_prompts, settings
 from .stats_table import table
@@ -34,7 +34,8 @@ def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
 
 
 def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
-    """One generation and its text. show: print it as it comes. trace: file for the record of its cycles."""
+    """Runs a generation. Returns it and its text. show: print the text while it is generated. trace: file for the
+    record of its cycles."""
     generation, text = model.start(prompt, chosen), ""
     about = {"bundle": model.bundle.path.name, "rows": model.bundle.manifest.rows, "speculate": chosen.speculate}
     tokenizer = model.bundle.tokenizer if model.bundle.has_tokenizer else None
@@ -60,7 +61,7 @@ def warn_if_lossy(chosen: Settings) -> None:
         print(f"note: with {' and '.join(options)} the output may differ from the target's", file=sys.stderr)
 
 
-def report(generations: Sequence[Generation], texts: Sequence[str], compared: Comparison | None, style: str | None) -> None:
+def report(generations: Sequence[Generation], texts: Sequence[str], compared: SideBySide | None, style: str | None) -> None:
     stats = total(generations)
     if style == "json":
         ids = [generation.ids for generation in generations]
@@ -105,11 +106,11 @@ def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
         others = [
             run(model, prompt, replace(other, seed=seed), show=False)[0] for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        compared = Comparison.of(generations, others)
+        compared = SideBySide.of(generations, others)
     report(generations, texts, compared, args.stats)
     differ = compared is not None and compared.differ and not chosen.lossy
-    replayed = replay(model, generations) if args.check_lossless else 0
-    return 1 if differ else replayed
+    status = report_differences(model, generations) if args.check_lossless else 0
+    return 1 if differ else status
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The options of ``generate``, and the settings and prompts that they give."""
+"""The options of ``generate``, and the settings and prompts that they specify."""
 
 import argparse
 import sys
@@ -123,7 +123,7 @@ def _engine(engine: argparse._ArgumentGroup) -> None:
 
 
 def _written(file: Path, what: str) -> str:
-    """Like ``read_text``; raises InputError for an empty file too."""
+    """Like ``read_text``, but raises InputError for an empty file too."""
     text = read_text(file, what)
     if not text.strip():
         raise InputError(f"'{file}' is empty: write {what} in it, or name another file")
@@ -180,25 +180,25 @@ def settings(args: argparse.Namespace) -> Settings:
 def _prompts(file: Path) -> list[str]:
     """The prompts of a .jsonl file."""
     prompts = list[str]()
-    form = "give one JSON object per line, with a 'prompt'"
+    remedy = "give one JSON object per line, with a 'prompt'"
     for number, line in enumerate(_written(file, "the prompts").split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json_line(line, number)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"'{file}' is not a file of prompts ({reason(error)}): {form}") from None
+            raise InputError(f"'{file}' is not a file of prompts ({reason(error)}): {remedy}") from None
         record = record if isinstance(record, dict) else {}
         turns = record.get("turns")
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if not isinstance(prompt, str):
-            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {form}")
+            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {remedy}")
         prompts.append(prompt)
     return prompts
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts given. Raises InputError if they cannot be read."""
+    """The prompts that the options specify. Raises InputError if they cannot be read."""
     if args.prompt is not None:
         return [args.prompt]
     if args.prompt_file:

@@ -1,4 +1,4 @@
-"""The chat in the terminal: messages from standard input, the conversation kept in the KV caches."""
+"""A chat in the terminal. Messages come from standard input, and the KV caches keep the conversation."""
 
 import io
 import json
@@ -15,37 +15,36 @@ from ..decoding.stats import Stats
 from ..errors import GumihoError, InputError, reason
 from .stats_table import table
 
-_QUOTES = '"""'  # around a message of several lines
+_QUOTES = '"""'  # enclose a message of several lines
 
 
 class _Input:
     """Messages and commands from standard input.
 
-    terminal: whether somebody types them.
+    terminal: whether standard input is a terminal.
     """
 
     def __init__(self) -> None:
         """Raises InputError if there is no standard input."""
         if sys.stdin is None:
             raise InputError("there is no standard input to read messages from: give --prompt")
-        if isinstance(
-            sys.stdin, io.TextIOWrapper
-        ):  # whatever the locale, a message that is not UTF-8 is refused as the others are
+        # In every locale, so that a message that is not UTF-8 is refused like other wrong messages.
+        if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
         self.terminal = sys.stdin.isatty()
         self._edited = self.terminal and sys.stdout is not None and sys.stdout.isatty()
         if self._edited:
-            with suppress(ImportError):  # not on every system; ``input`` uses it for editing and history
+            with suppress(ImportError):  # some systems lack it; ``input`` uses it for editing and history
                 import readline
 
-                readline.parse_and_bind(
-                    "set enable-bracketed-paste on"
-                )  # Python turns it off: a pasted line would be a message
+                # Python turns it off, and every pasted line would be a message.
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read(self) -> tuple[str, bool] | None:
-        """The next message or command, without blanks around it, and whether it can be a command: several lines cannot. None at the end.
+        """The next message or command without surrounding blanks, and whether it can be a command (a text of several
+        lines cannot). None at the end of input.
 
-        What is not UTF-8 becomes lone surrogates, which tokenizers refuse.
+        Bytes that are not UTF-8 become lone surrogates, which tokenizers refuse.
         """
         while (line := self._line("> ")) is not None:
             text = line.strip()
@@ -78,7 +77,8 @@ def opening(system: str | None) -> list[dict[str, str]]:
 class TerminalChat:
     """A conversation; every answer is based on all messages before it.
 
-    messages: so far, the system's first if there is one. status: 1 once a message could not be answered.
+    messages: all messages so far; the first is the system's if there is one. status: the exit status, 1 once a message
+    could not be answered.
     """
 
     def __init__(self, model: Model, settings: Settings, system: str | None, stats: bool, special_tokens: bool = False) -> None:

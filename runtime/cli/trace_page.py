@@ -1,4 +1,4 @@
-"""Traces: a generation cycle by cycle, as a page (.html) or as the same records in JSON lines (.jsonl)."""
+"""Traces of generations, cycle by cycle, as a page (.html) or as the same records in JSON lines (.jsonl)."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from ..decoding.cycle import Cycle
 from ..errors import InputError
 
 _PAGE = Path(__file__).with_name("trace_page.html")
-_PLACEHOLDER = "{{records}}"  # in the page
+_PLACEHOLDER = "{{records}}"  # in the page's template
 
 
 class Trace:
     """Collects the cycles of one generation and writes them to a file.
 
-    Both formats hold the same records: one of type ``run``, one of type ``cycle`` for each cycle, the prefill first, and one of
-    type ``end``. Times are in microseconds. The texts of the prompt and of all tokens, joined, are the tokenizer's text of the
-    whole.
+    Both formats hold the same records: one of type ``run``, one of type ``cycle`` for each cycle, the prefill first,
+    and one of type ``end``. Times are in microseconds. The texts of the prompt and of all tokens, joined, are the
+    tokenizer's text of the whole.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Trace:
         about: Mapping[str, Any] = {},
         plain_pass_ns: float | None = None,
     ) -> None:
-        """tokenizer: a ``tokenizers.Tokenizer``; without one a token's text is ⟨id⟩. about: facts for the head of the page.
-        plain_pass_ns: the target's stored price of a plain pass (``costs.json``), None if there is none."""
+        """tokenizer: a ``tokenizers.Tokenizer``; without one a token's text is ⟨id⟩. about: facts for the head of the
+        page. plain_pass_ns: the stored price of a plain pass of the target (``costs.json``), None if there is none."""
         self._prompt, self._serial_steps = list(prompt), serial_steps
         self._tokenizer, self._about, self._plain_pass_ns = tokenizer, dict(about), plain_pass_ns
         self._cycles: list[Cycle] = []
 
     def add(self, cycle: Cycle) -> None:
-        """Takes in the next cycle. All work is left to ``write``, so tracing does not slow the generation down."""
+        """Records the next cycle. ``write`` does all work, so tracing does not slow the generation down."""
         self._cycles.append(cycle)
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raises InputError if ``write`` cannot succeed; to be called before anything is generated."""
+        """Raises InputError if ``write`` cannot succeed. Called before anything is generated."""
         if path.suffix.lower() not in (".html", ".jsonl"):
             raise InputError(f"'{path}' is not a name for a trace: let it end in .html for a page or in .jsonl for data")
         folder = regular(path).parent
@@ -101,12 +101,13 @@ class Trace:
         yield {"type": "end", "finish_reason": stats.get("finish_reason"), "plain": self._plain(), "stats": dict(stats)}
 
     def _plain(self) -> dict[str, Any] | None:
-        """How long plain decoding would have taken for the tokens after the first. None if this was plain decoding itself, or
-        if nothing shows what a plain pass costs.
+        """The time that plain decoding would have taken for the tokens after the first. None if this was plain
+        decoding, or if the time of a plain pass is unknown.
 
-        passes: one per token. pass_us: what one takes: the shortest target time of this generation's plain passes (other load only lengthens a pass), or
-        else the stored price, and the least host time of any cycle. measured: plain passes of this generation, 0 if the stored price was
-        taken. total_us: of all passes. decoding_us: that this generation took. speedup: the ratio.
+        passes: one per token. pass_us: time of one: the shortest target time of this generation's plain passes (other
+        load only lengthens a pass) or else the stored price, plus the shortest host time of any cycle. measured: number
+        of plain passes in this generation, 0 if the stored price was used. total_us: time of all passes. decoding_us:
+        time of this generation. speedup: the ratio of the two.
         """
         cycles = self._cycles[1:]
         plain_ns = [cycle.times[1] for cycle in cycles if cycle.rows == 1 and cycle.tree is None]
@@ -140,7 +141,7 @@ class Trace:
         }
 
     def _name(self, token: int) -> str:
-        """The text of one token, decoded without its neighbours."""
+        """The text of a single token, decoded without its neighbours."""
         if self._tokenizer is None:
             return f"⟨{token}⟩"
         text = self._tokenizer.decode([token], skip_special_tokens=False) or self._tokenizer.id_to_token(token)
@@ -149,7 +150,8 @@ class Trace:
     def _texts(self, ids: Sequence[int]) -> tuple[str, list[str]]:
         """The prompt's text and the text of each token after it, "" for a token that ends in the middle of a character.
 
-        Joined they are the tokenizer's text of prompt and tokens, so the last one includes an incomplete character at the end.
+        Joined they are the tokenizer's text of prompt and tokens, so the last one includes an incomplete character at
+        the end.
         """
         if self._tokenizer is None:
             return "".join(map(self._name, self._prompt)), [self._name(token) for token in ids]
@@ -167,8 +169,9 @@ class Trace:
             texts = []
         if texts and whole.startswith(shown := prompt + "".join(texts)):
             return prompt, [*texts[:-1], texts[-1] + whole[len(shown) :]]
-        # The stream fails in two cases: it repeats a prompt that ends in the middle of a character, and bytes that turn out to
-        # be no character change the text before them. Then a token's text is what it adds to the part that no longer changes.
+        # The stream fails in two cases: after a prompt that ends in the middle of a character, whose text it repeats,
+        # and for bytes that turn out not to be a character, which change the text before them. A token's text is then
+        # what it adds to the part that no longer changes.
         ends = [0]
         for tokens in range(len(ids) + 1):
             text, end = decode(tokens), ends[-1]
@@ -180,7 +183,7 @@ class Trace:
 
 
 def source(cycle: Cycle, i: int, serial_steps: int) -> str:
-    """What proposed a cycle's token i. serial_steps: of the drafter."""
+    """The part that proposed a cycle's token i. serial_steps: the drafter's."""
     if i + 1 >= len(cycle.path):
         return "target"
     if cycle.lookup:

@@ -1,5 +1,5 @@
-"""Checks and measures everything about a bundle on this device, and writes device_check.json and device_check.md after every
-step.
+"""Checks and measures everything about a bundle on this device, and writes device_check.json and device_check.md after
+every step.
 
 Run the same command again to continue after an interruption; it repeats steps that failed and steps whose inputs have
 changed.
@@ -37,15 +37,15 @@ from .pieces import Check, Findings, Skip
 JSON, MARKDOWN = "device_check.json", "device_check.md"
 FORMAT = 1
 _MOST = 16 << 20  # bytes of a report
-_CRASHES = 2  # crashes of the process in a piece after which the piece is not run again
+_CRASHES = 2  # a piece in which the process has crashed this often is not run again
 
 
 @dataclass(frozen=True)
 class Piece:
     """A step of the check.
 
-    share: its share of the time budget, 0 for a piece without a time limit. needs: "", "backend" or "engines". again: the
-    command that reproduces its failure.
+    share: its share of the time budget, 0 for a piece without a time limit. needs: "", "backend" or "engines". again:
+    the command that reproduces its failure.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Piece:
 PIECES = (
     Piece("doctor", device_pieces.look, 1, "", "doctor"),
     Piece("compile", device_pieces.compile, 0, "backend", "compile"),
-    Piece("golden", device_pieces.replay, 1, "engines"),
+    Piece("golden", device_pieces.replay_golden, 1, "engines"),
     Piece("memory", device_times.footprint, 2, "engines"),
     Piece("greedy", device_tokens.greedy, 5, "engines"),
     Piece("sampled", device_tokens.sampled, 5, "engines"),
@@ -72,9 +72,9 @@ PIECES = (
 class Outcome:
     """The outcome of a piece.
 
-    state: ok, failed, skipped, or running if the process ended during the piece. key: a digest of everything it depends on.
-    crashes: how often the process ended during the piece. trace: the traceback of an unexpected exception. again: see
-    ``Piece``.
+    state: ok, failed, skipped, or running if the process ended during the piece. key: a digest of everything it depends
+    on. crashes: how often the process ended during the piece. trace: the traceback of an unexpected exception. again:
+    see ``Piece``.
     """
 
     state: str
@@ -185,7 +185,7 @@ def _run_piece(check: Check, piece: Piece) -> Outcome:
 
 
 def _key(check: Check, piece: Piece, minutes: float) -> tuple[str, str]:
-    """A digest of everything that a piece depends on, and the reason why it cannot run, "" if it can."""
+    """A digest of everything that a piece depends on, and why the piece cannot run, "" if it can."""
     parts: dict[str, Any] = {
         "bundle": check.bundle.hash,
         "runtime": _source_digest(),

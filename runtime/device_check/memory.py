@@ -12,7 +12,8 @@ except ImportError:  # not a POSIX system
 
 
 def memory_in_use(backend: Backend) -> dict[str, Any]:
-    """host: bytes that the process uses now; host_peak: the most so far, with child processes; device: the driver's report.
+    """host: bytes that the process uses now; host_peak: the most so far, with child processes; device: the driver's
+    report.
 
     Each is None if the system does not provide it.
     """

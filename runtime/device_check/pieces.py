@@ -1,4 +1,5 @@
-"""The basis of the pieces of ``runtime.device_check``, and the pieces that use functions of other commands.
+"""``Check`` and ``Findings``, which all pieces of ``runtime.device_check`` use, and the pieces that run other commands'
+functions.
 
 A piece is a function that takes a ``Check`` and returns its ``Findings``.
 """
@@ -28,7 +29,8 @@ class Skip(Exception):
 
 @dataclass
 class Findings:
-    """facts: results in JSON's types. wrong: the failures, one line each. notes: observations worth a look, one line each."""
+    """facts: results in JSON's types. wrong: the failures, one line each. notes: observations worth a look, one line
+    each."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -38,8 +40,9 @@ class Findings:
 class Check:
     """The bundle, the backend and one loaded model, which the pieces share.
 
-    deadline: of the running piece, in seconds of ``time.monotonic``. Opening raises DamageError if the bundle is damaged, and
-    InputError if it was not exported for the backend; if the backend cannot run here, using ``backend`` raises.
+    deadline: of the running piece, in seconds of ``time.monotonic``. Opening raises DamageError if the bundle is
+    damaged, and InputError if it was not exported for the backend; if the backend cannot run here, using ``backend``
+    raises.
     """
 
     def __init__(self, path: str, name: str, device: str, threads: int, say: Callable[[str], object]) -> None:
@@ -117,7 +120,7 @@ def compile(check: Check) -> Findings:
     )
 
 
-def replay(check: Check) -> Findings:
+def replay_golden(check: Check) -> Findings:
     """Replays the golden run through the engines on disk."""
     tolerance = golden.limits(check.bundle.manifest.form(check.name), check.bundle.manifest.deepest)
     errors = golden.check(check.bundle, check.backend, find_engines(check.bundle, check.backend))

@@ -4,7 +4,7 @@ from ..api.model import Model
 from ..cli.checks.selftest import prompts as random_prompts
 
 _LONG = 512  # most tokens of a long prompt
-_EVERY = 8  # one prompt in so many is long
+_EVERY = 8  # every eighth prompt is long
 
 TEXTS = (
     "def read_lines(path):\n    with open(path) as file:\n",
@@ -51,7 +51,8 @@ TEXTS = (
 
 
 def prompts(model: Model) -> list[list[int]]:
-    """Token ids of the texts above, every eighth after all texts before it; random ids if the bundle has no tokenizer."""
+    """Token ids of the texts above, every eighth after all texts before it; random ids if the bundle has no
+    tokenizer."""
     if not model.bundle.has_tokenizer:
         return random_prompts(model, len(TEXTS))
     most = max(1, min(_LONG, model.bundle.manifest.capacity // 2))

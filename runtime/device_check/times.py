@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from ..cli.checks import selftest
+from ..decoding.cycle import Accepted
 from ..decoding.decoder import Decoder
 from ..engines.pass_times import timed
 from .memory import memory_in_use
@@ -13,12 +14,13 @@ from .prompts import prompts
 
 _ROWS = 1, 2, 4, 8, 16, 32, 64, 128
 _CONTEXTS = 128, 512, 2048, 8192, 32768
-_ODD = 1.25  # a pass should not take so many times as long as one over more rows
-_GROWTH = 32 << 20, 0.05  # bytes, and share of the weights, that generating may add to a process after it has warmed up
+_ODD = 1.25  # a pass that takes this many times as long as one over more rows is reported
+_GROWTH = 32 << 20, 0.05  # bytes and share of the weights: the most growth of a process while it generates, once warm
 
 
 def times(check: Check) -> Findings:
-    """Milliseconds of passes, fastest and median, by rows and context; with static shapes all passes have one size."""
+    """Measures passes, fastest and median in milliseconds, by rows and context; with static shapes all passes have one
+    size."""
     findings = Findings({"static": check.model.decoder.form.static, "contexts": []})
     with check.model.exclusive() as decoder:
         for i, context in enumerate(_contexts(decoder)):
@@ -35,7 +37,8 @@ def times(check: Check) -> Findings:
 
 
 def odd_times(target: Mapping[int, float]) -> str:
-    """Describes a pass that takes clearly longer than one over more rows, "" if there is none. target: milliseconds by rows."""
+    """A line about a pass that takes clearly longer than one over more rows, "" if there is none. target: milliseconds
+    by rows."""
     for rows, cost in target.items():
         faster = min((size for size in target if size > rows), key=lambda size: target[size], default=rows)
         if cost > _ODD * target[faster]:
@@ -44,7 +47,8 @@ def odd_times(target: Mapping[int, float]) -> str:
 
 
 def _contexts(decoder: Decoder) -> Iterator[int]:
-    """Context lengths to measure, in order: the shortest, the longest that leaves room for a pass, and those between."""
+    """Context lengths to measure, in order: the shortest, the longest that leaves room for a pass, and those
+    between."""
     most = max(0, decoder.manifest.capacity - max(decoder.manifest.rows, decoder.form.chunk))
     between = [context for context in _CONTEXTS if context < most]
     yield from dict.fromkeys([*between[:1], most, *between[1:]])
@@ -52,7 +56,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 
 def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
     """Times at a context length, with any content in the caches: the time of a dense pass does not depend on it."""
-    rows, chunk, passes = decoder.manifest.rows, decoder.form.chunk, decoder.passes
+    rows, chunk, target = decoder.manifest.rows, decoder.form.chunk, decoder.target
 
     def measured(call: Callable[[], object]) -> tuple[float, float]:
         def complete() -> None:
@@ -64,22 +68,22 @@ def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
         return min(nanoseconds) / 1e6, median(nanoseconds) / 1e6
 
     decoder.clear()
-    passes.target_cache.length[0] = context
+    target.keep(context)
     at: dict[str, Any] = {"context": context}
     if decoder.manifest.has_drafter:
-        passes.draft_cache.length[0], passes.accepted_count[0] = context, 1
-        draft, verify = passes.draft(1), passes.verification(rows)
+        decoder.draft.keep(context)
+        draft, verify = decoder.draft.drafting(Accepted((0,), (0,))), target.verification(rows)
 
         def cycle() -> None:
             draft()
             verify()
 
         at["cycle"], at["draft"] = measured(cycle), measured(draft)
-    at["plain"] = measured(passes.causal(1))
-    verification = passes.verification if decoder.manifest.has_drafter else passes.causal
+    at["plain"] = measured(target.causal(1))
+    verification = target.verification if decoder.manifest.has_drafter else target.causal
     sizes = [n for n in decoder.form.targets if n <= rows] or sorted({n for n in _ROWS if n < rows} | {rows})
     at["target"] = {str(n): measured(verification(n)) for n in sizes}
-    at["prefill"] = {"rows": chunk, "times": measured(passes.causal(chunk, last=True))}
+    at["prefill"] = {"rows": chunk, "times": measured(target.causal(chunk, last=True))}
     return at
 
 

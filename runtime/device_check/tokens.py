@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
 _TOKENS, _CPU_TOKENS = 64, 32  # per prompt
 _SHOWN = 20  # most differences that the report lists
-_SLOW = 0.8  # relative to plain decoding: the planner stops drafting long before it is so slow
+_SLOW = 0.8  # of plain decoding's speed: the planner stops drafting well above it
 
 
 def tokens(check: Check, settings: Mapping[str, Any]) -> Findings:
@@ -57,7 +57,8 @@ def sampled(check: Check) -> Findings:
 
 
 def against_cpu(check: Check) -> Findings:
-    """Replays texts of the CPU's engines by plain decoding on the device; different precisions may differ at near-ties."""
+    """Replays texts of the CPU's engines by plain decoding on the device; different precisions may differ at
+    near-ties."""
     if check.name == "cpu":
         raise Skip("the backend is the CPU")
     try:
@@ -87,7 +88,7 @@ def against_cpu(check: Check) -> Findings:
 
 def _near_margin(*models: Model) -> float:
     """The margin of a near-tie between forms of different precision: that of the coarser one."""
-    precisions = [model.decoder.passes.graphs["target"].precision for model in models]
+    precisions = [model.decoder.target.graphs["target"].precision for model in models]
     return max(NEAR[precision] or golden.TOLERANCE[precision] for precision in precisions)
 
 
@@ -143,8 +144,8 @@ def _speed(stats: Stats) -> dict[str, Any]:
 
 
 def slower(speculative: float, plain: float, planned: bool) -> tuple[list[str], list[str]]:
-    """Failures and notes about tokens per second. planned: whether pass times were measured, so that the planner should stop
-    drafting when it is not worthwhile.
+    """Failures and notes about tokens per second. planned: whether pass times were measured, so that the planner should
+    stop drafting when it is not worthwhile.
     """
     if speculative >= plain:
         return [], []

@@ -1,4 +1,4 @@
-"""Answers in the API's form, whole and as chunks of a stream."""
+"""Responses in the API's format, complete or as chunks of a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from ..decoding.logprobs import TokenLogprobs
 from .spelling import Spelling
 from .tools import Call, Splitter, Tools
 
-_LOWEST = -9999.0  # what the API writes for a probability of 0: JSON has no infinity
+_LOWEST = -9999.0  # the API's logprob of a probability of 0, since JSON has no infinity
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "time": "length", "cancelled": "stop"}
 
 
 @dataclass
 class Part:
-    """What a choice has gained. finish_reason: the runtime's, with the last part. sources: [text, what drafted it] by token, if they were
-    asked for."""
+    """New text of a choice. finish_reason: the runtime's, None before the last part. sources: for each token its text
+    and the part that drafted it, if requested."""
 
     text: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
@@ -27,7 +27,7 @@ class Part:
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """The numbers of tokens of a request."""
 
     prompt: int = 0
     cached: int = 0
@@ -46,21 +46,22 @@ class Answer(Protocol):
     """The answer to one request."""
 
     def whole(self, choices: Sequence[Sequence[Part]], usage: Usage) -> dict[str, Any]:
-        """All parts of every choice."""
+        """The complete response. choices: the parts of each choice."""
 
     def openings(self, choice: int) -> list[dict[str, Any]]:
-        """Chunks before a choice's first part."""
+        """The chunks before a choice's first part."""
 
     def chunks(self, choice: int, part: Part) -> list[dict[str, Any]]:
-        """Chunks of one part."""
+        """The chunks of one part."""
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk, if usage was asked for."""
+        """The last chunk, if usage was requested."""
 
 
 @dataclass
 class _Headed:
-    """model: its name. listed: whether log-probabilities were asked for. counted: whether chunks say that usage follows."""
+    """model: its name. listed: whether log-probabilities were requested. counted: whether chunks have a field for
+    usage."""
 
     model: str
     spelling: Spelling
@@ -85,7 +86,7 @@ class _Headed:
 
 @dataclass
 class ChatAnswer(_Headed):
-    """Of /v1/chat/completions. tools: that may be called."""
+    """Responses of /v1/chat/completions. tools: those that may be called."""
 
     tools: Tools | None = None
     prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
@@ -154,14 +155,14 @@ class ChatAnswer(_Headed):
 
 
 class TextAnswer(_Headed):
-    """Of /v1/completions."""
+    """Responses of /v1/completions."""
 
     prefix, kinds = "cmpl", ("text_completion", "text_completion")
     offsets: dict[int, int]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.offsets = {}  # characters of each choice's tokens so far
+        self.offsets = {}  # by choice: characters of its tokens so far
 
     def whole(self, choices: Sequence[Sequence[Part]], usage: Usage) -> dict[str, Any]:
         found = [

@@ -34,7 +34,7 @@ from .spelling import Spelling
 from .tools import Tools
 
 _PAGE = Path(__file__).with_name("page.html")
-# The page's own style and script are all that it may run or load.
+# The page may run and load only its own style and script.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -45,9 +45,12 @@ _PAGE_HEADERS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """body: bytes. tokens: new ones of a text, 0 for what the capacity leaves. prompt: tokens, 0 for the capacity. seconds: of a text,
-    waiting left out. queue: texts that wait for a stream. choices: texts of one request. patience: seconds for a body to arrive, and
-    for a client to read what was sent."""
+    """The most of everything that a client may use.
+
+    body: bytes. tokens: new tokens per text, 0 for the rest of the capacity. prompt: tokens, 0 for the capacity.
+    seconds: decoding time per text, without waiting. queue: texts that wait for a stream. choices: texts per request.
+    patience: seconds for a body to arrive, and for a client to read sent data.
+    """
 
     body: int = 8 << 20
     tokens: int = 0
@@ -62,7 +65,7 @@ class Server:
     """Answers requests for one model."""
 
     def __init__(self, model: Model, name: str, limits: Limits, access: Access, log_prompts: bool = False) -> None:
-        """name: of the model in requests. log_prompts: log texts too."""
+        """name: the model's name in requests. log_prompts: whether to log texts too."""
         self._model, self._name, self._limits, self._access, self._log_prompts = model, name, limits, access, log_prompts
         self._longest_token = max(map(len, model.bundle.tokenizer.get_vocab()), default=1)
         self._slots = Slots(model.streams, limits.queue)
@@ -103,7 +106,7 @@ class Server:
         )
 
     async def _refused(self, request: HttpRequest, error: Exception) -> Response:
-        """Of paths and methods that there are not."""
+        """The response for unknown paths and methods."""
         problem = Problem(404, f"{request.scope['path']} is not supported: see docs/serving.md", code="unsupported_path")
         if isinstance(error, HTTPException) and error.status_code == 405:
             problem = Problem(
@@ -111,8 +114,6 @@ class Server:
             )
         self._guard.ended(request, Line(), problem.status)
         return problem.response()
-
-    # --- paths -----------------------------------------------------------------------------------------------------------
 
     async def _page(self, request: HttpRequest, line: Line) -> Response:
         return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
@@ -151,7 +152,7 @@ class Server:
         self._require_choices(body.n)
         self._require_room(body.written)
         messages = body.conversation(template.all_text)
-        # In a thread, as all that can take long: meanwhile others are answered.
+        # In a thread, like everything that can take long, so that other requests are answered meanwhile.
         prompt = await asyncio.to_thread(self._model.chat, messages, listed, body.variables, body.special_tokens)
         if tools and tools.mark:
             prompt += self._model.encode(tools.mark, special=False)
@@ -183,7 +184,8 @@ class Server:
             raise Problem(400, f"{count} texts in one request: ask for 1 to {self._limits.choices}", "n")
 
     def _require_room(self, characters: int) -> None:
-        """Raises Problem for a text that is too long in any tokens, before much is done for it. characters: of the text."""
+        """Raises Problem for a text that cannot fit however it is tokenized, before tokenizing it. characters: its
+        length."""
         if characters > self._model.capacity * self._longest_token:
             raise Problem(
                 400, f"the prompt has {characters} characters, more than {self._model.capacity} tokens hold: shorten it",
@@ -191,7 +193,7 @@ class Server:
             )  # fmt: skip
 
     def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None, guide: Grammar | None) -> Request:
-        """What a body asks for, within the limits. Raises Problem and InputError."""
+        """The request of a body, within the limits. Raises Problem and InputError."""
         limits = self._limits
         if limits.prompt and (longest := max(map(len, prompts))) > limits.prompt:
             raise Problem(
@@ -206,7 +208,7 @@ class Server:
     async def _answer(
         self, request: HttpRequest, line: Line, body: Body, asked: Request, answer: Answer, guide: Body | Tools
     ) -> Response:
-        """guide: what the grammar is from, if there is one."""
+        """guide: the source of the grammar, if there is one."""
         line.asked, line.streams = asked, body.stream
         try:
             await unless_gone(request.receive, self._check(asked, line))
@@ -225,7 +227,7 @@ class Server:
         return JSONResponse(answer.whole(choices, asked.usage))
 
     async def _check(self, asked: Request, line: Line) -> None:
-        """Raises InputError if it cannot be decoded. Compiles its grammar."""
+        """Compiles the request's grammar. Raises InputError if the request cannot be decoded."""
         if guide := asked.settings[0].grammar:
             prepared = await self._grammars.prepare(guide, line.held)
             asked.settings = [replace(settings, grammar=prepared) for settings in asked.settings]

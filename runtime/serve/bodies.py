@@ -1,7 +1,7 @@
 """Bodies of requests: the parameters of the API, and a few of our own (``Extensions``).
 
-What cannot change the text is ignored, by name; everything else that is not supported is refused. Parameters that ask for nothing (null, or the
-API's default) pass.
+Known parameters that cannot change the text are ignored. Others that are not supported are refused, unless their value
+has no effect (null, or the API's default).
 """
 
 from collections.abc import Mapping, Set
@@ -18,9 +18,9 @@ from .problems import Problem
 from .tools import Choice, Tool, Tools
 
 _MOST_STOPS = 16
-_BIAS_BANS = -100.0  # the API's bias that excludes a token, and at 100 the one that forces it
-_COMPACT = {"whitespace_flexible": False}  # small models otherwise write blanks without end
-_OBJECTS = ("dict_type", "model_type", "model_attributes_type")  # pydantic's names of errors whose messages name Python's types
+_BIAS_BANS = -100.0  # the API's bias that excludes a token; 100 forces one
+_COMPACT = {"whitespace_flexible": False}  # otherwise small models can write blanks forever
+_OBJECTS = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors whose messages mention Python types
 _B = TypeVar("_B", bound="Body")
 
 
@@ -29,7 +29,8 @@ class _Strict(BaseModel):
 
 
 def _first_odd(given: Any) -> Any:
-    """Of many texts or biases the first one that is none: the library lists all of them before it refuses any."""
+    """The first invalid item of a long list or mapping. pydantic would validate and list all of them before refusing
+    any."""
     if isinstance(given, list):
         return next(([one] for one in given if not isinstance(one, str)), given)
     entries = given.items() if isinstance(given, dict) else ()
@@ -38,7 +39,7 @@ def _first_odd(given: Any) -> Any:
 
 class StreamOptions(_Strict):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against eavesdroppers who see lengths; never added here
+    include_obfuscation: bool = False  # padding that hides lengths from eavesdroppers; never added here
 
 
 class JsonSchema(_Strict):
@@ -54,11 +55,11 @@ class ResponseFormat(_Strict):
 
 
 class Body(_Strict):
-    """What both endpoints take. ``of`` parses one."""
+    """The parameters of both endpoints. ``of`` parses a body."""
 
-    # Name -> the values that ask for nothing.
+    # Name -> values without effect.
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # Who asks, what shall be kept or cached, how soon an answer is wanted, and what Open WebUI keeps for itself: nothing that changes the text.
+    # None of these changes the text: identity, storing, caching, priority, and Open WebUI's own fields.
     IGNORED: ClassVar[Set[str]] = {
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
         "store", "user",
@@ -81,8 +82,8 @@ class Body(_Strict):
         default_factory=dict
     )
 
-    # Extensions: names that llama.cpp's server and vLLM have for the same, ``sources``: what drafted each token,
-    # and ``drafter``: the one to draft with, if the bundle has several.
+    # Extensions, named as in llama.cpp's server and vLLM. Ours are ``sources``, the part that drafted each token, and
+    # ``drafter``, the one to draft with if the bundle has several.
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
@@ -93,7 +94,7 @@ class Body(_Strict):
 
     @classmethod
     def of(cls: type[_B], raw: Any) -> _B:
-        """Raises Problem for what is not valid, or not supported."""
+        """Parses a body. Raises Problem for anything that is invalid or not supported."""
         if not isinstance(raw, dict):
             raise Problem(400, "the body is no JSON object: send {...}")
         given = {name: value for name, value in raw.items() if value is not None and name not in cls.IGNORED}
@@ -130,13 +131,14 @@ class Body(_Strict):
         return None if self.regex is None else Grammar.regex(self.regex)
 
     def refused(self, error: GrammarError) -> Problem:
-        """The library's refusal of ``guide``, by the parameter that it is about."""
+        """The problem for an error in ``guide``, with the parameter at fault."""
         name = "grammar" if self.grammar is not None else "regex"
         where = f"line {error.line}: " if error.line and name == "grammar" else ""
         return Problem(400, f"the {name} is wrong ({where}{error.reason}): correct it", name, "invalid_value")
 
     def settings(self, most: int, seconds: float, guide: Grammar | None, choice: int = 0) -> Settings:
-        """most: new tokens. seconds: of the generation. choice: the index among ``n``, each with a seed of its own."""
+        """most: new tokens. seconds: limit of the generation. choice: index among the ``n`` choices, which have
+        different seeds."""
         seed = None if self.seed is None else (self.seed + choice) % (1 << 64)
         biases = {_token(name): float("-inf") if bias <= _BIAS_BANS else bias for name, bias in self.logit_bias.items()}
         return Settings(
@@ -170,7 +172,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # an extension, named as in vLLM
-    special_tokens: bool = False  # an extension: whether those that messages spell out keep their meaning
+    special_tokens: bool = False  # an extension: whether special tokens in messages keep their meaning
 
     @property
     def alternatives(self) -> int | None:
@@ -180,12 +182,12 @@ class ChatBody(Body):
 
     @property
     def limit(self) -> int | None:
-        """New tokens that the request allows."""
+        """The most new tokens that the request allows, None for no limit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
+        """Variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 
@@ -198,11 +200,11 @@ class ChatBody(Body):
 
     @property
     def written(self) -> int:
-        """Characters of the messages' contents, and one for each message."""
+        """The number of characters of all messages' contents, plus one per message."""
         return sum(message.characters + 1 for message in self.messages)
 
     def conversation(self, template: str) -> list[dict[str, Any]]:
-        """The messages as the chat template takes them. Raises Problem."""
+        """The messages in the format of chat templates. Raises Problem."""
         return [message.plain(f"messages.{i}", template) for i, message in enumerate(self.messages)]
 
     def offered(self, template: str | None) -> Tools | None:
@@ -244,7 +246,7 @@ class CompletionBody(Body):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
-    prompt: Any  # text or token ids, or a list of either: of a union the library lists every element that does not fit
+    prompt: Any  # text or token ids, or a list of either; for a union pydantic would list every wrong element
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -284,7 +286,7 @@ def _token(name: str) -> int:
 
 def _problem(error: ValidationError, given: Mapping[str, Any]) -> Problem:
     first = error.errors(include_url=False, include_input=False)[0]
-    # Of the place, what is in the body: the library also names the alternatives that it tried.
+    # Keep only the part of the location that is in the body: pydantic's also names the alternatives it tried.
     place, value = list[str](), cast(Any, given)
     for part in first["loc"]:
         with suppress(LookupError, TypeError):

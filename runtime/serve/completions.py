@@ -1,4 +1,4 @@
-"""Texts for one request: each choice on a stream of its own, as parts of an answer."""
+"""Decodes the texts of a request, each choice on its own stream, into parts of a response."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -19,18 +19,17 @@ from .answers import Part, Usage
 from .metrics import Metrics
 from .slots import Slots, Turn
 
-_TOGETHER_SECONDS = (
-    0.03  # of text that is sent at once, after the first: every part wakes threads that take the cores from passes
-)
-_GRAMMAR_SECONDS = 0.5  # that a text may wait for its grammar on a slot that others want
-_AHEAD = 4  # parts that decoding may be ahead of what the client has been sent
+# Text decoded within this time is sent together, except a choice's first part: each part wakes threads that take cores
+# from passes.
+_TOGETHER_SECONDS = 0.03
+_GRAMMAR_SECONDS = 0.5  # that a text may hold a slot waiting for its grammar while other texts want the slot
+_AHEAD = 4  # parts that may be decoded but not yet sent
 
 
 @dataclass
 class Request:
-    """The texts that a request asks for: prompts of token ids, and the settings of each choice of each prompt.
-
-    usage, stats: so far.
+    """The texts of a request. prompts: token ids. settings: of each choice, the same for all prompts. usage, stats: so
+    far.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -59,7 +58,8 @@ class Completions:
             self._model.selector(request.prompts[0], settings)  # its grammar and token ids
 
     async def run(self, request: Request) -> AsyncIterator[tuple[int, Part]]:
-        """Parts of all choices, each with its index, as they come. Closing the iterator ends all of them within a cycle."""
+        """Yields parts of all choices with the choice's index, as they are decoded. Closing the iterator ends all
+        choices within a cycle."""
         texts = [
             self._text(request, prompt, settings, first=choice == 0)
             for prompt in request.prompts
@@ -72,7 +72,7 @@ class Completions:
     async def _text(
         self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
     ) -> AsyncGenerator[Part, None]:
-        """One choice. first: of its prompt, whose tokens are counted once."""
+        """Decodes one choice. first: whether it is its prompt's first choice; the prompt's tokens are counted once."""
         async with self._slots.turn(prompt, settings.grammar is not None) as turn:
             generation = await turn.run(lambda: turn.stream.start(prompt, settings, resume=True))
             began: float | None = None
@@ -82,7 +82,7 @@ class Completions:
                         began = began or perf_counter()
                         yield part
             finally:
-                generation.cancel()  # if it has not ended; the slot is freed once its thread is idle
+                generation.cancel()  # no effect if it has ended; the slot is freed once its thread is idle
                 stats = generation.stats
                 request.usage.prompt += len(prompt) if first else 0
                 request.usage.cached += stats.cached_tokens if first else 0
@@ -91,14 +91,14 @@ class Completions:
                 self._metrics.count(stats, request.begun, began)
 
     async def _parts(self, turn: Turn, generation: Generation, settings: Settings) -> AsyncGenerator[Part, None]:
-        """The next part is decoded while one is sent."""
+        """Yields a choice's parts. The next part is decoded while one is sent."""
         cycles: list[Cycle] = []
         pieces = generation.pieces(cycles.append)
         tokens = DecodeStream(ids=generation.prompt, skip_special_tokens=True) if settings.trace else None
         listed, fair = 0, _Fair(generation)
 
         def step() -> tuple[Part, bool]:
-            """The next part, and whether it is the last. In the slot's thread."""
+            """The next part, and whether it is the last. Runs in the slot's thread."""
             nonlocal listed
             text, begun, last = "", perf_counter(), True
             for piece in pieces:
@@ -134,7 +134,7 @@ class Completions:
             coming.cancel()
 
     def _sources(self, tokens: DecodeStream, cycles: Sequence[Cycle], drafter: str) -> list[tuple[str, str]]:
-        """What drafted each token of some cycles. drafter: the generation's."""
+        """The text of each token of some cycles and the part that drafted it. drafter: the generation's."""
         bundle = self._model.bundle
         tokenizer, steps = bundle.tokenizer, bundle.manifest.serial_steps(drafter)
         return [
@@ -145,15 +145,15 @@ class Completions:
 
 
 class _Fair:
-    """What a text's grammar may take of a slot before others have their turn: as long as it took to read the text there, so that no text
-    is only ever read again."""
+    """Decides when a text whose grammar is slow must give its slot to others: after as much grammar time as reading the
+    text on this slot took. So every text makes progress between reads."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._begun = 0.0, 0
 
     def begin(self) -> None:
-        """On another slot."""
+        """Starts counting anew, on another slot."""
         self._begun = self._generation.grammar_seconds, self._generation.stats.prefill_ns
 
     @property
@@ -170,7 +170,7 @@ async def _alone(text: AsyncGenerator[Part, None]) -> AsyncGenerator[tuple[int, 
 
 
 async def _merged(texts: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:
-    """The parts of several texts as they come, each with its text's index. An error of one ends all."""
+    """Yields the parts of several texts as they come, with the text's index. An error in one ends all."""
     parts: asyncio.Queue[tuple[int, Part] | BaseException | None] = asyncio.Queue(_AHEAD)
 
     async def follow(index: int, text: AsyncGenerator[Part, None]) -> None:

@@ -1,4 +1,4 @@
-"""One client's connection: reading its body, noticing that it has gone, and writing to it however slowly it reads."""
+"""A client's connection: reads the body, notices when the client leaves, and limits how slowly it may read."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from ..errors import GumihoError
 from .problems import ENDING, FAILED, Problem
 
 _log = logging.getLogger("gumiho.serve")
-_LAST_SECONDS = 1.0  # for a client to read that the server ends
+_LAST_SECONDS = 1.0  # for a client to read the message that the server ends
 _T = TypeVar("_T")
 
 
 class GoneError(Exception):
-    """The client has closed the connection, or does not read what it is sent."""
+    """The client has closed the connection, or has stopped reading."""
 
 
 async def read(request: Request, most: int, seconds: float) -> bytes:
@@ -47,7 +47,7 @@ async def read(request: Request, most: int, seconds: float) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Does some work, and cancels it if the client leaves, with GoneError. The body must have been read."""
+    """Awaits ``work``; if the client leaves, cancels it and raises GoneError. The body must have been read."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -68,12 +68,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class EventStream(Response):
-    """Server-sent events, as the API streams chunks: each a JSON object, and at the end ``[DONE]``."""
+    """Server-sent events in the API's format: a JSON object per chunk, then ``[DONE]``."""
 
     media_type = "text/event-stream"
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], patience: float) -> None:
-        """patience: seconds that the client may take to read what was sent before it counts as gone."""
+        """patience: seconds that the client may take to read sent data before it counts as gone."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks, self._patience = chunks, patience
@@ -110,7 +110,8 @@ class EventStream(Response):
         await self._write(send, {"type": "http.response.body", "body": content, "more_body": more})
 
     async def _write(self, send: Send, message: dict[str, Any]) -> None:
-        """Sends, unless the client reads too slowly; ``wait_for`` would make a task of every chunk."""
+        """Sends a message. Raises GoneError if the client reads too slowly. ``wait_for`` would make a task for every
+        chunk."""
         task, late = asyncio.current_task(), False
         assert task
 

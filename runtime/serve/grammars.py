@@ -1,7 +1,8 @@
-"""Compiles the grammars of requests, apart from everything that other requests need, and no longer than the client stays.
+"""Compiles the grammars of requests, in threads that nothing else uses, and only while the client stays.
 
-Each is tried first with little time and memory, which is enough for nearly all. What takes more is given up, and begins again among the few
-that are compiled and followed at once. So no request waits longer than that little time for another's grammar that takes long.
+Each grammar is first tried with little time and memory, which is enough for nearly all. A trial that exceeds its limits
+is given up, and compiling starts again with full limits, for a few grammars at a time. So no request waits for
+another's slow grammar longer than a trial takes.
 """
 
 import asyncio
@@ -17,21 +18,21 @@ class Grammars:
     """Compiles a server's grammars."""
 
     def __init__(self, matchers: GrammarMatchers, most: int, longest_queue: int) -> None:
-        """most: grammars at once that take long, whether they are compiled or followed: each may take memory. longest_queue: of requests
-        that wait for their turn among them."""
-        threads = max(1, physical_cores() // 2)  # texts are decoded meanwhile, and need cores too
+        """most: slow grammars that may be compiled or in use at once, since each may take much memory. longest_queue:
+        requests that may wait to be among them."""
+        threads = max(1, physical_cores() // 2)  # decoding needs cores meanwhile
         self._matchers = matchers
-        self._trials, self._long = _Lane(threads, most + longest_queue), _Lane(most, longest_queue)
+        self._trials, self._long = _Gate(threads, most + longest_queue), _Gate(most, longest_queue)
         self._trying, self._compiling = (ThreadPoolExecutor(threads, "gumiho-grammar") for _ in range(2))
 
     @property
     def waiting(self) -> int:
-        """Requests that wait until their grammar can be compiled."""
+        """The number of requests whose grammar waits to be compiled."""
         return self._trials.waiting + self._long.waiting
 
     async def prepare(self, grammar: Grammar, held: ExitStack) -> PreparedGrammar:
-        """Compiles a grammar. held: when it is closed, all that is done for the grammar ends. Raises Problem if too many wait, and what
-        ``GrammarMatchers.start`` does."""
+        """Compiles a grammar. held: closing it ends all work for the grammar and frees its place. Raises Problem if too
+        many wait, and the errors of ``GrammarMatchers.start``."""
         prepared, run = self._matchers.prepared(grammar), asyncio.get_running_loop().run_in_executor
         held.callback(prepared.close)
         with ExitStack() as trial:
@@ -47,7 +48,7 @@ class Grammars:
         self._compiling.shutdown(wait=False)
 
 
-class _Lane:
+class _Gate:
     def __init__(self, room: int, longest_queue: int) -> None:
         self._room, self._longest_queue = asyncio.Semaphore(room), longest_queue
         self.waiting = 0

@@ -1,4 +1,4 @@
-"""What every request goes through: who may ask, errors in the API's form, a line in the log."""
+"""Wraps every request: checks access, turns errors into the API's format, and logs a line."""
 
 import asyncio
 import hmac
@@ -27,8 +27,9 @@ _GONE = 499  # nginx's status for a client that has closed the connection, in lo
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. keys: one of them is required if there are any. origins: of other web pages that may (CORS), ``*`` for all. hosts: names
-    in requests' Host header that are this server's, None for any: a web page can make its own name mean this machine (DNS rebinding).
+    """Who may use the server. keys: if there are any, requests must have one of them. origins: web pages of other
+    origins that may send requests (CORS), ``*`` for all. hosts: allowed names in the Host header, None for any. They
+    protect from web pages whose name is made to resolve to this machine (DNS rebinding).
     """
 
     keys: Sequence[str] = ()
@@ -37,7 +38,8 @@ class Access:
 
 
 class Line:
-    """The log line of one request. asked: the texts that it asks for, if any. body: to be logged too. held: closed when it is written."""
+    """The log line of a request. asked: the texts that it requests, if any. body: logged too. held: closed when the
+    line is written."""
 
     def __init__(self) -> None:
         self.begun, self.body, self.streams = perf_counter(), b"", False
@@ -54,24 +56,25 @@ class Line:
 
 
 class Guard:
-    """Makes ASGI applications of what answers requests."""
+    """Makes ASGI applications from request handlers."""
 
     def __init__(self, access: Access, metrics: Metrics) -> None:
         self._access, self._metrics = access, metrics
 
     def __call__(self, work: Callable[[HttpRequest, Line], Awaitable[Response]], keyed: bool = True) -> "_Guarded":
-        """keyed: whether it needs a key, if the server has any."""
+        """keyed: whether requests need a key, if the server has any."""
         return _Guarded(self, work, keyed)
 
     def admit(self, request: HttpRequest, keyed: bool) -> None:
-        """Raises Problem for requests that must not be answered."""
+        """Raises Problem if the request is not allowed."""
         host = request.headers.get("host", "")
         name = host[: host.rindex("]") + 1] if "]" in host else host.partition(":")[0]
         if self._access.hosts is not None and name.lower() not in self._access.hosts:
             raise Problem(403, f"{name!r} is not this server's name: start it with --allow-host {name}", code="unknown_host")
         if keyed and self._access.keys:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
-            same = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]  # all, always
+            # All keys are compared, so that the time does not depend on which one matches.
+            same = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]
             if kind.lower() != "bearer" or not any(same):
                 raise Problem(
                     401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key",
@@ -79,7 +82,7 @@ class Guard:
                 )  # fmt: skip
 
     def ended(self, request: HttpRequest, line: Line, status: int) -> None:
-        """A request has ended, with a status of HTTP."""
+        """Logs and counts a request that has ended. status: of HTTP."""
         line.held.close()
         path = getattr(request.scope.get("route"), "path", "other")
         self._metrics.requests.labels(path, str(status)).inc()

@@ -1,4 +1,5 @@
-"""Connections that send nothing, or a request a byte at a time, are closed. uvicorn closes only those that are idle between requests."""
+"""Closes connections that send nothing or send a request too slowly. uvicorn closes only connections that are idle
+between requests."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class ImpatientProtocol(H11Protocol):
-    """HTTP/1.1 whose requests must be complete, but for their bodies, within PATIENCE seconds."""
+    """HTTP/1.1 whose request lines and headers must be complete within PATIENCE seconds."""
 
     PATIENCE: ClassVar[float] = 30.0
 
@@ -29,7 +30,7 @@ class ImpatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP. Nothing can be said once the answer to the request has begun."""
+        """Answers invalid HTTP, unless a response has already begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

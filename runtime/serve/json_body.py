@@ -8,14 +8,14 @@ from .problems import Problem
 
 
 def decoded(content: bytes) -> Any:
-    """JSON, in UTF-8. Raises Problem."""
+    """Parses JSON in UTF-8. Raises Problem if it is invalid."""
 
     def constant(name: str) -> float:
         raise ValueError(f"{name} is no number of JSON")
 
     try:
         found = json.loads(content.decode("utf-8"), parse_constant=constant, parse_float=_finite)
-        if b"\\ud" in content.lower():  # the escape of half a character
+        if b"\\ud" in content.lower():  # the escape of a surrogate
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError:

@@ -19,9 +19,9 @@ from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")
 _SWITCH_SECONDS = 0.0002
-_AFTER_GRACE = 5  # seconds for requests that were broken off to say so
+_AFTER_GRACE = 5  # seconds for aborted requests to send their last message
 _KEY = "GUMIHO_API_KEY"
-_LONGEST = 1_000_000  # seconds that timers of the event loop take
+_LONGEST = 1_000_000  # seconds, within what timers of the event loop accept
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +66,8 @@ def _local(host: str) -> bool:
 
 
 def _keys(args: argparse.Namespace) -> list[str]:
-    """Raises InputError if a key is needed and none is given, or one is empty or has characters that a header cannot have."""
+    """The API keys. Raises InputError if a key is needed and none is given, or if one is empty or does not fit into a
+    header."""
     keys = [*args.api_key, *([os.environ[_KEY]] if os.environ.get(_KEY) else [])]
     if args.api_key_file:
         keys += [line for line in read_text(args.api_key_file, "the file of API keys").split("\n") if line.strip()]
@@ -96,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Without control characters, which texts of clients in tracebacks may have and terminals obey."""
+    """Removes control characters, which terminals obey and which clients' texts may bring into tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in super().format(record))
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _begin_log() -> None:
-    logging.raiseExceptions = False  # where the log cannot be written, serving goes on
+    logging.raiseExceptions = False  # keep serving even if the log cannot be written
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
@@ -137,7 +138,8 @@ def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
     share_arena()
-    # A pass that ends waits so long for threads that write to clients: Python's 5 ms would be a third of a pass of a small model.
+    # After a pass, the decoding thread waits up to this long for threads that write to clients. Python's default of 5
+    # ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _begin_log()
     hosts = {"localhost", "127.0.0.1", "[::1]", args.host.lower(), f"[{args.host.lower()}]", *map(str.lower, args.allow_host)}
@@ -157,7 +159,8 @@ def serve(args: argparse.Namespace) -> int:
         class Uvicorn(uvicorn.Server):
             def handle_exit(self, sig: int, frame: Any) -> None:
                 super().handle_exit(sig, frame)
-                self._captured_signals.clear()  # it would raise them again, and end with their status
+                # Otherwise uvicorn would raise the signals again, and the process would end with their status.
+                self._captured_signals.clear()
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
@@ -171,7 +174,7 @@ def serve(args: argparse.Namespace) -> int:
                 ending.cancel()
 
             def _break_off(self) -> None:
-                """Each request says that the server ends; uvicorn would write a traceback for each."""
+                """Ends each request with a message. uvicorn would log a traceback for each."""
                 _log.warning("--grace %d is over: %d requests are broken off", args.grace, len(self.server_state.tasks))
                 for task in self.server_state.tasks:
                     task.cancel()

@@ -1,4 +1,4 @@
-"""Messages of a conversation, as the API sends them and as chat templates take them."""
+"""Messages of a conversation, in the API's format and in that of chat templates."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict
 
 from .problems import Problem
 
-# Notes that clients keep with messages and parts, or that answers have and clients send back: they are no text.
+# Metadata that clients attach to messages and parts or send back from earlier responses; none of it is text.
 NOTES = {"annotations", "cache_control", "id", "index", "parsed", "prompt_cache_breakpoint", "provider_specific_fields"}
 
 
 class Message(BaseModel):
-    """A message. Other keys go to the chat template, if it knows their names."""
+    """A message. Other keys are passed to the chat template if it mentions them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -23,20 +23,21 @@ class Message(BaseModel):
     refusal: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    # The assistant's reasoning under the names that servers have for it; templates get it under each of theirs.
+    # The assistant's reasoning. Servers have different names for it; templates get it under each of them.
     reasoning: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
 
     @property
     def characters(self) -> int:
-        """Of its content."""
+        """The number of characters of its content."""
         parts = [self.content] if isinstance(self.content, str) else [part.get("text") for part in self.content or ()]
         return sum(len(part) for part in parts if isinstance(part, str))
 
     def plain(self, place: str, template: str) -> dict[str, Any]:
-        """As chat templates take it. Raises Problem for content that is no text, and for keys that would have no effect. place: of the message, such
-        as ``messages.0``; template: the chat template's text."""
+        """The message in the format of chat templates. Raises Problem for content that is not text, and for keys
+        without effect. place: the message's place in the body, such as ``messages.0``; template: the chat template's
+        text."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []) and name not in NOTES and not re.search(rf"\b{re.escape(name)}\b", template):
                 raise Problem(400, f"{place}.{name} is not supported: leave it out", "messages", "unsupported_parameter")
@@ -69,7 +70,8 @@ def _text(part: dict[str, Any], place: str) -> str:
 
 
 def _with_arguments(call: dict[str, Any]) -> None:
-    """Templates want objects, the API sends them as text; nothing is the text of a call without arguments."""
+    """Parses a call's arguments in place. The API sends them as JSON text, which may be empty; templates expect
+    objects."""
     if isinstance(function := call.get("function"), dict):
         given = function.get("arguments")
         if given is None or (isinstance(given, str) and not given.strip()):

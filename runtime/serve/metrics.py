@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under vLLM's names where they mean the same."""
+"""Metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -13,7 +13,7 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """One server's. Times are in seconds."""
+    """A server's metrics. Times are in seconds."""
 
     def __init__(self, slots: Slots) -> None:
         self._registry = registry = CollectorRegistry()
@@ -55,7 +55,8 @@ class Metrics:
         )  # fmt: skip
 
     def count(self, stats: Stats, begun: float, first: float | None) -> None:
-        """A text has ended, or was given up. begun, first: when its request came and its first token left (``perf_counter``)."""
+        """Counts a text that has ended or was cancelled. begun, first: times (``perf_counter``) of the request's
+        arrival and of the first token sent, None if none was."""
         now = perf_counter()
         self._ended.labels(stats.finish_reason or "abort").inc()
         self._prompt.inc(stats.prompt_tokens)

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the API's own form (https://platform.openai.com/docs/guides/error-codes)."""
+"""Errors of requests, in the API's format (https://platform.openai.com/docs/guides/error-codes)."""
 
 import logging
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 
 class Problem(Exception):
-    """A request that is not answered. status: of HTTP. param: the parameter it is about, if it is about one. code: the API's, if it has
-    one for it."""
+    """A request that is refused. status: of HTTP. param: the parameter at fault, if any. code: the API's error code, if
+    it has one."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] = {}
@@ -35,8 +35,8 @@ class Problem(Exception):
 
     @staticmethod
     def of(error: GumihoError) -> "Problem":
-        """An error of the runtime: the caller's fault if it is about what it was given. Others are about this machine, whose paths and libraries
-        are for its log."""
+        """The problem for an error of the runtime. Only errors about the caller's input are shown; others concern this
+        machine and are logged, since they may name its paths and libraries."""
         if isinstance(error, InputError):
             return Problem(400, str(error))
         _log.error("a request failed: %s", error)

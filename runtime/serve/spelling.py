@@ -1,4 +1,4 @@
-"""How tokens are written in answers that list them one by one."""
+"""The spelling of single tokens in responses that list them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ class Spelling:
         self._tokenizer = tokenizer
         try:
             self._bytes: Mapping[int, bytes] = spell(tokenizer.to_str())
-        except GumihoError:  # its tokens have no bytes of their own
+        except GumihoError:  # the tokenizer does not define bytes of tokens
             self._bytes = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """A token's text, with a replacement character for bytes that are no whole one, and its bytes."""
+        """A token's text, with replacement characters for incomplete ones, and its bytes."""
         spelled = self._bytes.get(token)
         if spelled is None:
             text = self._tokenizer.decode([token], skip_special_tokens=False) or self._tokenizer.id_to_token(token) or ""

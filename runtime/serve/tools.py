@@ -1,7 +1,8 @@
-"""Tools: functions that the model may call. It writes calls as its chat template shows them, and a grammar binds their arguments.
+"""Tools: functions that the model may call. The model writes calls in its chat template's format, and a grammar
+constrains their arguments.
 
-Formats are recognized by what the template contains: Hermes' ``<tool_call>`` (Qwen 2.5, Qwen 3, Hermes), Llama 3's JSON object, and Mistral's
-``[TOOL_CALLS]`` before a JSON list (tokenizers v3 and v7).
+Formats are recognized by strings in the template: Hermes' ``<tool_call>`` (Qwen 2.5, Qwen 3, Hermes), Llama 3's JSON
+object, and Mistral's ``[TOOL_CALLS]`` before a JSON list (tokenizers v3 and v7).
 """
 
 import json
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..decoding.grammar import Grammar, GrammarError
 from .problems import Problem
 
-# Spaces as in the JSON that templates show.
+# The spaces of the JSON in templates.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -32,8 +33,8 @@ class Function(_Strict):
     strict: bool | None = None
 
     def bound(self, enforced: bool) -> dict[str, Any]:
-        """The schema of its arguments. enforced: whether what the grammar cannot hold is an error; otherwise it is a note for the model. Raises Problem for
-        parameters that are no object."""
+        """The schema of the function's arguments. enforced: whether a constraint that the grammar cannot express is an
+        error; otherwise only the model sees it. Raises Problem if the parameters are not an object."""
         given, spaces = self.parameters or {}, _SPACES if enforced or self.strict else {**_SPACES, "lenient": True}
         nothing = {"type": ("object",), "properties": ({},), "required": ([],)}
         if all(value in nothing.get(name, ()) for name, value in given.items()):
@@ -49,7 +50,7 @@ class Function(_Strict):
 class Tool(_Strict):
     type: Literal["function"]
     function: Function
-    cache_control: Any = Field(None, exclude=True)  # a note to other servers
+    cache_control: Any = Field(None, exclude=True)  # meant for other servers
 
 
 class NamedFunction(_Strict):
@@ -76,20 +77,23 @@ Choice = Literal["none", "auto", "required"] | NamedTool | Allowance
 
 @dataclass(frozen=True)
 class Call:
-    """arguments: JSON."""
+    """A call of a tool. arguments: JSON text."""
 
     name: str
     arguments: str
 
     def body(self) -> dict[str, Any]:
-        # Mistral's template wants nine letters and digits.
+        # Mistral's template requires nine letters and digits.
         identity = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return {"id": identity, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class Format:
-    """How a family of models writes calls. ARGUMENTS: the key of their arguments. BEGIN: what text that may be a call begins with; ANYWHERE:
-    whether after other text too. OPEN, CLOSE: patterns before and after each call; END: after the last."""
+    """How a family of models writes calls.
+
+    ARGUMENTS: the key of a call's arguments. BEGIN: the beginning of text that may be a call. ANYWHERE: whether calls
+    may follow other text. OPEN, CLOSE: patterns before and after each call. END: the pattern after the last one.
+    """
 
     ARGUMENTS: ClassVar[str] = "arguments"
     BEGIN: ClassVar[str]
@@ -99,8 +103,8 @@ class Format:
     END: ClassVar[str] = ""
 
     def grammar(self, functions: Sequence[Function], required: bool, several: bool) -> str | None:
-        """What the whole text must match, in llguidance's Lark; None if it cannot be bound. Line i holds the schema of function i, from 1. Each
-        is a schema of its own, so that its references mean what its author meant."""
+        """The grammar of the whole text, in llguidance's Lark; None if it cannot be constrained. Line i, from 1, has
+        the schema of function i. Schemas are separate, so that references resolve within each."""
         if (start := self.start(required, several)) is None:
             return None
         begins = [f'{{"name": {json.dumps(one.name, ensure_ascii=False)}, "{self.ARGUMENTS}": ' for one in functions]
@@ -109,11 +113,11 @@ class Format:
         return "\n".join([*schemas, f"call: {' | '.join(calls)}", start]) + "\n"
 
     def start(self, required: bool, several: bool) -> str | None:
-        """The rules above ``call``, one call as JSON."""
+        """The start rule and its helpers; they refer to the rule ``call``, one call as JSON."""
         raise NotImplementedError
 
     def written(self, text: str) -> Iterator[tuple[Any, str]]:
-        """The calls that a text begins with, as JSON, each with the text that follows it."""
+        """Yields the calls at the beginning of a text, parsed from JSON, each with the text after it."""
         while begin := re.match(rf"\s*{self.OPEN}\s*", text):
             try:
                 one, at = json.JSONDecoder().raw_decode(text, begin.end())
@@ -146,7 +150,7 @@ class Llama(Format):
 
 
 class Mistral(Format):
-    """Its mark is a special token, which no grammar can hold: it is put behind the prompt if a call is required."""
+    """MARK is a special token, which no grammar can express. If a call is required, it is appended to the prompt."""
 
     BEGIN, MARK, OPEN, END = "[", "[TOOL_CALLS]", r"[\[,]", r"\]"
 
@@ -156,7 +160,7 @@ class Mistral(Format):
 
 
 def recognized(template: str) -> Format | None:
-    """The format of a chat template, None if it has none that is known."""
+    """The format of a chat template, None if it is unknown."""
     if "tools" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -168,7 +172,7 @@ def recognized(template: str) -> Format | None:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of one request. required: whether the text must be a call. several: whether it may be several."""
+    """The tools of a request. required: whether the text must be a call. several: whether it may have several calls."""
 
     format: Format
     functions: Sequence[Function]
@@ -177,12 +181,13 @@ class Tools:
 
     @staticmethod
     def of(tools: Sequence[Tool], choice: Choice | None, several: bool, template: str | None) -> "Tools | None":
-        """None if there are none, or none may be called. Raises Problem if the model cannot have tools, or the choice is none of them."""
+        """The tools that may be called, None if there are none. Raises Problem if the model does not support tools, or
+        if the choice is not one of them."""
         if not tools and choice not in (None, "none", "auto"):
             raise Problem(400, "tool_choice asks for a call and there are no tools: give tools, or leave it out", "tool_choice")
         if not tools or choice == "none":
             return None
-        if template is None or (form := recognized(template)) is None:
+        if template is None or (known := recognized(template)) is None:
             raise Problem(
                 400, "this model's chat template has no tools, or calls them in a form that is not supported: leave tools out", "tools",
                 "unsupported_parameter",
@@ -200,7 +205,7 @@ class Tools:
                 raise Problem(400, "tool_choice asks for a call and allows no tool: allow one, or leave it out", "tool_choice")
         if unknown := [name for name in names if name not in given]:
             raise Problem(400, f"there is no tool {unknown[0]!r}: tool_choice must name one of tools", "tool_choice")
-        return Tools(form, [given[name] for name in names], required, several) if names else None
+        return Tools(known, [given[name] for name in names], required, several) if names else None
 
     @property
     def mark(self) -> str:
@@ -212,7 +217,7 @@ class Tools:
         return Grammar.lark(grammar) if grammar else None
 
     def refused(self, error: GrammarError) -> Problem:
-        """The library's refusal of the grammar, by the tool that it is about."""
+        """The problem for an error in the grammar, with the tool at fault."""
         if not 0 < error.line <= len(self.functions):
             return Problem(
                 400, f"the tools cannot be enforced ({error.reason}): simplify their parameters", "tools", "invalid_value"
@@ -231,7 +236,7 @@ class Tools:
         )
 
     def calls(self, text: str) -> tuple[list[Call], str]:
-        """The calls of given functions that a text begins with, and the rest of it."""
+        """The calls of known functions at the beginning of a text, and the rest of the text."""
         names, key = {function.name for function in self.functions}, self.format.ARGUMENTS
         found, rest = list[Call](), text
         for one, after in self.format.written(text):
@@ -241,7 +246,7 @@ class Tools:
                 arguments = json.dumps(one[key], ensure_ascii=False, allow_nan=False)
             except ValueError:  # a number that became infinite
                 break
-            # Lone surrogates cannot be sent in UTF-8 but as escapes.
+            # UTF-8 cannot encode lone surrogates, so they are sent as escapes.
             arguments = re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", arguments)
             found.append(Call(one["name"], arguments))
             rest = after
@@ -249,13 +254,13 @@ class Tools:
 
 
 class Splitter:
-    """Tells calls from other text while it comes."""
+    """Separates calls from other text while it is generated."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held, self._said = tools, "", False
 
     def push(self, text: str) -> str:
-        """Adds text. Returns what is certainly no call."""
+        """Adds text. Returns the text that cannot be part of a call."""
         self._held += text
         begin = self._tools.format.BEGIN
         if self._tools.format.ANYWHERE:
@@ -271,6 +276,7 @@ class Splitter:
         return free
 
     def end(self, cut: bool) -> tuple[str, list[Call]]:
-        """What is left: text, and calls. cut: whether the text ended at a limit, so that what follows complete calls is a piece of another."""
+        """The remaining text, and the calls. cut: whether the text ended at a limit; text after complete calls is then
+        an incomplete call and dropped."""
         calls, rest = self._tools.calls(self._held)
         return "" if calls and cut else rest, calls

@@ -189,7 +189,7 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
         for ids in np.random.default_rng(3).integers(2, model.bundle.manifest.vocabulary, (12, 8)).tolist():
             model.decoder.clear()
             model.decoder.feed(ids)
-            found = torch.from_numpy(model.decoder.passes.logits[: len(ids)].copy())
+            found = torch.from_numpy(model.decoder.target.logits[: len(ids)].copy())
             for errors, judge in ((far, llama.load(folder)), (near, rounding(folder, scheme))):
                 wanted = judge(torch.tensor([ids])).logits[0]
                 errors.append(float((found - wanted).abs().max() / wanted.abs().max()))

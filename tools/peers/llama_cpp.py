@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the checkpoint."""
+"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the
+checkpoint."""
 
 import json
 import time
@@ -113,7 +114,7 @@ class Loaded:
             n_threads=threads,
             n_threads_batch=threads,
             flash_attn=True,
-            logits_all=lookup,  # otherwise lookups fail behind 512 positions
+            logits_all=lookup,  # otherwise lookups fail after 512 positions
             draft_model=self.lookup,
             verbose=False,
         )

@@ -1,8 +1,8 @@
 """The benchmark's protocol with its peers: each runs in its own process, with a line of JSON per request and answer.
 
-A peer's module declares the packages it needs (``REQUIREMENTS``) and its ways to decode (``ways``). It imports these packages
-only in ``load`` and ``convert``, because the benchmark imports the module without them. This file uses only the standard
-library, because it runs in every peer's environment.
+A peer's module declares the packages it needs (``REQUIREMENTS``) and its ways to decode (``ways``). It imports these
+packages only in ``load`` and ``convert``, because the benchmark imports the module without them. This file uses only
+the standard library, because it runs in every peer's environment.
 """
 
 import json
@@ -20,9 +20,10 @@ from typing import Any, Protocol
 class Way:
     """A way to decode.
 
-    name: unique in a run. weights: their format. plain: name of the way without speculation over the same weights, "" if this
-    is one. model: a checkpoint or bundle, "" for the target. draft: whether it needs a draft model. options: for loading; ways
-    of a peer with equal options share a process. settings: candidates for generating, of which the fastest is used.
+    name: unique in a run. weights: their format. plain: name of the way without speculation over the same weights, ""
+    if this is one. model: a checkpoint or bundle, "" for the target. draft: whether it needs a draft model. options:
+    for loading; ways of a peer with equal options share a process. settings: candidates for generating, of which the
+    fastest is used.
     """
 
     name: str
@@ -38,8 +39,9 @@ class Way:
 class Text:
     """A generated text.
 
-    tokens: all new ids, including an end-of-text id. seconds: total time; first_seconds: time of the prompt and the first step;
-    first_tokens: tokens of the first step. passes: of the target after the first step, None if the peer does not report them.
+    tokens: all new ids, including an end-of-text id. seconds: total time; first_seconds: time of the prompt and the
+    first step; first_tokens: tokens of the first step. passes: of the target after the first step, None if the peer
+    does not report them.
     """
 
     tokens: list[int]
@@ -107,7 +109,8 @@ class Worker:
             )
 
     def ask(self, do: str, limit: float = 900, **request: Any) -> dict[str, Any]:
-        """Returns the answer to a request. Raises PeerError on errors, after ``limit`` seconds, and if the process ends."""
+        """Returns the answer to a request. Raises PeerError on errors, after ``limit`` seconds, and if the process
+        ends."""
         assert self.process.stdin
         assert self.process.stdout
         timer = threading.Timer(limit, self.process.kill)

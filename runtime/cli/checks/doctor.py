@@ -1,4 +1,5 @@
-"""Shows which backends can run on this machine, what the others lack, and whether a bundle is intact and its engines are current.
+"""Shows which backends can run on this machine, what the others lack, and whether a bundle is intact and its engines
+are current.
 
 It compares every byte of the bundle and its engines with the recorded hashes.
 """
@@ -28,7 +29,7 @@ def installed() -> str:
 
 
 def look(name: str, device: str) -> tuple[Backend | None, str]:
-    """The backend, None if it cannot run here, and a line about it."""
+    """The backend (None if it cannot run here) and a line about it."""
     try:
         opened = backend(name, device)
         facts = opened.versions() | opened.details()
@@ -42,8 +43,8 @@ def examine(
 ) -> tuple[list[str], bool]:
     """Lines about a bundle, and whether some backend can run it now. Raises GumihoError if the bundle is damaged.
 
-    available: the backends to look at by name, None if one cannot run here. devices: by backend, "" for the first. quick: see
-    ``Bundle.verify``.
+    available: the backends to look at by name, None if one cannot run here. devices: by backend, "" for the first.
+    quick: see ``Bundle.verify``.
     """
     bundle.verify(quick)
     manifest, ready = bundle.manifest, False

@@ -9,23 +9,25 @@ from ...api.generation import Generation
 from ...api.model import Model
 from ...decoding.settings import Settings
 
-# Near-tie margins relative to the largest logit, by the precision of the target's products. Measured differences between a row of one
-# pass and of another are up to 1.5e-6 in fp32 and 2.3e-3 in fp16 (docs/backends.md); they grow with depth. bf16 has three bits fewer
-# than fp16. int8 products round every row alike, so these rows are bit-identical (graphs.dialects.exact.Exact).
+# Near-tie margins relative to the largest logit, by the precision of the target's products. The measured differences of
+# a row between passes are up to 1.5e-6 in fp32 and 2.3e-3 in fp16 (docs/backends.md) and grow with the number of
+# layers. bf16 has three bits fewer than fp16. int8 products round every row alike, so these rows are bit-identical
+# (graphs.dialects.exact.Exact).
 NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 
 def near_margin(model: Model) -> float:
     """The margin of a near-tie between passes of different shapes, relative to the largest logit."""
-    return NEAR[model.decoder.passes.graphs["target"].precision]
+    return NEAR[model.decoder.target.graphs["target"].precision]
 
 
 @dataclass(frozen=True)
 class Difference:
     """A token that plain decoding would not have emitted.
 
-    index: among the emitted tokens. position: in the whole text. token: emitted. choice: plain decoding's. margin: how much the emitted
-    token's logit would have to grow to be chosen, relative to the largest logit. near: whether rounding explains the difference.
+    index: its place among the emitted tokens. position: its place in the text, prompt included. token: the emitted
+    token. choice: plain decoding's token. margin: how much the emitted token's logit would have to grow to be chosen,
+    relative to the largest logit. near: whether rounding explains the difference.
     """
 
     index: int
@@ -38,10 +40,12 @@ class Difference:
 
 def differences(model: Model, generation: Generation) -> list[Difference]:
     """Replays a finished generation with its own settings and seed, except lossy ones."""
-    return replay(model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed))
+    return compare_with_plain(
+        model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed)
+    )
 
 
-def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
+def compare_with_plain(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
     """Compares emitted tokens with plain decoding's. Those after a difference are still checked, each after the tokens that were emitted.
 
     ids: emitted after the prompt. settings: with the seed that was used, if they sample.
@@ -55,7 +59,7 @@ def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Se
         row = decoder.prefill(prompt, speculate=False)
         assert row is not None
         for index, token in enumerate(ids):
-            logits = decoder.passes.row(row)
+            logits = decoder.target.row(row)
             choice = sampler.choose(logits)
             if choice != token:
                 margin = sampler.margin(logits, token) / float(np.abs(logits).max())

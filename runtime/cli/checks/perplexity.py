@@ -16,7 +16,7 @@ from ...errors import DamageError
 
 @dataclass
 class Mean:
-    """A mean that is added to one value at a time, with its standard error (Welford 1962)."""
+    """A running mean with its standard error (Welford 1962)."""
 
     count: int = 0
     value: float = 0.0
@@ -36,11 +36,12 @@ class Mean:
 
 @dataclass
 class Quality:
-    """A bundle's numbers over the tokens of a text, all in nats per token.
+    """A bundle's results over the tokens of a text. The first three are in nats per token.
 
-    loss: negative log-probability of the text's tokens. lost: the same minus the reference's. divergence: Kullback-Leibler
-    divergence of the bundle's probabilities from the reference's, over all tokens that could follow. agreement: 1 where the
-    reference's first choice is the same, else 0. All but ``loss`` are empty for the reference itself.
+    loss: negative log-probability of the text's tokens. lost: ``loss`` minus the reference's. divergence:
+    Kullback-Leibler divergence of the bundle's probabilities from the reference's, over all tokens that could follow.
+    agreement: share of positions with the reference's most likely token. All but ``loss`` are empty for the reference
+    itself.
     """
 
     loss: Mean = field(default_factory=Mean)
@@ -53,8 +54,8 @@ class Quality:
         return exp(self.loss.value) if self.loss.value < 700 else inf
 
     def add(self, token: int, row: np.ndarray, expected: np.ndarray | None = None) -> None:
-        """Counts a position of the text. token: the next one; row, expected: log-probabilities [V] of the next token under the
-        bundle and, unless it is the reference itself, under the reference."""
+        """Counts a position of the text. token: the next one; row, expected: log-probabilities [V] of the next token
+        under the bundle and, unless it is the reference itself, under the reference."""
         self.loss.add(-float(row[token]))
         if expected is not None:
             self.lost.add(float(expected[token] - row[token]))
@@ -72,8 +73,8 @@ class Quality:
 def windows(bundle: Bundle, text: str, window: int, most: int) -> list[list[int]]:
     """The first ``most`` tokens of a text in windows, each read without what precedes it.
 
-    Every window begins with the special tokens that the tokenizer puts before a text, if any; these count towards ``window``, not
-    towards ``most``. A last window that predicts nothing is left out.
+    Every window begins with the special tokens that the tokenizer puts before a text, if any; these count towards
+    ``window``, not towards ``most``. A last window that predicts nothing is left out.
     """
     plain, whole = encode(bundle, "a", special=False), encode(bundle, "a")
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
@@ -83,8 +84,8 @@ def windows(bundle: Bundle, text: str, window: int, most: int) -> list[list[int]
 
 
 def log_probabilities(models: Sequence[Model], window: Sequence[int]) -> Iterator[list[np.ndarray]]:
-    """Reads a window and yields, for each of its tokens but the last, the log-probabilities [V] of the next one under each of
-    the models, as float64. The models advance together, so no more than one pass of each is held.
+    """Reads a window and yields, for each of its tokens but the last, the log-probabilities [V] of the next one under
+    each of the models, as float64. The models advance together, so no more than one pass of each is held.
 
     Raises DamageError if logits hold NaN or infinity.
     """
@@ -103,7 +104,7 @@ def log_probabilities(models: Sequence[Model], window: Sequence[int]) -> Iterato
 
 def _row(model: Model, row: int) -> np.ndarray:
     with model.exclusive() as decoder:
-        found = log_softmax(decoder.passes.row(row))
+        found = log_softmax(decoder.target.row(row))
     if not np.isfinite(found).all():
         raise DamageError(
             f"the logits of {model.bundle.path} hold NaN or infinity: the weights or engines are damaged, or values overflow; "
@@ -118,8 +119,8 @@ def measure(
     texts: Sequence[Sequence[int]],
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[Quality]:
-    """Quality of the reference and of each of the others. texts: windows of token ids. progress: gets the tokens done, window by
-    window."""
+    """Quality of the reference and of each of the others. texts: windows of token ids. progress: gets the tokens done,
+    window by window."""
     models, found = [reference, *others], [Quality() for _ in range(1 + len(others))]
     for window in texts:
         for position, rows in enumerate(log_probabilities(models, window), 1):

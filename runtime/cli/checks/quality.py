@@ -1,5 +1,6 @@
-"""Measures on a text how much a bundle's precision costs, with the bundle's own engines: its perplexity, and how far its
-probabilities are from those of a reference bundle, usually an unquantized export of the same model."""
+"""Measures on a text how much a bundle's precision costs, with the bundle's own engines: its perplexity, and how far
+its probabilities are from those of a reference bundle, usually an unquantized export of the same model.
+"""
 
 import argparse
 import json
@@ -49,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
     reference, *others = _bundles(args)
     texts = _texts(args, [reference, *others])
     for bundle in (reference, *others):
-        # Without its engines a bundle could only fail after the ones before it have been measured.
+        # Checked first, because a bundle without engines would otherwise fail only after others have been measured.
         find_engines(bundle, make_backend(args.backend or bundle.manifest.default, args.device))
     options = args.backend, args.device, args.threads
     progress = _Progress(sum(len(window) - 1 for window in texts))
@@ -70,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _names(args: argparse.Namespace) -> list[str]:
-    """The bundles as they were given, the reference first."""
+    """The bundles' paths as given, the reference first."""
     given: list[str] = list(args.bundles)
     if args.reference is None:
         return given
@@ -92,7 +93,8 @@ def _bundles(args: argparse.Namespace) -> list[Bundle]:
 
 
 def _texts(args: argparse.Namespace, bundles: Sequence[Bundle]) -> list[list[int]]:
-    """The windows to read. Raises InputError for windows that do not fit, too little text, or tokenizers that differ on it."""
+    """The windows to read. Raises InputError for windows that do not fit, too little text, or tokenizers that differ on
+    it."""
     capacity = min(bundle.manifest.capacity for bundle in bundles)
     window = min(_WINDOW, capacity) if args.window is None else args.window
     if not 2 <= window <= capacity:
@@ -115,7 +117,7 @@ def _texts(args: argparse.Namespace, bundles: Sequence[Bundle]) -> list[list[int
 
 
 class _Progress:
-    """Lines on standard error, at most one in ten seconds."""
+    """Reports progress on standard error, at most every ten seconds."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self._last = tokens, monotonic()

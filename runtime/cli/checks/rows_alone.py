@@ -1,4 +1,4 @@
-"""Whether the rows of a pass have the same logits as in passes of their own, bit for bit."""
+"""Checks that the rows of a pass have the same logits, bit for bit, as in passes of a single row."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from ...api.model import Model
 from ...decoding.cycle import Tree
 from ...decoding.decoder import Decoder
 
-_LONG = 330  # tokens; two blocks of positions are settled for their last rows (graphs.dialects.exact)
-_SHORT = 12  # tokens of the texts whose trees are computed again row by row
+_LONG = 330  # tokens, so that the last rows have two settled blocks (graphs.dialects.exact)
+_SHORT = 12  # tokens of the other texts
 
 
 def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
-    """Computes the rows of a text's trees again, each in a pass of its own. Lossless output relies on identical rows, and these
-    on kernels that differ between processors.
+    """Recomputes the rows of a text's trees, each in a pass of its own. Lossless output depends on equal rows, and
+    these depend on the processor's kernels.
 
-    Returns the number of rows, and the number of those whose logits are not bitwise equal.
+    Returns the number of rows, and the number of rows whose logits are not bitwise equal.
     """
     prompts = [prompt]
-    if model.decoder.passes.graphs["target"].open_caches:  # whose passes compute something else behind a long text
+    if model.decoder.target.graphs["target"].open_caches:  # whose passes compute something else behind a long text
         prompts.append(
             list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
         )
@@ -34,10 +34,10 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             for row in range(1, len(tree.tokens)):
                 paths.append([*paths[tree.parents[row]], row])
             for path, tree_logits in zip(paths, logits, strict=True):
-                decoder.passes.target_cache.length[0] = len(text)
+                decoder.target.keep(len(text))
                 for row in path:
                     decoder.feed([tree.tokens[row]])
-                unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
+                unequal += not np.array_equal(decoder.target.row(0), tree_logits)
     return sum(len(logits) for _, _, logits in trees), unequal
 
 
@@ -46,7 +46,7 @@ def _trees(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, n
 
 
 def _drafted(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:
-    """The trees of a text: the tokens before each, its rows and their logits [rows, V]."""
+    """The trees of a text, each with the tokens before it and its rows' logits [rows, V]."""
     text, trees = list(prompt), list[tuple[list[int], Tree, np.ndarray]]()
     for cycle in model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True).cycles():
         if cycle.tree:
@@ -56,7 +56,8 @@ def _drafted(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree,
 
 
 def _chain(model: Model, prompt: Sequence[int]) -> tuple[list[int], Tree, np.ndarray]:
-    """A pass as over looked-up tokens, here the prompt's own: the tokens before it, its rows and their logits [rows, V]."""
+    """A pass over a chain of the prompt's own tokens, as for looked-up ones: the tokens before it, its rows and their
+    logits [rows, V]."""
     manifest = model.bundle.manifest
     tree = Tree.chain([prompt[i % len(prompt)] for i in range(min(manifest.rows, manifest.capacity - len(prompt)))])
     with model.exclusive() as decoder:
@@ -67,4 +68,4 @@ def _chain(model: Model, prompt: Sequence[int]) -> tuple[list[int], Tree, np.nda
 
 
 def _logits(decoder: Decoder, tree: Tree) -> np.ndarray:
-    return np.stack([decoder.passes.row(row) for row in range(len(tree.tokens))])
+    return np.stack([decoder.target.row(row) for row in range(len(tree.tokens))])

@@ -1,8 +1,8 @@
-"""Checks on this machine that speculation does not change the output: tokens are the same with and without it at several
-settings, and sampled texts have the target's own distribution (chi-squared test).
+"""Checks on this machine that speculation does not change the output: tokens are the same with and without it at
+several settings, and sampled texts have the target's own distribution (chi-squared test).
 
-If a quantized target rounds activations to int8, as on the CPU, it also checks that every row of a tree has the same logits,
-bit for bit, as in a pass of its own.
+If a quantized target rounds activations to int8, as on the CPU, it also checks that every row of a tree has the same
+logits, bit for bit, as in a pass of its own.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
 )
 _TOP_K, _TOKENS, _TEMPERATURE = 4, 3, 1.5  # of the sampled texts; _TOKENS is their length
-_EDGE = -1  # in place of a token
+_EDGE = -1  # stands for any token at the edge of top k
 _SIGNIFICANCE = 1e-4  # the test fails if a deviation as large has a lower probability
 _FEWEST = 200  # texts that the chi-squared test needs
 
@@ -53,8 +53,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt, continued with and without speculation. differences: of the speculative text, from its replay; empty if both
-    texts are the same."""
+    """A prompt continued with and without speculation. differences: found by replaying the speculative text; empty if
+    both texts are equal."""
 
     speculative: Generation
     plain: Generation
@@ -70,13 +70,14 @@ class Comparison:
 
     @property
     def defects(self) -> int:
-        """The number of differences that rounding does not explain. If the texts differ and the replay shows no difference,
-        that counts as one."""
+        """The number of differences that rounding does not explain. Texts that differ although the replay finds no
+        difference count as one."""
         return len(self.differences) - len(self.ties) + (not self.alike and not self.differences)
 
 
 def prompts(model: Model, count: int) -> list[list[int]]:
-    """Prompts of random tokens, the same in every run. Without a drafter every prompt repeats itself, for the prompt lookup."""
+    """Prompts of random tokens, the same in every run. Without a drafter every prompt repeats itself, so that prompt
+    lookup has matches."""
     random, manifest = np.random.default_rng(0), model.bundle.manifest
     repeated = 1 if manifest.has_drafter else 2
     longest = max(1, min(48, manifest.capacity // 2) // repeated)
@@ -84,7 +85,7 @@ def prompts(model: Model, count: int) -> list[list[int]]:
 
 
 def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]) -> Generation:
-    """A generation that has ended."""
+    """Runs a generation to its end and returns it."""
     generation = model.generate(prompt, tokens, speculate, **settings)
     list(generation.cycles())
     return generation
@@ -97,9 +98,10 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
 
 
 def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], list[int]]]:
-    """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding, and the tokens at the edge of top k behind every
-    beginning of a text where rounding decides which of them are in: those nearly tied with the last one that is. A text that has one of
-    them there is counted as the beginning and ``_EDGE``, however it goes on."""
+    """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding, and the edge tokens after
+    every prefix. Edge tokens nearly tie with the last token within top k, so rounding decides which of them are within.
+    Texts with an edge token are counted together: as the prefix before it and ``_EDGE``, whatever follows.
+    """
     near = near_margin(model)
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     edges: dict[tuple[int, ...], list[int]] = {}
@@ -113,7 +115,7 @@ def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, .
                 decoder.clear()
                 row = decoder.prefill([*prompt, *text], speculate=False)
                 assert row is not None
-                logits = decoder.passes.row(row).astype(np.float64)
+                logits = decoder.target.row(row).astype(np.float64)
             order = np.argsort(-logits, kind="stable")
             likeliest = order[:_TOP_K]
             tied = order[np.abs(logits[order] - logits[likeliest[-1]]) < near * np.abs(logits).max()]
@@ -128,7 +130,7 @@ def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, .
 
 
 def counted(text: tuple[int, ...], edges: Mapping[tuple[int, ...], list[int]]) -> tuple[int, ...]:
-    """How a text is counted, see ``distribution``."""
+    """The key under which a text is counted; see ``distribution``."""
     for i, token in enumerate(text):
         if token in edges.get(text[:i], ()):
             return (*text[:i], _EDGE)
@@ -136,7 +138,7 @@ def counted(text: tuple[int, ...], edges: Mapping[tuple[int, ...], list[int]]) -
 
 
 def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int, ...]]:
-    """Samples one text per seed. All tokens but the first are verified in trees."""
+    """Samples one text per seed. Trees verify all tokens but the first."""
     session = model.session()
     for seed in range(draws):
         turn = session.generate(prompt, _TOKENS, temperature=_TEMPERATURE, top_k=_TOP_K, seed=seed)
@@ -147,10 +149,11 @@ def drawn(model: Model, prompt: Sequence[int], draws: int) -> Iterator[tuple[int
 def chi_squared(
     counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
 ) -> tuple[float, int, float]:
-    """Pearson's statistic, its degrees of freedom, and the probability that chance gives a larger one (Wilson, Hilferty 1931).
+    """Pearson's statistic, its degrees of freedom, and the probability that chance gives a larger one (Wilson, Hilferty
+    1931).
 
-    counts: texts that were sampled; expected: probabilities of all texts; draws: the number of samples. Texts expected fewer
-    than five times are merged into one cell.
+    counts: texts that were sampled; expected: probabilities of all texts; draws: the number of samples. Texts expected
+    fewer than five times are merged into one cell.
     """
     frequent = {text: draws * p for text, p in expected.items() if draws * p >= 5}
     cells = [(counts[text], expectation) for text, expectation in frequent.items()]
@@ -215,13 +218,14 @@ def results(
 ) -> Iterator[Result]:
     """Runs the checks and yields each result.
 
-    count: prompts per setting; tokens: to compare per prompt; draws: texts for the chi-squared test. progress: gets a line now
-    and then. deadline: in seconds of ``time.monotonic``; after it each check uses one prompt, or 200 texts.
+    count: prompts per setting; tokens: to compare per prompt; draws: texts for the chi-squared test. progress: called
+    with a line now and then. deadline: a time of ``time.monotonic`` in seconds; after it each check uses only one
+    prompt, or 200 texts.
     """
     for drafter in model.bundle.manifest.each:
         for settings in _SETTINGS:
             yield _identity(model, drafter, settings, prompts(model, count), tokens, deadline)
-    if model.decoder.passes.graphs["target"].precision == "int8":
+    if model.decoder.target.graphs["target"].precision == "int8":
         compared = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         many = "trees" if model.bundle.manifest.has_drafter else "passes of several rows"
         rows, unequal = (sum(numbers) for numbers in zip(*compared, strict=True))
@@ -251,7 +255,8 @@ def results(
 def _identity(
     model: Model, drafter: str, settings: Mapping[str, Any], all_prompts: Sequence[list[int]], tokens: int, deadline: float
 ) -> Result:
-    """Whether the settings give the same tokens with and without speculation. drafter: "" if there is one at most."""
+    """Checks that the settings give the same tokens with and without speculation. drafter: "" if there is at most
+    one."""
     comparisons = [
         compare(model, prompt, tokens, {**settings, "drafter": drafter or None}) for prompt in _until(deadline, all_prompts)
     ]
