@@ -97,19 +97,19 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fetched(args: argparse.Namespace) -> int:
+def _fetched(model: str, out: Path | None) -> int:
     try:
-        folder = (args.out or Path(args.model)).expanduser()
+        folder = (out or Path(model)).expanduser()
     except RuntimeError as error:  # an unknown user's home
-        raise InputError(f"--out {args.out} cannot be the name of a folder ({reason(error)}): name another one") from None
-    file = fetch(MODELS[args.model], folder)
+        raise InputError(f"--out {out} cannot be the name of a folder ({reason(error)}): name another one") from None
+    file = fetch(MODELS[model], folder)
     print(f"{file}: try gumiho export --target {file}")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return command.run(lambda: _fetched(args), "nothing was written")
+    return command.run(lambda: _fetched(args.model, args.out), "nothing was written")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Within this context modules are traced by ``exporter.capture``."""
+    """Within this context modules are traced by ``exporter.tracing.capture``."""
     token = _capturing.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def tracing() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether modules are traced, by ``exporter.capture`` or by ``torch.onnx.export``, with which tests compare it."""
+    """Whether modules are traced, by ``exporter.tracing.capture`` or by ``torch.onnx.export``, with which tests compare it."""
     return _capturing.get() or torch.onnx.is_in_onnx_export()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-import exporter.bundle
+import exporter.writing.bundle
 from exporter.cli import main
 from runtime.bundle.reader import Bundle
 from tests.mutations import Apply, captured
@@ -25,7 +25,7 @@ _SMALL = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     },
 }  # fmt: skip
-OPTIONS = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64",
+OPTIONS = ["--rows", "4", "--capacity", "64",
             "--draft-weights", "none"]  # fmt: skip
 _traced: dict[Any, Any] = {}
 
@@ -58,11 +58,11 @@ def attempt(folder: Path) -> str:
     if _run([*argv, "--dry-run"]):
         assert [p.name for p in folder.parent.iterdir()] == [folder.name], "a dry run wrote something"
         return "refused by the dry run"
-    trace, exporter.bundle.trace = exporter.bundle.trace, _once
+    trace, exporter.writing.bundle.trace = exporter.writing.bundle.trace, _once
     try:
         status = _run(argv)
     finally:
-        exporter.bundle.trace = trace
+        exporter.writing.bundle.trace = trace
     beside = {p.name for p in folder.parent.iterdir()} - {folder.name}
     if status:
         assert not beside, f"a failed export left {beside}"
@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
     return status
 
 
-_trace = exporter.bundle.trace
+_trace = exporter.writing.bundle.trace
 
 
 def _once(module: Any, places: Any, folder: Any, dtype: Any, pinned: Any) -> Any:

@@ -14,20 +14,21 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporter import cli
-from exporter.calibration import calibrated
 from exporter.checkpoints.architectures import ARCHITECTURES
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.gguf_file import GgufCheckpoint
 from exporter.checkpoints.json_config import llama_fields
 from exporter.checkpoints.llama import LlamaConfig, llama_config, llama_shape, transformers_class, transformers_config
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.options import parser, plan
+from exporter.options import config_of
 from exporter.progress import Progress
+from exporter.recipe.resolve import recipe_of
 from exporter.training import cli as training
 from exporter.training import start
 from exporter.training.drafters.gumiho import Gumiho
 from exporter.training.text import Slots
-from exporter.validate import validate
+from exporter.writing.calibration import calibrated
+from exporter.writing.validate import validate
 from runtime import GumihoError, InputError, load
 from runtime.cli.checks.lossless import differences
 from tests import gguf_files
@@ -63,7 +64,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pat
 
 
 def planned(target: Path, *options: str) -> Any:
-    return plan(parser().parse_args(["--target", str(target), "--out", "nowhere", *options]))
+    return recipe_of(config_of(["--target", str(target), "--out", "nowhere", *options]))
 
 
 # --- what they generate --------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from transformers import LlamaForCausalLM
 
 from exporter import cli, options
 from exporter.backends.specs import BACKENDS, UNSIGNED
-from exporter.bundle import _pack
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import scale_of
 from exporter.weights.source import Location
+from exporter.writing.bundle import _pack
 from graphs.dialects.quantization import JOINED, dequantize
 from runtime import load
 from runtime.bundle.reader import Bundle
@@ -52,7 +53,7 @@ def written(kind: str, folder: Path) -> tuple[Path, LlamaForCausalLM]:
 
 
 def parsed(*argv: str) -> Any:
-    return options.plan(options.parser().parse_args(argv))
+    return recipe_of(options.config_of(argv))
 
 
 def stored(bundle: Path) -> dict[str, Tensor]:
@@ -143,7 +144,7 @@ def assert_logits(bundle: Path, model: LlamaForCausalLM, near: float, texts: int
             opened.decoder.clear()
             opened.decoder.feed(ids)
             found, wanted = (
-                torch.from_numpy(opened.decoder.passes.logits[: len(ids)].copy()),
+                torch.from_numpy(opened.decoder.target.logits[: len(ids)].copy()),
                 model(torch.tensor([ids])).logits[0],
             )
             errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
@@ -151,7 +152,7 @@ def assert_logits(bundle: Path, model: LlamaForCausalLM, near: float, texts: int
             opened.decoder.clear()
             for token in ids:
                 opened.decoder.feed([token])
-                alone.append(torch.from_numpy(opened.decoder.passes.logits[:1].copy()))
+                alone.append(torch.from_numpy(opened.decoder.target.logits[:1].copy()))
             if near < 1e-5:
                 assert torch.equal(found, torch.cat(alone))
     assert float(np.median(errors)) < near

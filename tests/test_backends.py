@@ -184,7 +184,7 @@ def test_half_precision_differs_at_near_ties_only(running: tuple[str, str], bund
             cpu.decoder.clear()
             last = cpu.decoder.prefill([*prompt, *expected[:at]], speculate=False)
             assert last is not None
-            row = cpu.decoder.passes.row(last)
+            row = cpu.decoder.target.row(last)
             assert (row.max() - row[found[at]]) / np.abs(row).max() < HALF
 
 

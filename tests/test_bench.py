@@ -303,10 +303,10 @@ def test_growth_of_powers(exponent: float, sizes: list[int]) -> None:
 def test_costs_of_a_bundle(demo_bundle: Path) -> None:
     with load(demo_bundle, threads=1) as model, model.exclusive() as decoder:
         found = costs.costs(decoder, [1, 8], [0, 16, 900], 1)
-        assert int(decoder.passes.target_cache.length[0]) == 0
+        assert decoder.target.length == 0
         assert [[len(spent) for spent in found[name]] for name in ("target", "draft")] == [[3, 3], [3]]
         assert all(0 < ms < 1e5 for spent in (*found["target"], *found["draft"]) for ms in spent)
-        most, capacity = len(decoder.passes.choice), decoder.manifest.capacity
+        most, capacity = len(decoder.target.choice), decoder.manifest.capacity
         with pytest.raises(costs.InputError, match=f"takes at most {most} rows, not {most + 1}"):
             costs.costs(decoder, [most + 1], [0], 1)
         with pytest.raises(costs.InputError, match="exceed the capacity"):

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from exporter.calibration import TOKENS, observe
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.options import parsed, plan
+from exporter.options import config_of
+from exporter.recipe.calibration_text import TOKENS
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.quantize import quantize, quantized, scale_of, zero_of
 from exporter.weights.source import Source
+from exporter.writing.calibration import observe
 from graphs.dialects.quantization import Scheme, dequantize
 from runtime import GumihoError
 from tests.conftest import DEMO
@@ -155,7 +157,7 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
 
 def test_which_exports_have_zero_points(target: Path) -> None:
     def planned(*options: str) -> tuple[bool, str, int]:
-        made = plan(parsed(["--target", str(target), "--weights", "int4", "--capacity", "100", *options]))
+        made = recipe_of(config_of(["--target", str(target), "--weights", "int4", "--capacity", "100", *options]))
         scheme = made.schemes(made.codes[0])["target"]["layers.0.mlp.up_proj.weight"]
         assert scheme is not None
         assert scheme.zeros == made.zeros == any(name.endswith(".zero") for name in made.sources()["weights/target.bin"])
@@ -164,14 +166,14 @@ def test_which_exports_have_zero_points(target: Path) -> None:
     assert planned() == (True, "int4, blocks of 32 with zero points, lm_head int8", 100)
     assert planned("--backend", "cpu", "cuda", "--dtype", "fp32")[0]
     assert planned("--backend", "cpu", "migraphx", "--dtype", "fp32") == (False, "int4, blocks of 32", 0)
-    assert plan(parsed(["--target", str(target), "--weights", "none"])).calibration == ()
+    assert recipe_of(config_of(["--target", str(target), "--weights", "none"])).calibration == ()
 
 
 def test_another_text_is_another_plan(tmp_path: Path) -> None:
     """It chooses other codes, so an interrupted export does not go on with it."""
     (tmp_path / "text").write_text("def main(argv=None):\n    return run(argv)\n" * 100)
     argv = ["--target", str(DEMO / "target"), "--weights", "int4"]
-    usual, own = (plan(parsed([*argv, *more])) for more in ([], ["--calibrate", str(tmp_path / "text")]))
+    usual, own = (recipe_of(config_of([*argv, *more])) for more in ([], ["--calibrate", str(tmp_path / "text")]))
     assert len(own.calibration) == TOKENS
     assert usual.fingerprint() != own.fingerprint()
     assert len(np.unique(usual.calibration)) > 100
@@ -186,10 +188,10 @@ def test_another_text_is_another_plan(tmp_path: Path) -> None:
 def test_texts_that_cannot_be_used(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "short").write_text("")
     with pytest.raises(GumihoError, match=said):
-        plan(parsed(["--target", str(DEMO / "target"), "--calibrate", str(tmp_path / "short"), *options]))
+        recipe_of(config_of(["--target", str(DEMO / "target"), "--calibrate", str(tmp_path / "short"), *options]))
 
 
 def test_a_target_without_a_tokenizer(target: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text " * 1000)
     with pytest.raises(GumihoError, match="has no tokenizer to read --calibrate with: leave the option out"):
-        plan(parsed(["--target", str(target), "--weights", "int4", "--calibrate", str(tmp_path / "text")]))
+        recipe_of(config_of(["--target", str(target), "--weights", "int4", "--calibrate", str(tmp_path / "text")]))

@@ -1,4 +1,4 @@
-"""What ``exporter.capture`` records, against what ``torch.onnx.export`` makes of the same modules.
+"""What ``exporter.tracing.capture`` records, against what ``torch.onnx.export`` makes of the same modules.
 
 The dialect ``Exact``, whose graphs divide integers, which PyTorch's exporter does as floats, is compared with loops in ``test_ops``.
 """
@@ -20,8 +20,8 @@ from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exporter.capture import capture
-from exporter.signature import arguments, signature
+from exporter.tracing.capture import capture
+from exporter.tracing.signature import arguments, signature
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
@@ -212,5 +212,5 @@ def test_operators_without_a_spelling_are_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.erfinv()
 
-    with pytest.raises(NotImplementedError, match=r"exporter/aten.py has no spelling of aten.erfinv"):
+    with pytest.raises(NotImplementedError, match=r"exporter/tracing/aten.py has no spelling of aten.erfinv"):
         capture(Odd(), [("x", torch.zeros(3), {})], ["y"], 18)

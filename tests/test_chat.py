@@ -23,9 +23,9 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import runtime.decoding.text.chat_template
-from exporter.bundle import write_tokenizer
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
+from exporter.writing.bundle import write_tokenizer
 from runtime.decoding.text.chat_template import ChatTemplate
 from runtime.decoding.text.special_tokens import SpecialTokens
 from runtime.errors import GumihoError

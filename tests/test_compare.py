@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from runtime.errors import InputError
-from runtime.errors.interruption import INTERRUPTED
 from tests.conftest import DEMO
 from tools import best_tree, compare
 
@@ -141,7 +140,10 @@ def test_a_candidate_that_cannot_be_exported_tells_why(
 
 
 def test_an_interrupted_candidate_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.cli.main", lambda argv: INTERRUPTED)
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("exporter.export", interrupted)
     with pytest.raises(KeyboardInterrupt):
         best_tree.export(SimpleNamespace(target="somewhere"), "drafter", "none", [], tmp_path / "out")  # type: ignore[arg-type]
 

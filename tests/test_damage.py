@@ -437,7 +437,7 @@ def test_a_model_that_nobody_has_is_freed(bundle: Path) -> None:
         model = load(bundle, threads=1)
         list(model.generate("ABC", 9))
         list(model.session().generate("ABC", 9, rows=2).cycles())
-        seen = weakref.ref(model), weakref.ref(model.decoder), weakref.ref(model.decoder.passes.engines["target"])
+        seen = weakref.ref(model), weakref.ref(model.decoder), weakref.ref(model.decoder.engines["target"])
         del model
         assert [one() for one in seen] == [None] * 3
     finally:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from exporter.engines import Compiled
-from exporter.options import parser, plan
-from exporter.summary import report
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.writing.engines import Compiled
+from exporter.writing.summary import report
 from runtime.backends import NAMES, backend
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks import doctor
@@ -47,9 +48,8 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
 def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle, cpu = Bundle(demo_bundle), backend("cpu")
     pair = ["--ckpt", str(DEMO / "drafter"), "--target", str(DEMO / "target"), "--draft-weights", "none"]
-    args = parser().parse_args(pair)
     compiled = Compiled("cpu", cpu, find_engines(bundle, cpu).name, {"golden run": {"target": 1e-6, "draft": 20.0}})
-    lines = report(bundle, plan(args), [compiled], args).splitlines()
+    lines = report(bundle, recipe_of(config_of(pair)), [compiled]).splitlines()
     capsys.readouterr()
     assert doctor.main([str(demo_bundle), "--backend", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -42,7 +42,7 @@ def values(model: Model) -> np.ndarray:
     they lie and whatever was read before: so they show what has been read."""
     decoder = model.decoder
     decoder.catch_up()
-    cache, kv_heads = decoder.passes.draft_cache, int(decoder.passes.graphs["draft"].caches[0].shape[1])
+    cache, kv_heads = decoder.draft.cache, int(decoder.draft.graphs["draft"].caches[0].shape[1])
     return cache.rows(int(cache.length[0]))[kv_heads : 2 * kv_heads]
 
 

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
-from exporter.signature import caches
-from exporter.trace import trace
+from exporter.tracing.signature import caches
+from exporter.tracing.trace import trace
 from exporter.weights.packer import Packer
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain

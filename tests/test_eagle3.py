@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from exporter.checkpoints.llama import rotary_tables
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
-from exporter.signature import caches
-from exporter.sources import open_pair
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
+from exporter.tracing.signature import caches
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded
@@ -48,7 +49,7 @@ def eagle_3(rows: int, beam: int, serial: int = 8) -> TreeConfig:
 
 
 def opened(argv: list[str], *more: str) -> Pair:
-    return open_pair(parser().parse_args([*argv, *more]))
+    return open_pair(config_of([*argv, *more]))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_what_is_asked_for_overrides_what_is_said(tmp_path: Path) -> None:
     assert asked.draft_config.rope_parameters["rope_theta"] == 500000
     assert not torch.equal(rotary_tables(theirs.draft_config, 9)[0], rotary_tables(asked.draft_config, 9)[0])
     assert asked.target_config == theirs.target_config
-    plans = (plan(parser().parse_args([*argv, *more])) for more in ((), ("--draft-rope-theta", "500000")))
+    plans = (recipe_of(config_of([*argv, *more])) for more in ((), ("--draft-rope-theta", "500000")))
     assert len({made.fingerprint() for made in plans}) == 2  # an interrupted export goes on with what the same options packed
 
 
@@ -227,7 +228,7 @@ def test_norm_before_residual_is_asked_for_where_readers_differ(tmp_path: Path, 
 def test_trees_and_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The paper's depth 8 and 60 rows, of ten tokens a node and ten nodes a level."""
     argv = replace(PLAIN, pair=RandomPair({"num_hidden_layers": 9})).write(tmp_path)
-    made = plan(parser().parse_args([*argv, "--rows", "60", "--compat", "reference", "--dry-run"]))
+    made = recipe_of(config_of([*argv, "--rows", "60", "--draft-tree", "reference", "--dry-run"]))
     assert made.tree == TreeConfig(60, 8, 0, 10, 35, 10, wide=True)
     assert main([*argv, "--dry-run"]) == 0
     said = capsys.readouterr().out

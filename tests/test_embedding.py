@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporter.backends.specs import UNSIGNED
-from exporter.capture import capture
-from exporter.options import parsed, plan
-from exporter.trace import _name_codes
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.tracing.capture import capture
+from exporter.tracing.trace import _name_codes
 from exporter.weights.quantize import quantize, scale_of
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING, Scheme
@@ -80,8 +81,10 @@ def test_which_exports_have_codes(tmp_path: Path) -> None:
     pair.write(tmp_path)
 
     def coded(*options: str) -> set[str]:
-        made = plan(
-            parsed(["--ckpt", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--capacity", "100", *options])
+        made = recipe_of(
+            config_of(
+                ["--ckpt", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--capacity", "100", *options]
+            )
         )
         found = {file for file, sources in made.sources().items() if scale_of(EMBEDDING) in sources}
         for model in made.models:
@@ -99,7 +102,7 @@ def test_which_exports_have_codes(tmp_path: Path) -> None:
     assert coded("--weights", "int8", "--backend", "cuda") == set()
     assert coded("--weights", "int8", "--link-weights") == set()
     RandomPair({"hidden_size": 48}, layers=1, heads=1).write(tmp_path / "odd")
-    made = plan(parsed(["--target", str(tmp_path / "odd/target"), "--capacity", "100", "--weights", "w8a8"]))
+    made = recipe_of(config_of(["--target", str(tmp_path / "odd/target"), "--capacity", "100", "--weights", "w8a8"]))
     assert scale_of(EMBEDDING) not in made.sources()["weights/target.bin"]  # rows of 48 are no whole blocks
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from exporter.cli import main
-from exporter.options import parser
-from exporter.sources import open_pair
-from exporter.trees import tree_config
+from exporter.options import config_of
+from exporter.recipe.sources import open_pair
+from exporter.recipe.trees import tree_config
 from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig
 from tests.pairs import RandomPair
@@ -34,25 +34,25 @@ def _made(folder: Path, layers: int, heads: int) -> list[str]:
 
 
 def tree(argv: list[str], *more: str) -> TreeConfig:
-    args = parser().parse_args([*argv, *more])
-    return tree_config(args, open_pair(args))
+    asked = config_of([*argv, *more])
+    return tree_config(asked, open_pair(asked))
 
 
 def test_tensors_tell_the_family(tmp_path: Path) -> None:
     for layers, heads, family in ((1, 0, "eagle"), (2, 0, "gumiho"), (1, 1, "gumiho"), (2, 5, "gumiho")):
         argv = _made(tmp_path / f"{layers}-{heads}", layers, heads)
-        assert open_pair(parser().parse_args(argv)).family == family
+        assert open_pair(config_of(argv)).family == family
 
 
 def test_eagle_grows_its_papers_tree(eagle: list[str]) -> None:
     """The paper's depth 6 and 60 rows, of ten tokens a node and ten nodes a level."""
     expected = TreeConfig(60, 6, 0, 10, 35, 10, wide=True)
-    assert tree(eagle, "--rows", "60", "--compat", "reference") == expected
+    assert tree(eagle, "--rows", "60", "--draft-tree", "reference") == expected
     assert tree(eagle, "--rows", "60") == replace(expected, beam=9)
     assert tree(eagle, "--rows", "64") == replace(expected, rows=64)
     # On the CPU smaller trees, of fewer levels.
     assert tree(eagle) == TreeConfig(8, 5, 0, 10, 35, 1, wide=True)
-    assert tree(eagle, "--policy", "chain").depth == 5
+    assert tree(eagle, "--draft-tree", "chain").depth == 5
     assert tree(eagle, "--serial-steps", "3", "--top-k", "4", "--beam", "2") == TreeConfig(8, 3, 0, 4, 35, 2, wide=True)
 
 
@@ -62,15 +62,15 @@ def test_eagle_1_has_a_static_tree(eagle: list[str]) -> None:
     # Depths and expanded nodes as in the official list.
     assert [whole.level_size(depth) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
     assert 1 + sum(whole.expanded_nodes(depth) for depth in range(1, 5)) == 11
-    assert tree(eagle, "--policy", "static") == whole
-    assert tree(eagle, "--policy", "static", "--rows", "9") == replace(whole, rows=9)
-    assert tree(eagle, "--policy", "static", "--rows", "60") == whole
+    assert tree(eagle, "--draft-tree", "static") == whole
+    assert tree(eagle, "--draft-tree", "static", "--rows", "9") == replace(whole, rows=9)
+    assert tree(eagle, "--draft-tree", "static", "--rows", "60") == whole
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (("--policy", "static", "--top-k", "3"), "--policy static fixes levels and tokens"),
-    (("--policy", "static", "--serial-steps", "3"), "--policy static fixes levels and tokens"),
-    (("--policy", "static", "--rows", "1"), "--rows is 1: give 2 or more"),
+    (("--draft-tree", "static", "--top-k", "3"), "--draft-tree static fixes levels and tokens"),
+    (("--draft-tree", "static", "--serial-steps", "3"), "--draft-tree static fixes levels and tokens"),
+    (("--draft-tree", "static", "--rows", "1"), "--rows is 1: give 2 or more"),
     (("--heads", "1"), "has 0: give at most that many"),
 ])  # fmt: skip
 def test_what_eagle_cannot_have(
@@ -82,8 +82,8 @@ def test_what_eagle_cannot_have(
 
 
 def test_gumiho_has_no_static_tree(gumiho: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*gumiho, "--out", str(tmp_path / "out"), "--policy", "static"]) == 1
-    assert "--policy static is for EAGLE" in capsys.readouterr().err
+    assert main([*gumiho, "--out", str(tmp_path / "out"), "--draft-tree", "static"]) == 1
+    assert "--draft-tree static is for EAGLE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["speculator.emb.0.weight", "0.0.linears.weight"])
@@ -98,7 +98,7 @@ def test_other_families_are_refused_by_their_tensors(
 
 
 def test_a_dry_run_says_what_it_found(eagle: list[str], gumiho: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*eagle, "--dry-run", "--policy", "static"]) == 0
+    assert main([*eagle, "--dry-run", "--draft-tree", "static"]) == 0
     said = capsys.readouterr().out
     assert "an EAGLE.\n" in said
     assert "Draft tree: 26 rows, depth 5, the best of the 25 paths of EAGLE-1.\n" in said

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import exporter.bundle
+import exporter.writing.bundle
 from exporter.checkpoints import vllm
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import is_finite
 from runtime.errors import GumihoError
@@ -24,7 +25,7 @@ WIDE = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-TREE = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "4", "--capacity", "64"]
 TARGET, MLP, NORM = "model.layers.0.mlp.up_proj.weight", "mlp.0.3.linear.weight", "model.norm.weight"
 
 
@@ -52,7 +53,7 @@ def options(pair: Path, *more: str) -> list[str]:
 
 
 def packed(pair: Path, *more: str) -> None:
-    wanted = plan(parser().parse_args(options(pair, *more)))
+    wanted = recipe_of(config_of(options(pair, *more)))
     packer = Packer(pair / "packed", wanted.dtype, lambda _: None)
     for file, sources in wanted.sources().items():
         packer.pack(file, sources)
@@ -161,8 +162,8 @@ def refused(pair: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without graphs, which the golden run does not read."""
-    monkeypatch.setattr(exporter.bundle, "_form", lambda *_: None)
-    monkeypatch.setattr(exporter.bundle, "_golden_work", lambda _: 0)
+    monkeypatch.setattr(exporter.writing.bundle, "_form", lambda *_: None)
+    monkeypatch.setattr(exporter.writing.bundle, "_golden_work", lambda _: 0)
 
 
 @pytest.mark.parametrize("name", [TARGET, NORM, "model.embed_tokens.weight", "lm_head.weight"])

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.golden_recorder import record
-from exporter.options import parser, plan
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.writing.golden_recorder import record
 from graphs.tree import TreeConfig
 from runtime import GumihoError
 from runtime.backends import backend
@@ -275,14 +276,14 @@ def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], 
 @pytest.fixture(scope="module")
 def chain(make_bundle: MakeBundle) -> Path:
     return make_bundle(
-        FLAT, "--policy", "chain", "--serial-steps", "3", "--heads", "0", "--rows", "4", "--draft-weights", "int4"
+        FLAT, "--draft-tree", "chain", "--serial-steps", "3", "--heads", "0", "--rows", "4", "--draft-weights", "int4"
     )
 
 
 def test_the_best_tokens_behind_a_chain_are_those_of_a_wider_tree(tmp_path: Path) -> None:
     """Of a tree that expands the best node of each level and keeps eight, grown from the same inputs."""
     folders = FLAT.write(tmp_path)
-    pair = plan(parser().parse_args(["--target", str(folders[0]), "--ckpt", str(folders[1])])).pair
+    pair = recipe_of(config_of(["--target", str(folders[0]), "--ckpt", str(folders[1])])).pair
     narrow = TreeConfig(4, 3, heads=0, top_k=1, head_top_k=1, beam=1)
     target = pair.modules(narrow, 100, 103)["target"]
     sources = pair.target_sources(103)

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
-from exporter.sources import open_pair
-from exporter.trees import tree_config
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
+from exporter.recipe.trees import tree_config
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded
@@ -40,7 +41,7 @@ MADE: dict[str, RandomMedusa | RandomHydra] = {
 
 
 def opened(argv: list[str], *more: str) -> Pair:
-    return open_pair(parser().parse_args([*argv, *more]))
+    return open_pair(config_of([*argv, *more]))
 
 
 def trees(made: RandomMedusa | RandomHydra) -> list[tuple[TreeConfig, TreeConfig]]:
@@ -124,17 +125,17 @@ def test_trees(tmp_path: Path) -> None:
     medusa, hydra = RandomMedusa().write(tmp_path / "a"), RandomHydra().write(tmp_path / "b")
 
     def tree(argv: list[str], *more: str) -> TreeConfig:
-        args = parser().parse_args([*argv, *more])
-        return tree_config(args, open_pair(args))
+        asked = config_of([*argv, *more])
+        return tree_config(asked, open_pair(asked))
 
     assert len(MEDUSA) == len(set(MEDUSA)) == 63
     assert [sum(len(path) == depth for path in MEDUSA) for depth in range(1, 5)] == [10, 28, 23, 2]
     assert all(path[:-1] in (*MEDUSA[:i], ()) for i, path in enumerate(MEDUSA))
-    assert tree(medusa, "--policy", "static") == TreeConfig.static(MEDUSA, heads=True)
-    assert tree(medusa, "--policy", "static", "--rows", "8") == TreeConfig.static(MEDUSA[:7], heads=True)
-    assert tree(hydra, "--policy", "static") == TreeConfig.static(MEDUSA)
+    assert tree(medusa, "--draft-tree", "static") == TreeConfig.static(MEDUSA, heads=True)
+    assert tree(medusa, "--draft-tree", "static", "--rows", "8") == TreeConfig.static(MEDUSA[:7], heads=True)
+    assert tree(hydra, "--draft-tree", "static") == TreeConfig.static(MEDUSA)
     # The root and those of its descendants that have children: 22 rows of heads.
-    assert sum(tree(hydra, "--policy", "static").expanded_nodes(depth) for depth in range(4)) == 22
+    assert sum(tree(hydra, "--draft-tree", "static").expanded_nodes(depth) for depth in range(4)) == 22
     assert tree(medusa) == TreeConfig(8, 0, 5, 10, 35, 1)
     assert tree(hydra) == TreeConfig(8, 4, 0, 10, 35, 1, wide=True)
     assert tree(medusa, "--heads", "3").depth == 3
@@ -170,7 +171,7 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp("static")
         pair = RandomPair({"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}, seed=4)
         argv = replace(MADE[name], pair=pair).write(folder)
-        return exported(folder, argv, "--weights", "int8", "--policy", "static", "--rows", "12")
+        return exported(folder, argv, "--weights", "int8", "--draft-tree", "static", "--rows", "12")
 
     return made
 
@@ -216,7 +217,7 @@ def test_every_backend(name: str, backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["medusa", "hydra"])
 def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     made = MADE[name]
-    planned = plan(parser().parse_args([*made.write(tmp_path), "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
+    planned = recipe_of(config_of([*made.write(tmp_path), "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
     sources = planned.pair.draft_sources(made.heads, positions=9)
     ids, whole = sources["token_ids"].whole(), made.state()
     heads = [sources[name] for name in sorted(sources) if name.startswith("lm_heads.") or name.endswith("lm_head.weight")]
@@ -225,13 +226,13 @@ def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
 
 
-FEWER = [("--heads", "3"), ("--rows", "3"), ("--policy", "static", "--rows", "64")]
+FEWER = [("--heads", "3"), ("--rows", "3"), ("--draft-tree", "static", "--rows", "64")]
 
 
 @pytest.mark.parametrize("options", FEWER, ids=str)
 def test_heads_that_are_not_used_are_not_packed(options: tuple[str, ...], tmp_path: Path) -> None:
     """Of the official list of four levels a fifth head is none either."""
-    made = plan(parser().parse_args([*RandomMedusa().write(tmp_path), *options]))
+    made = recipe_of(config_of([*RandomMedusa().write(tmp_path), *options]))
     used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith(("heads.", "lm_heads."))}
     assert len(used) == made.tree.depth < 5
 
@@ -246,7 +247,7 @@ def test_fewer_heads_are_exported(options: tuple[str, ...], tmp_path: Path) -> N
 def test_levels_of_hydra_that_are_not_used_are_not_packed(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     exported(tmp_path, RandomHydra().write(tmp_path), "--serial-steps", "2", "--validate")
-    made = plan(parser().parse_args([*RandomHydra().write(tmp_path / "again"), "--serial-steps", "2"]))
+    made = recipe_of(config_of([*RandomHydra().write(tmp_path / "again"), "--serial-steps", "2"]))
     used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith("heads.")}
     assert used == {"0", "1"}
 
@@ -264,7 +265,7 @@ def test_vllms_token_map(rows: int, kept: int, tmp_path: Path) -> None:
     for name, tensor in heads.items():
         assert torch.equal(found[name].whole(), tensor[ids])
     with pytest.raises(GumihoError, match="leave --draft-vocab out"):
-        plan(parser().parse_args([*argv, "--draft-vocab", "100"]))
+        recipe_of(config_of([*argv, "--draft-vocab", "100"]))
     if rows == 300:  # what is exported is the same
         exported(tmp_path, argv, "--validate")
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.cli import main
-from exporter.plan import Plan
+from exporter.recipe.recipe import Recipe
 from exporter.weights.joined import joined
 from exporter.weights.source import Coded, Source
 from graphs.dialects.quantization import Scheme, Schemes
@@ -56,7 +56,7 @@ def test_outputs_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.Monk
     layers, biased = 1, {"attention_bias": True, "mlp_bias": True}
     RandomPair(WIDE | biased | {"num_hidden_layers": layers}, layers=1, heads=1).write(tmp_path)
     one, kinds = outputs(exported(tmp_path, "one", "--weights", weights))
-    monkeypatch.setattr(Plan, "joined", False)
+    monkeypatch.setattr(Recipe, "joined", False)
     apart, parts = outputs(exported(tmp_path, "apart", "--weights", weights))
     product = "MatMulIntegerToFloat" if weights == "w8a8" else "MatMulNBits"
     assert (kinds[product], parts[product]) == (4 * layers + 1, 7 * layers + 1)
@@ -71,7 +71,7 @@ def test_codes_of_a_checkpoint_too_where_they_are_of_one_kind(tmp_path: Path, mo
     flags = ("--target", str(file), "--weights", "as-is", "--capacity", "64")
     found = []
     for name, joins in (("one", True), ("apart", False)):
-        monkeypatch.setattr(Plan, "joined", joins)
+        monkeypatch.setattr(Recipe, "joined", joins)
         assert main([*flags, "--out", str(tmp_path / name)]) == 0
         found.append(outputs(tmp_path / name))
     (one, kinds), (apart, parts) = found

@@ -1,4 +1,4 @@
-"""exporter.trace: a target whose layers are repeated is, node by node, the one of a trace of all its layers."""
+"""exporter.tracing.trace: a target whose layers are repeated is, node by node, the one of a trace of all its layers."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from exporter.trace import _traced, trace
+from exporter.tracing.trace import _traced, trace
 from exporter.weights.source import Location
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
@@ -102,9 +102,9 @@ USUAL = ("cpu", "cpu, w8a8", "migraphx, normed heads", "tensorrt, int4", "tensor
 
 @pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.trace._capture", _traced)  # else the second were the first
+    monkeypatch.setattr("exporter.tracing.trace._capture", _traced)  # else the second were the first
     repeated = traced(*FORMS[form])
-    monkeypatch.setattr("exporter.trace.shortened", lambda module: nullcontext(0))
+    monkeypatch.setattr("exporter.tracing.trace.shortened", lambda module: nullcontext(0))
     whole = traced(*FORMS[form])
     assert [value.name for value in repeated.graph.inputs][-2:] == [f"past_key.{LAYERS - 1}", f"past_value.{LAYERS - 1}"]
     assert spelled(repeated) == spelled(whole)

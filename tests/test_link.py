@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import exporter.bundle
-import exporter.validate
+import exporter.writing.bundle
+import exporter.writing.validate
 import runtime.bundle.hashes
 from exporter.cli import main
-from exporter.options import parser, plan
-from exporter.plan import Plan
+from exporter.options import config_of
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.source import Location
 from runtime import GumihoError, load
@@ -39,7 +40,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
-TREE = ["--rows", "6", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "6", "--capacity", "64"]
 PROMPT = [3, 14, 15, 92, 65, 35]
 
 
@@ -47,8 +48,8 @@ def options(pair: Path, out: Path, *more: str) -> list[str]:
     return ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(out), *TREE, *numbers(more)]
 
 
-def planned(pair: Path, *more: str) -> Plan:
-    return plan(parser().parse_args(options(pair, pair / "out", *more)))
+def planned(pair: Path, *more: str) -> Recipe:
+    return recipe_of(config_of(options(pair, pair / "out", *more)))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -61,7 +62,7 @@ def state_of(pair: Path) -> State:
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
-def packed(wanted: Plan, folder: Path) -> dict[str, dict[str, Location]]:
+def packed(wanted: Recipe, folder: Path) -> dict[str, dict[str, Location]]:
     packer = Packer(folder, wanted.dtype, lambda _: None)
     return {file: packer.pack(file, sources) for file, sources in wanted.sources().items()}
 
@@ -132,7 +133,7 @@ def test_graphs_point_at_the_targets_very_numbers(linked: Path, pair: Path) -> N
 
 
 def test_a_linked_bundle_computes_what_the_checkpoints_say(linked: Path, pair: Path) -> None:
-    errors = exporter.validate.validate(planned(pair, "--link-weights"), linked, "cpu")
+    errors = exporter.writing.validate.validate(planned(pair, "--link-weights"), linked, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
@@ -367,7 +368,7 @@ def test_an_interrupted_export_goes_on_with_its_links(
         return write(self, file, *rest)
 
     monkeypatch.setattr(Packer, "_write", spy)
-    monkeypatch.setattr(exporter.bundle, "trace", interrupt)
+    monkeypatch.setattr(exporter.writing.bundle, "trace", interrupt)
     argv = options(pair, tmp_path / "out", "--link-weights")
     for again in (False, True):
         written.clear()
@@ -390,7 +391,7 @@ def test_a_linked_bundle_that_is_replaced_leaves_the_checkpoint(
     def stop(*_: Any) -> None:
         raise GumihoError("far enough")
 
-    monkeypatch.setattr(exporter.bundle, "trace", stop)
+    monkeypatch.setattr(exporter.writing.bundle, "trace", stop)
     assert main(options(pair, tmp_path / "out", "--link-weights", "--overwrite")) == 1
     assert files(pair) == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -457,11 +458,11 @@ def test_a_samples_hash_reads_a_piece_of_every_part(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_memory_is_not_compiled_here(
     linked: Path, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(_: Plan, folder: Path, progress: object) -> Manifest:
+    def write(_: Recipe, folder: Path, progress: object) -> Manifest:
         shutil.copytree(linked, folder, ignore=shutil.ignore_patterns("engines"), dirs_exist_ok=True)
         return Bundle(linked).manifest
 
-    monkeypatch.setattr(exporter.bundle, "write", write)
+    monkeypatch.setattr(exporter.writing.bundle, "write", write)
     monkeypatch.setattr("runtime.backends.memory.host_free", lambda: 100_000)
     assert main(options(pair, tmp_path / "out", "--link-weights")) == 0
     out = capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_another_token_is_found(model: Model, settings: dict[str, object], at: i
             decoder.clear()
             row = decoder.prefill([*generation.prompt, *before], speculate=False)
             assert row is not None
-            logits = decoder.passes.row(row)
+            logits = decoder.target.row(row)
         lacks = (logits[right] - logits[wrong]) / np.abs(logits).max()
         assert found.margin == pytest.approx(float(lacks), rel=1e-3, abs=1e-6)
 
@@ -60,19 +60,19 @@ def test_near_ties_are_told_apart(model: Model, monkeypatch: pytest.MonkeyPatch,
     generation = made(model)
     at, other = 5, 7
     right = generation.ids[at]
-    read = model.decoder.passes.row
+    read = model.decoder.target.row
 
     def spoiled(gap: float) -> list[tuple[bool, float]]:
         def row(index: int) -> np.ndarray:
             logits = read(index).copy()
             if (
                 len(model.decoder.cached) == len(generation.prompt) + at
-                or int(model.decoder.passes.target_cache.length[0]) == len(generation.prompt) + at
+                or model.decoder.target.length == len(generation.prompt) + at
             ):
                 logits[other] = logits[right] + gap * np.abs(logits).max()
             return logits
 
-        monkeypatch.setattr(model.decoder.passes, "row", row)
+        monkeypatch.setattr(model.decoder.target, "row", row)
         return [(found.near, found.margin) for found in differences(model, generation)]
 
     ((near, margin),) = spoiled(3e-6)

@@ -198,12 +198,12 @@ def test_passes_of_many_sizes_do_not_pile_up(demo_bundle: Path, monkeypatch: pyt
     """Prompts end with any number of rows, behind any number of positions."""
     monkeypatch.setattr(onnxruntime, "_SMALL", 0)
     with load(demo_bundle, "cpu", streams=streams) as model:
-        passes = model.decoder.passes
+        passes = model.decoder.target
         passes.read([5, 6, 7])
         before = passes.logits[:3].copy()
         for rows in range(1, passes.form.chunk + 1, 2):
             passes.read([5] * rows, last=True)
-        assert 1 < len(passes._shared.causal) < 40 < passes.form.chunk // 2
+        assert 1 < len(passes._causal) < 40 < passes.form.chunk // 2
         passes.read([5, 6, 7])  # bound anew
         np.testing.assert_array_equal(passes.logits[:3], before)
         for engine in model._loaded.engines.values():

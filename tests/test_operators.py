@@ -13,7 +13,7 @@ import torch
 
 from exporter.backends.operators import PARSERS, check, refusals
 from exporter.backends.rules import Rule
-from exporter.trace import trace
+from exporter.tracing.trace import trace
 from exporter.weights.source import Location
 from graphs.dialects.basic import Basic
 from graphs.dialects.plain import Plain

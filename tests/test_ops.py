@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from exporter import branches
-from exporter.capture import capture
+from exporter.tracing import branches
+from exporter.tracing.capture import capture
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed

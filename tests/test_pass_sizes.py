@@ -81,7 +81,7 @@ def cpu(bundle: Path) -> Iterator[Model]:
 
 def targets(model: Model, ran: list[LazyEngine]) -> list[str]:
     """The target's graphs among those that ran since the last call."""
-    names = {id(engine): name for name, engine in model.decoder.passes.engines.items()}
+    names = {id(engine): name for name, engine in model.decoder.engines.items()}
     found = [names[id(engine)] for engine in ran]
     ran.clear()
     return [name for name in found if name.startswith("target")]

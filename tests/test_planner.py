@@ -130,23 +130,23 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     text = [*model.encode(prompt), *ids(model, prompt, count)]
     decoder = model.decoder
     decoder.catch_up()
-    length = int(decoder.passes.draft_cache.length[0])
-    found = decoder.passes.draft_cache.rows(length)
+    length = decoder.draft.length
+    found = decoder.draft.cache.rows(length)
     assert decoder.history.positions.tolist() == list(range(len(text) - 2))
     decoder.planners = [None] * 2
     session = model.session()
     session.generate(text, 1)
     list(session._turn.cycles())  # type: ignore[union-attr]
-    np.testing.assert_allclose(decoder.passes.draft_cache.rows(length), found, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(decoder.draft.cache.rows(length), found, rtol=1e-4, atol=1e-5)
 
     # The same text, most of it verified at once: more rows are accepted than a draft reads.
     emitted = text[len(model.encode(prompt)) :]
     decoder.planners = [Any(lambda i: False, lambda i: 8, lambda i: emitted[i : i + 7])] * 2  # type: ignore[assignment]
     assert ids(model, prompt, count) == emitted
-    assert (decoder.planner.steps, int(decoder.passes.accepted_count[0])) == (3, 1)  # type: ignore[union-attr]
+    assert (decoder.planner.steps, len(decoder.history.accepted.rows)) == (3, 1)  # type: ignore[union-attr]
     decoder.catch_up()
     assert (decoder.history.positions.tolist(), decoder.history.pending) == (list(range(len(text) - 2)), [])
-    np.testing.assert_allclose(decoder.passes.draft_cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(decoder.draft.cache.rows(len(text) - 2), found, rtol=1e-4, atol=1e-5)
 
     decoder.planners = [Any(lambda i: False, lambda i: 8)] * 2  # type: ignore[assignment]
     begun = len(model.encode(prompt)) - 1
@@ -677,8 +677,7 @@ def test_measured_costs_never_fall_with_rows(
             lengths = list[tuple[int, int]]()
 
             def fastest(call: object, times: chain[float] = times, model: Model = model, lengths: list = lengths) -> float:  # type: ignore[type-arg]
-                passes = model.decoder.passes
-                lengths.append((int(passes.target_cache.length[0]), int(passes.draft_cache.length[0])))
+                lengths.append((model.decoder.target.length, model.decoder.draft.length))
                 return next(times)
 
             monkeypatch.setattr("runtime.engines.pass_times.fastest", fastest)

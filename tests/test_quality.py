@@ -17,7 +17,7 @@ from graphs.dialects.quantization import Scheme
 from runtime import DamageError, load
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks.perplexity import Mean, measure, windows
-from runtime.decoding.engine_passes import EnginePasses
+from runtime.decoding.target_passes import TargetPasses
 from runtime.gumiho import main
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end import llama
@@ -105,9 +105,9 @@ def test_the_same_bundle_twice_costs_nothing(bundles: tuple[Path, Path], text: P
 def test_memory_does_not_grow_with_the_text(bundles: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No more rows of logits are read at a time than one of each model."""
     with load(bundles[0], threads=1) as model:
-        passes, shapes = model.decoder.passes, []
+        passes, shapes = model.decoder.target, []
         row = passes.row
-        monkeypatch.setattr(EnginePasses, "row", lambda _, i: shapes.append(row(i).shape) or row(i))
+        monkeypatch.setattr(TargetPasses, "row", lambda _, i: shapes.append(row(i).shape) or row(i))
         measure(model, [], windows(model.bundle, TEXT, 150, 149))
     assert shapes == [(model.vocabulary_size,)] * 149
 
@@ -180,7 +180,7 @@ def test_bundles_of_different_models(
 
 def test_logits_that_are_not_numbers(bundles: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with load(bundles[0], threads=1) as model:
-        row = model.decoder.passes.row
-        monkeypatch.setattr(EnginePasses, "row", lambda _, i: row(i) * np.float32(np.nan))
+        row = model.decoder.target.row
+        monkeypatch.setattr(TargetPasses, "row", lambda _, i: row(i) * np.float32(np.nan))
         with pytest.raises(DamageError, match="hold NaN or infinity"):
             measure(model, [], windows(model.bundle, TEXT, 20, 20))

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import exporter.bundle
+import exporter.writing.bundle
 from exporter import cli, options
 from exporter.backends.operators import refusals
 from exporter.backends.specs import BACKENDS, SIGNED, UNSIGNED
-from exporter.capture import capture
-from exporter.plan import Plan
-from exporter.trace import _external, _name_codes, _split_parts
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
+from exporter.tracing.capture import capture
+from exporter.tracing.trace import _external, _name_codes, _split_parts
 from exporter.weights.ahead import ahead
 from exporter.weights.notes import NOTES
 from exporter.weights.packer import Packer
@@ -497,12 +498,12 @@ def argv(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def wanted(folder: Path, *more: str) -> Plan:
-    return cli.plan(options.parser().parse_args(argv(folder, *more)))
+def wanted(folder: Path, *more: str) -> Recipe:
+    return recipe_of(options.config_of(argv(folder, *more)))
 
 
-def pack(plan: Plan, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
-    return exporter.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
+def pack(plan: Recipe, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Location]]]:
+    return exporter.writing.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
 
 
 @pytest.mark.parametrize(("tied", "backends"), [

@@ -49,7 +49,7 @@ def test_tokens_are_compared_and_near_ties_told_from_others(model: Model, monkey
     wrong = [*right[:4], right[4] + 1, *right[5:]]
     assert len(check(model, request, wrong).differs) == 1
     assert len(check(model, request, right[:-1]).differs) == 1  # a text that ends early has no token that differs
-    monkeypatch.setitem(NEAR, model.decoder.passes.graphs["target"].precision, 10.0)
+    monkeypatch.setitem(NEAR, model.decoder.target.graphs["target"].precision, 10.0)
     near = check(model, request, wrong)
     assert not near.differs
     assert 0 < near.margins[0] < 10

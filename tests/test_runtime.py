@@ -202,23 +202,21 @@ def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypat
     """The drafter reads its part of the prompt behind it, all of it, before anything else is read."""
     prompt, passes = [0, *range(5, 400)], list[tuple[str, int]]()
     with load(demo_bundle) as model:
-        names, bind = {id(engine): name for name, engine in model.decoder.passes.engines.items()}, Engine.bind
+        names, bind = {id(engine): name for name, engine in model.decoder.engines.items()}, Engine.bind
 
         def logged(engine: Engine, buffers: dict[str, np.ndarray]) -> Callable[[], None]:
             call, entry = bind(engine, buffers), (names[id(engine)], len(buffers["tokens"]))
             return lambda: (passes.append(entry), call())[1]
 
         monkeypatch.setattr(Engine, "bind", logged)
-        decoder = Decoder(
-            model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.passes.engines, model.decoder.device
-        )
+        decoder = Decoder(model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.engines, model.decoder.device)
         monkeypatch.setitem(model.decoders._made, model.decoders.drafter, decoder)
         cycles = model.generate(prompt, 40).cycles()
         next(cycles)
         assert passes == [("target", 128)] * 3 + [("target", 12)]
         next(cycles)
         assert passes[4:] == [("extend", 128)] * 2 + [("draft", 1), ("target", 8)]
-        assert int(decoder.passes.draft_cache.length[0]) == 4 + 252 + 1
+        assert decoder.draft.length == 4 + 252 + 1
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
     with pytest.raises(GumihoError, match="need a processor .*VNNI"):
         load(bundle)
     ROUNDED.make_target().save_pretrained(tmp_path / "target")
-    monkeypatch.setattr("exporter.precision.overflows", lambda: True)
+    monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: True)
     capsys.readouterr()
     command = ["--target", str(tmp_path / "target"), "--weights", "w8a8", "--capacity", "100", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 0

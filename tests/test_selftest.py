@@ -45,7 +45,7 @@ def next_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(self: decoder.Decoder, tokens: Sequence[int], last: bool = False) -> int:
         first = feed(self, tokens, last)
         if len(tokens) == 1:
-            self.passes.logits[0, 0] = np.nextafter(self.passes.logits[0, 0], np.float32(np.inf))
+            self.target.logits[0, 0] = np.nextafter(self.target.logits[0, 0], np.float32(np.inf))
         return first
 
     monkeypatch.setattr(decoder.Decoder, "feed", changed)
@@ -149,7 +149,7 @@ class Tabled:
         self.table += np.random.default_rng(seed + 1).uniform(-rounding, rounding, self.table.shape)
         self.decoder = SimpleNamespace(
             clear=lambda: None, prefill=self.prefill,
-            passes=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
+            target=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
         )  # fmt: skip
 
     def prefill(self, text: list[int], speculate: bool) -> tuple[int, int]:

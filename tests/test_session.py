@@ -60,7 +60,7 @@ def forget(model: Model) -> None:
 def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Rows that target and drafter read before the first token."""
     rows, decoder = {"target": 0, "drafter": 0}, model.decoder
-    feed, keep, extend = decoder.feed, decoder.passes.draft_cache.commit, decoder.passes.graphs["extend"]
+    feed, keep, extend = decoder.feed, decoder.draft.cache.commit, decoder.draft.graphs["extend"]
 
     def fed(tokens: Any, last: bool = False) -> int:
         rows["target"] += len(tokens)
@@ -72,7 +72,7 @@ def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "feed", fed)
-        patch.setattr(decoder.passes.draft_cache, "commit", kept)
+        patch.setattr(decoder.draft.cache, "commit", kept)
         yield rows
 
 
@@ -108,7 +108,7 @@ def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytes
             stopped, blocks = stopped + (generation.finish_reason == "stop"), blocks + (len(found[-1][1]) > 1)
         elif start < DraftHistory.FIRST:
             known = max(known, min(DraftHistory.FIRST, len(prompt) - 1))
-        assert int(model.decoder.passes.draft_cache.length[0]) == drafter
+        assert model.decoder.draft.length == drafter
         if rewound := len(session.ids) > 90:
             session.rewind(40)
             target, drafter, known = 40, min(drafter, 39), min(known, 39)
@@ -231,7 +231,7 @@ def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str,
     file = tmp_path / "session.npz"
     session.save(file)
     said = [*session.ids, *model.encode(TEXT)[1:9]]
-    drafted = int(model.decoder.passes.draft_cache.length[0])
+    drafted = model.decoder.draft.length
     asking = [(speculate, asked) for speculate in (True, False) for asked in ({}, {"temperature": 0.9, "seed": 8})]
     with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=True) as fresh:
         for speculate, asked in asking:
@@ -245,7 +245,7 @@ def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str,
             assert again.stats.cached_tokens == cached
             back = tmp_path / "back.npz"
             restored.save(back)
-            behind = int(fresh.decoder.passes.draft_cache.length[0])
+            behind = fresh.decoder.draft.length
             fresh.decoder.clear()
             forget(model)
             here = model.session(back)
@@ -274,7 +274,7 @@ def test_saved_at_odd_moments(model: Model, other: Model, tmp_path: Path) -> Non
     turn = session.generate(prompt, 60)
     cycles = turn.cycles()
     begun = [t for _ in range(4) for t in next(cycles).tokens]
-    drafted = int(model.decoder.passes.draft_cache.length[0])
+    drafted = model.decoder.draft.length
     session.save(file)
     # Saving is no interruption.
     assert begun + [t for cycle in cycles for t in cycle.tokens] == finished(other.generate(prompt, 60)).ids
@@ -304,7 +304,7 @@ def test_what_the_drafter_was_to_read_it_reads_later(model: Model, other: Model,
     forget(model)
     session = model.session()
     finished(session.generate(prompt, 1))
-    assert int(model.decoder.passes.draft_cache.length[0]) == 0
+    assert model.decoder.draft.length == 0
     if saved:
         session.save(tmp_path / "session.npz")
         forget(model)

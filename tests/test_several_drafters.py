@@ -127,6 +127,8 @@ def test_what_the_target_has_read_is_not_read_again(bundle: Path) -> None:
         turn = session.generate([*session.ids, 5], 4, drafter="medusa")
         list(turn.cycles())
         assert turn.stats.cached_tokens >= len(PROMPTS[2])
+        one, other = model.decoders._made.values()
+        assert one.target is other.target
 
 
 def test_a_saved_session_and_another_stream_keep_their_drafter(bundle: Path, tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def test_the_doctor_says_what_each_costs(bundle: Path, capsys: pytest.CaptureFix
         (("gumiho", "medusa"), ("--backend", "vllm"), "vllm writes one drafter"),
         (("gumiho", "medusa"), ("--serial-steps", "2"), "drafter .*medusa' has 0|leave it out"),
         (("gumiho", "eagle3"), ("--head-top-k", "2"), "eagle3' has no heads: leave --head-top-k out"),
-        (("medusa", "gumiho"), ("--policy", "static"), "--policy static is for"),
+        (("medusa", "gumiho"), ("--draft-tree", "static"), "--draft-tree static is for"),
         (("gumiho",), ("--family", "eagle"), "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho"),
         (("gumiho",), ("--family", "medusa"), "is medusa, but drafter .* has no tensor such as '0.0.linear.weight'"),
         (("a-draft",), ("--family", "eagle3"), "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'"),

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from exporter.checkpoints.pair import Pair
 from exporter.cli import main
-from exporter.options import parser, plan
-from exporter.sources import open_pair
+from exporter.options import config_of
+from exporter.recipe.resolve import recipe_of
+from exporter.recipe.sources import open_pair
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.plain import Plain
 from graphs.dialects.rounded import Rounded
@@ -93,7 +94,7 @@ def written(folder: Path, name: str, scale: float = 1.0) -> tuple[list[str], Pre
 
 
 def opened(argv: list[str], *more: str) -> Pair:
-    return open_pair(parser().parse_args([*argv, *more]))
+    return open_pair(config_of([*argv, *more]))
 
 
 def rows_of(text: list[int]) -> Tensor:
@@ -145,7 +146,7 @@ def test_a_drafter_that_is_the_target_is_always_right(tmp_path: Path) -> None:
     made = RandomPair(OWN, seed=3).make_target()
     made.save_pretrained(tmp_path / "target")
     bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
-                      "--draft-weights", "none", "--policy", "chain", "--rows", "3", "--validate")  # fmt: skip
+                      "--draft-weights", "none", "--draft-tree", "chain", "--rows", "3", "--validate")  # fmt: skip
     with load(bundle) as model:
         for length in (1, 2, 7, 130):
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
@@ -172,7 +173,7 @@ def test_draws_of_a_part_of_the_tokens_are_known_by_their_ids(tmp_path: Path) ->
     made = RandomPair(OWN, seed=3).make_target()
     made.save_pretrained(tmp_path / "target")
     bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
-                      "--draft-weights", "none", "--policy", "chain", "--rows", "3", "--draft-vocab", "700")  # fmt: skip
+                      "--draft-weights", "none", "--draft-tree", "chain", "--rows", "3", "--draft-vocab", "700")  # fmt: skip
     with np.load(bundle / "draft_tokens.npz") as file:
         known = set(file["ids"].tolist())
     assert len(known) == 700
@@ -224,7 +225,7 @@ def test_every_backend(backend: str, tmp_path: Path) -> None:
 
 def test_fewer_tokens_can_be_drafted(tmp_path: Path) -> None:
     argv, small = written(tmp_path, "llama")
-    made = plan(parser().parse_args([*argv, "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
+    made = recipe_of(config_of([*argv, "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
     head = made.pair.draft_sources(0, positions=9)
     ids = head["token_ids"].whole()
     assert len(ids) == 300
@@ -278,7 +279,7 @@ def test_a_vocabulary_of_its_own_is_not_cut(name: str, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(("options", "message"), [
     (("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
     (("--heads", "1"), "has 0: give at most that many"),
-    (("--policy", "static"), "--policy static is for EAGLE-1"),
+    (("--draft-tree", "static"), "--draft-tree static is for EAGLE-1"),
     (("--backend", "vllm"), "is of the family small, which vLLM runs as it is"),
 ])  # fmt: skip
 def test_what_is_refused(options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

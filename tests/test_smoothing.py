@@ -1,4 +1,4 @@
-"""exporter.smoothing: scales move from the inputs of matrices to their columns; the model stays, and rounded rows are nearer to it."""
+"""exporter.writing.smoothing: scales move from the inputs of matrices to their columns; the model stays, and rounded rows are nearer to it."""
 
 import json
 from dataclasses import replace
@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from exporter.calibration import calibrated, observe
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.options import parsed, plan
-from exporter.plan import Plan
+from exporter.options import config_of
 from exporter.progress import Progress
-from exporter.smoothing import smoothing
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize
 from exporter.weights.scaled import Factors, scaled
 from exporter.weights.source import Source, Stored
+from exporter.writing.calibration import calibrated, observe
+from exporter.writing.smoothing import smoothing
 from graphs.dialects.quantization import Scheme, dequantize
 from tests import peak
 from tests.pairs import RandomPair
@@ -47,14 +48,14 @@ TARGETS = {
 }
 
 
-def planned(folder: Path, *options: str) -> Plan:
-    """A plan whose text has been read."""
+def planned(folder: Path, *options: str) -> Recipe:
+    """A recipe whose text has been read."""
     target = ["--target", str(folder / "target"), "--capacity", "100", "--weights", "w8a8"]
     with Progress() as progress:
-        return calibrated(plan(parsed([*target, *options])), progress)
+        return calibrated(recipe_of(config_of([*target, *options])), progress)
 
 
-def values(made: Plan) -> dict[str, Tensor]:
+def values(made: Recipe) -> dict[str, Tensor]:
     """The target's parameters before they are quantized, by transformers' names."""
     sources = replace(made, quantized={}).sources()["weights/target.bin"]
     names = {name: name if name == "lm_head.weight" else f"model.{name}" for name in sources if "rotary" not in name}
@@ -132,7 +133,7 @@ def pair_shape(folder: Path) -> Any:
 
 def test_columns_that_are_not_used_keep_their_numbers() -> None:
     """Of a norm whose weight is 0 somewhere, or of no calibration at all that reached them."""
-    from exporter.smoothing import _scales
+    from exporter.writing.smoothing import _scales
 
     inputs, columns = torch.tensor([16.0, 0.0, 1.0, 1.0, torch.inf]), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
     assert _scales(inputs, columns).tolist() == pytest.approx([2**0.5, 1, 1, 0.5**0.5, 1])
@@ -243,11 +244,11 @@ def test_smoothing_takes_a_slice_of_memory(tmp_path: Path) -> None:
     """Of matrices of 67 MB each in fp32: for what is observed, and for the scaled numbers."""
     code = """
 from pathlib import Path
-from exporter.calibration import observe
+from exporter.writing.calibration import observe
 from exporter.checkpoints import checkpoint
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.lone_target import LoneTarget
-from exporter.smoothing import smoothing
+from exporter.writing.smoothing import smoothing
 from exporter.weights.scaled import scaled
 checkpoint._SLICE_ELEMENTS = 1 << 20
 target = LoneTarget(Checkpoint(sys.argv[1], "target"))

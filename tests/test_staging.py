@@ -27,7 +27,7 @@ TINY = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }  # fmt: skip
-TREE = ["--rows", "4", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
+TREE = ["--rows", "4", "--capacity", "64"]
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,7 @@ def test_a_stream_that_nobody_holds_is_freed(bundle: Path) -> None:
     with load(bundle) as model:
         stream = model.stream()
         finished(stream, [1, 2], 4, {})
-        gone = weakref.ref(stream.decoder.passes.target_cache)
+        gone = weakref.ref(stream.decoder.target.cache)
         del stream
         gc.collect()
         assert gone() is None

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exporter.capture import capture
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
-from exporter.signature import caches
-from exporter.trace import trace
+from exporter.tracing.capture import capture
+from exporter.tracing.signature import caches
+from exporter.tracing.trace import trace
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize, quantized
 from exporter.weights.source import Source, is_matrix

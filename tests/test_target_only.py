@@ -441,7 +441,7 @@ def test_an_engine_that_is_wrong_is_noticed(bundle: Path, call: int) -> None:
     "option",
     [
         ("--draft-weights", "none"), ("--draft-vocab", "9"), ("--draft-text", "x"), ("--heads", "0"), ("--serial-steps", "2"),
-        ("--top-k", "4"), ("--head-top-k", "4"), ("--beam", "1"), ("--policy", "chain"), ("--compat", "reference"), ("--backend", "vllm"),
+        ("--top-k", "4"), ("--head-top-k", "4"), ("--beam", "1"), ("--draft-tree", "chain"), ("--draft-tree", "reference"), ("--backend", "vllm"),
     ],
     ids=lambda option: option[0],
 )  # fmt: skip

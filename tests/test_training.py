@@ -20,7 +20,7 @@ from torch import Tensor
 
 import exporter.cli
 import exporter.options
-import exporter.sources
+import exporter.recipe.sources
 import runtime
 from exporter.training import cli, loop, losses, start, state, store, target, text
 from exporter.training.batches import SPAN, Anchors, Features, anchors, batch, usable, wanted
@@ -278,7 +278,7 @@ def test_what_comes_out_exports_and_is_lossless(
     assert cli.main([*arguments, "--draft-vocab", "1500", *options]) == 0
     assert "step 3 of 3" in capsys.readouterr().out
     bundle, argv = tmp_path / "bundle", ["--ckpt", str(out), "--target", str(small_target)]
-    assert exporter.sources.open_pair(exporter.options.parser().parse_args(argv)).family == family
+    assert exporter.recipe.sources.open_pair(exporter.options.config_of(argv)).family == family
     assert exporter.cli.main([*argv, "--out", str(bundle)]) == 0
     with runtime.load(bundle) as loaded:
         prompt = "def first(items):\n"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import exporter.cli
 import exporter.options
-import exporter.sources
+import exporter.recipe.sources
 import runtime
 from exporter.training import cli, loop, start, store, target
 from exporter.training.batches import Anchors, Features, batch
@@ -83,7 +83,7 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pyt
     arguments = [*pair, "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out), "--draft-vocab", "1500"]
     assert cli.main([*arguments, "--family", "eagle3"]) == 0
     assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    opened = exporter.sources.open_pair(exporter.options.parser().parse_args(["--ckpt", str(out), *pair]))
+    opened = exporter.recipe.sources.open_pair(exporter.options.config_of(["--ckpt", str(out), *pair]))
     assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (1, 2, 3), 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0
     with runtime.load(tmp_path / "bundle") as model:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import exporter.cli
 import exporter.options
-import exporter.sources
+import exporter.recipe.sources
 import runtime
 from exporter.training import cli, drafters, loop, state, store, target
 from exporter.training.batches import Anchors, Features
@@ -128,7 +128,7 @@ def test_what_comes_out_exports_and_is_lossless(
         str(tmp_path / "work"),
     ]
     assert cli.main([*arguments, "--family", family, "--out", str(out)]) == 0
-    opened = exporter.sources.open_pair(exporter.options.parser().parse_args(["--ckpt", str(out), *pair]))
+    opened = exporter.recipe.sources.open_pair(exporter.options.config_of(["--ckpt", str(out), *pair]))
     assert (opened.family, opened.drafted) == (family, 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0
     with runtime.load(tmp_path / "bundle") as model:

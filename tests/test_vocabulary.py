@@ -1,10 +1,10 @@
 """Trimmed draft vocabularies: which tokens, which rows of lm_head, the trees that grow from them, and the bundles that hold them."""
 
-import copy
 import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from exporter import cli, options
-from exporter.bundle import _pack
 from exporter.checkpoints import draft_vocabulary as vocabulary
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.draft_vocabulary import DraftVocabulary, by_age, choose, frequent
 from exporter.checkpoints.pair import Pair
-from exporter.plan import Plan
+from exporter.recipe.recipe import Recipe
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantize
+from exporter.writing.bundle import _pack
 from graphs.dialects.quantization import Scheme
 from graphs.tree import TreeConfig
 from runtime import GumihoError, Model, load
@@ -174,10 +175,11 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, RandomPair]:
 
 
 def trimmed_to(random: tuple[Pair, RandomPair], size: int) -> tuple[Pair, Trimmed]:
-    pair, made = copy.copy(random[0]), random[1]
+    pair, made = random
     ids = torch.randperm(1009, generator=torch.Generator().manual_seed(size))[:size].sort().values
-    pair.draft_vocabulary = DraftVocabulary(ids, "drawn")
-    return pair, trimmed_naive(made, ids, made.make_target().lm_head.weight.detach()[ids])
+    return pair.drafting(DraftVocabulary(ids, "drawn")), trimmed_naive(
+        made, ids, made.make_target().lm_head.weight.detach()[ids]
+    )
 
 
 def tree_of(rows: int, size: int, **more: Any) -> TreeConfig:
@@ -288,8 +290,8 @@ def argv(folder: Path, *more: str) -> list[str]:
     return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), *out, "--capacity", "64", *numbers(more)]
 
 
-def wanted(folder: Path, *more: str) -> Plan:
-    return cli.plan(options.parser().parse_args(argv(folder, *more)))
+def wanted(folder: Path, *more: str) -> Recipe:
+    return recipe_of(options.config_of(argv(folder, *more)))
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *parts: str, more: Sequence[str] = ()) -> None:
@@ -361,7 +363,8 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
     assert plans[2].pair.draft_vocabulary is not None
     notes = [plan.fingerprint() for plan in plans]
     assert notes[1] == notes[2]
-    plans[2].pair.draft_vocabulary = DraftVocabulary(plans[2].pair.draft_vocabulary.ids + 1, "")
+    shifted = DraftVocabulary(plans[2].pair.draft_vocabulary.ids + 1, "")
+    plans[2] = replace(plans[2], pair=plans[2].pair.drafting(shifted))
     assert len({plan.fingerprint() for plan in plans}) == 4
 
 
@@ -380,7 +383,7 @@ def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     RandomPair(SMALL | fields, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *how, "--backend", *backends, "--dtype", "fp32", "--draft-vocab", "80")
     ids = torch.cat((torch.arange(50), torch.arange(271, 301)))
-    plan.pair.draft_vocabulary = DraftVocabulary(ids, "")
+    plan = replace(plan, pair=plan.pair.drafting(DraftVocabulary(ids, "")))
     places = _pack(plan, Packer(tmp_path / "out", plan.dtype, lambda _: None))
     for codes, models in places.items():
         draft, rows = models["draft"], plan.pair.target_sources(8)["lm_head.weight"].whole()[ids].float()
@@ -454,11 +457,11 @@ def test_the_manifest_and_the_traffic(bundle: Path, demo_bundle: Path) -> None:
 
 
 def test_validation_knows_what_was_cut(bundle: Path, make_bundle: MakeBundle) -> None:
-    from exporter.validate import validate
+    from exporter.writing.validate import validate
 
     pair = bundle.parent / "pair"
     args = ["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *numbers(OPTIONS)]
-    errors = validate(cli.plan(options.parser().parse_args(args)), bundle, "cpu")
+    errors = validate(recipe_of(options.config_of(args)), bundle, "cpu")
     assert all(error < 1e-3 for error in errors.values()), errors
 
 

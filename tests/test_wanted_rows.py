@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter import cli, plan, trace
-from exporter.signature import Input
+from exporter import cli
+from exporter.recipe import recipe
+from exporter.tracing import trace
+from exporter.tracing.signature import Input
 from graphs.drafter import Drafter
 from graphs.target import Target
 from runtime import Model, load
@@ -31,7 +33,7 @@ PROMPT = np.random.default_rng(5).integers(2, 30, 180).tolist()
 @pytest.mark.parametrize("options", [(), WHOLE], ids=["fp32", "w8a8"])
 def test_of_a_prompt_only_the_last_row_has_logits(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     with load(make_bundle(DEMO, *options), "cpu") as model:
-        decoder, passes, chunk = model.decoder, model.decoder.passes, model.decoder.form.chunk
+        decoder, passes, chunk = model.decoder, model.decoder.target, model.decoder.form.chunk
         for start in range(0, len(PROMPT), chunk):
             decoder.feed(PROMPT[start : start + chunk])
         rows = len(PROMPT) - start
@@ -57,10 +59,10 @@ def model(demo_bundle: Path) -> Iterator[Model]:
 @settings(max_examples=20)
 @given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=7))
 def test_any_rows_in_any_order(model: Model, rows: list[int]) -> None:
-    passes = model.decoder.passes
+    passes = model.decoder.target
     model.decoder.clear()
     passes.read(PROMPT[:7])
-    n, width = len(rows), passes.manifest.vocabulary
+    n, width = len(rows), model.vocabulary_size
     choice, logits, hidden = np.zeros(n, np.int64), np.zeros((n, width), np.float32), np.zeros_like(passes.hidden[:7])
     buffers = {
         "tokens": passes.tokens[:7],
@@ -69,8 +71,8 @@ def test_any_rows_in_any_order(model: Model, rows: list[int]) -> None:
         "wanted": np.array(rows),
     }
     outputs = {"choice": choice, "logits": logits, "hidden": hidden}
-    caches = passes.target_cache.bindings(passes.graphs["target"])
-    passes.engines["target"].bind({**buffers, **outputs, **caches})()
+    caches = passes.cache.bindings(passes.graphs["target"])
+    model.decoder.engines["target"].bind({**buffers, **outputs, **caches})()
     np.testing.assert_allclose(logits, passes.logits[rows], atol=1e-4)
     np.testing.assert_array_equal(choice, passes.choice[rows])
     np.testing.assert_array_equal(hidden, passes.hidden[:7])
@@ -90,9 +92,9 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
 
     new = make_bundle(SMALL)
     monkeypatch.setattr(trace, "signature", without)
-    specs = plan.trace_spec
+    specs = recipe.trace_spec
     monkeypatch.setattr(
-        plan,
+        recipe,
         "trace_spec",
         lambda *given: replace(made := specs(*given), pinned={n: made.pinned[n] for n in made.pinned if n != "shared"}),
     )

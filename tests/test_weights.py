@@ -239,7 +239,7 @@ def test_products_of_codes_take_little_memory(tmp_path: Path, bits: int) -> None
     code = """
 import torch
 from pathlib import Path
-from exporter import golden_recorder as golden
+from exporter.writing import golden_recorder as golden
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import quantized
 from exporter.weights.source import Source

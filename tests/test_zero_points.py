@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exporter import golden_recorder as golden
 from exporter.backends.operators import refusals
-from exporter.capture import capture
-from exporter.trace import _external, _name_codes
+from exporter.tracing.capture import capture
+from exporter.tracing.trace import _external, _name_codes
 from exporter.weights.packer import Packer
 from exporter.weights.quantize import recoded, scale_of, zero_of
 from exporter.weights.source import Location, Source
+from exporter.writing import golden_recorder as golden
 from graphs.dialects.basic import Basic
 from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain

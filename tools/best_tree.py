@@ -7,17 +7,21 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from exporter import cli
+import exporter
 from exporter.checkpoints.pair import Pair
-from exporter.trees import usual_tree
+from exporter.config import ExportConfig
+from exporter.options import config_of
+from exporter.recipe.trees import usual_tree
 from runtime import Model, load
-from runtime.errors import InputError
-from runtime.errors.interruption import INTERRUPTED
+from runtime.errors import GumihoError, InputError
 from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]
+NUMBERS = {"--serial-steps": "serial_steps", "--heads": "heads"}  # of ``DraftTree``
 PLANNED = "planned"  # the kind of the trees that are searched here, in names of bundles and rows of tables
 _ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
 
@@ -29,24 +33,26 @@ def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequen
     """
     if (out / "gumiho.json").is_file():
         return out
-    out.parent.mkdir(parents=True, exist_ok=True)
     told = io.StringIO()
-    with redirect_stdout(io.StringIO()), redirect_stderr(told):
-        status = _exported(["--ckpt", drafter, "--target", args.target, "--weights", weights, "--out", str(out), *options])
-    if status == INTERRUPTED:
-        raise KeyboardInterrupt
-    if status:
-        reason = (told.getvalue().strip().splitlines() or ["no reason given"])[-1]
-        raise InputError(f"exporting '{drafter}' with {' '.join(options)} failed: {reason.removeprefix('error: ')}")
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(told):
+            exporter.export(
+                _config(["--ckpt", drafter, "--target", args.target, "--weights", weights, "--out", str(out)], options)
+            )
+    except (GumihoError, SystemExit) as error:  # argparse exits, and has told why
+        reason = (
+            (told.getvalue().strip().splitlines() or ["no reason given"])[-1] if isinstance(error, SystemExit) else str(error)
+        )
+        raise InputError(f"exporting '{drafter}' with {' '.join(options)} failed: {reason.removeprefix('error: ')}") from None
     return out
 
 
-def _exported(argv: list[str]) -> int:
-    """The exit status of an export."""
-    try:
-        return cli.main(argv)
-    except SystemExit as ended:  # argparse, which has told why
-        return int(ended.code or 0)
+def _config(argv: Sequence[str], options: Sequence[str]) -> ExportConfig:
+    """What a command line asks for. options: pairs of an option and its value, the numbers of the tree among them."""
+    pairs = list(zip(options[::2], options[1::2], strict=True))
+    config = config_of([*argv, *(part for pair in pairs if pair[0] not in NUMBERS for part in pair)])
+    numbers: dict[str, Any] = {NUMBERS[option]: int(value) for option, value in pairs if option in NUMBERS}
+    return replace(config, draft_tree=replace(config.draft_tree, **numbers))
 
 
 def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:

@@ -37,11 +37,11 @@ from tools.paper_table import Asked, Line, answered, conversations, decoded, mea
 # Speculative sampling with a small model drafts a chain (arXiv 2302.01318); other papers' tables use five tokens.
 PAPER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gumiho": {"paper": ["--rows", "64"]},
-    "eagle": {"EAGLE-2": ["--rows", "60", "--serial-steps", "6"], "EAGLE-1": ["--policy", "static"]},
+    "eagle": {"EAGLE-2": ["--rows", "60", "--serial-steps", "6"], "EAGLE-1": ["--draft-tree", "static"]},
     "eagle3": {"paper": ["--rows", "60", "--serial-steps", "8"]},
-    "medusa": {"paper": ["--policy", "static"]},
-    "hydra": {"paper": ["--policy", "static"]},
-    "small": {"paper": ["--policy", "chain", "--rows", "6", "--serial-steps", "5"]},
+    "medusa": {"paper": ["--draft-tree", "static"]},
+    "hydra": {"paper": ["--draft-tree", "static"]},
+    "small": {"paper": ["--draft-tree", "chain", "--rows", "6", "--serial-steps", "5"]},
 }
 KEY = "weights", "temperature", "set", "number", "turn"
 

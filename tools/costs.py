@@ -21,6 +21,7 @@ from typing import Any
 
 from runtime import load
 from runtime.cli.command import run as run_command
+from runtime.decoding.cycle import Accepted
 from runtime.decoding.decoder import Decoder
 from runtime.errors import InputError, UnavailableError
 from tools.measure import distinct
@@ -35,7 +36,7 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
     """
     if decoder.form.static:
         raise InputError("this backend has static shapes, so every pass has the same number of rows: give a bundle for cpu")
-    chunk, capacity = len(decoder.passes.choice), decoder.manifest.capacity
+    chunk, capacity = len(decoder.target.choice), decoder.manifest.capacity
     largest = max(*rows, decoder.manifest.rows)
     if max(rows) > chunk:
         raise InputError(f"a pass of this bundle takes at most {chunk} rows, not {max(rows)}: give smaller --rows")
@@ -43,13 +44,13 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
         raise InputError(
             f"{max(contexts)} positions and {largest} rows exceed the capacity of {capacity}: give smaller --contexts"
         )
-    draft = decoder.passes.draft(1)
-    calls: list[Callable[[], object]] = [*(decoder.passes.causal(n) for n in rows), draft]
+    draft = decoder.draft.drafting(Accepted((0,), (0,)))
+    calls: list[Callable[[], object]] = [*(decoder.target.causal(n) for n in rows), draft]
     fastest_ms = [[math.inf] * len(contexts) for _ in calls]
-    decoder.passes.accepted_count[0] = 1
     for _ in range(repeats + 1):  # the first run maps memory
         for column, context in enumerate(contexts):
-            decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
+            decoder.target.keep(context)
+            decoder.draft.keep(context)
             calls[0]()  # makes the cache as large as the context needs
             for call, fastest in zip(calls, fastest_ms, strict=True):
                 started = perf_counter_ns()

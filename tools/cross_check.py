@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from exporter import options
-from exporter.signature import arguments, signature
-from exporter.sources import open_pair
+from exporter.recipe.sources import open_pair
+from exporter.tracing.signature import arguments, signature
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam
@@ -81,7 +81,7 @@ def check(args: argparse.Namespace) -> int:
     if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
         raise UnavailableError(f"PyTorch {torch.__version__} finds no GPU: install it for ROCm, or give --torch-device cpu")
     named = [f"--ckpt={args.ckpt}", *([f"--target={args.target}"] if args.target else [])]
-    pair = open_pair(options.parser().parse_args(named))
+    pair = open_pair(options.config_of(named))
     vocabulary = pair.target_shape.vocabulary
     tree = TreeConfig(args.rows, 2, pair.heads, 14, 35, default_beam(args.rows)).fitted(vocabulary)
     positions = CAPACITY + args.rows

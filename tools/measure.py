@@ -101,8 +101,8 @@ def main() -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        default=["", "--policy chain", "--compat reference"],
-        help="further options of the exports, one string per variant (default: none, '--policy chain' and '--compat reference')",
+        default=["", "--draft-tree chain", "--draft-tree reference"],
+        help="further options of the exports, one string per variant (default: none, '--draft-tree chain' and '--draft-tree reference')",
     )
     args = parser.parse_args()
     texts = prompts(args.prompts)

@@ -56,7 +56,7 @@ def logits(model: Model, context: list[int]) -> Iterator[tuple[int, np.ndarray]]
     for start in range(0, len(context), decoder.form.chunk):
         part = context[start : start + decoder.form.chunk]
         decoder.feed(part)
-        yield start, decoder.device.read(decoder.passes.logits[: len(part)]).astype(np.float32)
+        yield start, decoder.device.read(decoder.target.logits[: len(part)]).astype(np.float32)
 
 
 def reference(model: Model, context: list[int]) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Generation, Model, load
-from runtime.cli.checks.lossless import Difference, differences, replay
+from runtime.cli.checks.lossless import Difference, compare_with_plain, differences
 
 _model: Model | None = None  # of this process
 
@@ -42,7 +42,7 @@ def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) 
         return Verdict(len(plain.ids))
     other = list[Difference]()
     if not isinstance(found, str):
-        other = replay(model, plain.prompt, found, plain.settings)
+        other = compare_with_plain(model, plain.prompt, found, plain.settings)
     elif "".join(again := start(model, request)) == found:
         other = differences(model, again)
     if other and all(one.near for one in other):

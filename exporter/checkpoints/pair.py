@@ -1,6 +1,7 @@
 """A target and its drafter: checks that they belong together, and maps checkpoint tensors to graph parameters."""
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,21 @@ class Pair:
 
     @cached_property
     def returns(self) -> Features:
-        """What the target's rows hold, by default what this drafter reads. Can be assigned, if other drafters read them too."""
+        """What the target's rows hold: what this drafter reads, unless ``returning`` says more."""
         return self.reader.reads
+
+    def returning(self, returns: Features) -> "Pair":
+        """The same pair with rows of the target that hold ``returns``, because other drafters read them too."""
+        return self._with(returns=returns)
+
+    def drafting(self, vocabulary: DraftVocabulary | None) -> "Pair":
+        """The same pair with another draft vocabulary."""
+        return self._with(draft_vocabulary=vocabulary)
+
+    def _with(self, **values: object) -> "Pair":
+        changed = copy(self)
+        vars(changed).update(values)  # in place of what the cached properties found
+        return changed
 
     @property
     def stateful(self) -> bool:
@@ -107,7 +121,7 @@ class Pair:
 
     @cached_property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary, by default the one that the drafter comes with; None for all tokens. Can be assigned."""
+        """The draft vocabulary: the one that the drafter comes with, unless ``drafting`` says another; None for all tokens."""
         return self.reader.vocabulary()
 
     @property

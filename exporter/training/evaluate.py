@@ -10,7 +10,7 @@ from torch import Tensor
 from graphs.tree import TreeConfig, grow
 from runtime.decoding.acceptance import accept_path
 
-from ..trees import usual_tree
+from ..recipe.trees import usual_tree
 from .batches import Batch, Features, anchors, batch, usable, wanted
 from .losses import divergence
 from .model import Drafter

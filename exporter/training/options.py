@@ -1,21 +1,13 @@
-"""The options of ``gumiho train``, and values that no run can have."""
+"""The options of ``gumiho train``."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from runtime.cli.command import argument_parser
-from runtime.errors import InputError, reason
 
-from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
-
-# Serial layers and heads without an option or --init. Released: Medusa 5 heads, Hydra 4.
-USUAL = {GUMIHO: (2, 5), EAGLE: (1, 0), EAGLE_3: (1, 0), MEDUSA: (0, 5), HYDRA: (0, 4), SMALL: (4, 0)}
-_LEAST_WINDOW, _MOST_THREADS = 48, 1024
-_LAYERS, _HEADS, _INIT, _HIDDEN = "--serial-layers", "--heads", "--init", "--hidden-weight"
-_TAKEN = {
-    GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN}, EAGLE: {_INIT, _HIDDEN}, EAGLE_3: set[str](), MEDUSA: {_HEADS}, HYDRA: {_HEADS},
-    SMALL: {_LAYERS},
-}  # fmt: skip
+from .config import USUAL, TrainConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,7 +16,15 @@ def parser() -> argparse.ArgumentParser:
         "Trains a drafter of any family for a target. Interrupt it at any time: the same command goes on from where it was.",
         prog="gumiho train",
     )
-    files = parser.add_argument_group("sources and output")
+    _sources(parser.add_argument_group("sources and output"))
+    _text(parser.add_argument_group("text"))
+    _drafter(parser.add_argument_group("drafter"))
+    _training(parser.add_argument_group("training"))
+    _machine(parser.add_argument_group("machine"))
+    return parser
+
+
+def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument("--target", required=True, help="target model, as for gumiho export: a folder, a GGUF file, or a hub id")
     files.add_argument("--out", type=Path, required=True, help="folder to write the drafter to, for gumiho export --ckpt")
     files.add_argument(
@@ -39,13 +39,17 @@ def parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--only", choices=("text", "drafter"), help="only write text, or only train on the text that is there (default: both)"
     )
-    text = parser.add_argument_group("text")
+
+
+def _text(text: argparse._ArgumentGroup) -> None:
     text.add_argument("--tokens", type=int, default=2_000_000, metavar="N", help="tokens of text to have (default: 2000000)")
     text.add_argument("--window", type=int, default=1024, metavar="N", help="positions of the longest texts (default: 1024)")
     text.add_argument(
         "--conversations", type=int, default=128, metavar="N", help="texts that each process writes at once (default: 128)"
     )
-    drafter = parser.add_argument_group("drafter")
+
+
+def _drafter(drafter: argparse._ArgumentGroup) -> None:
     drafter.add_argument(
         "--family",
         choices=tuple(USUAL),
@@ -64,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         "--draft-vocab", type=int, metavar="N",
         help="draft and train only the N most frequent tokens of the text, which makes steps and drafting faster (default: all)",
     )  # fmt: skip
-    training = parser.add_argument_group("training")
+
+
+def _training(training: argparse._ArgumentGroup) -> None:
     training.add_argument("--steps", type=int, default=20_000, metavar="N", help="steps in all (default: 20000)")
     training.add_argument("--batch", type=int, default=4096, metavar="N", help="positions of text in a step (default: 4096)")
     training.add_argument(
@@ -88,7 +94,9 @@ def parser() -> argparse.ArgumentParser:
         help="weight of the hidden states' distance beside the distributions' (default: 0.1); of Gumiho and EAGLE",
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of text and batches (default: 0)")
-    machine = parser.add_argument_group("machine")
+
+
+def _machine(machine: argparse._ArgumentGroup) -> None:
     machine.add_argument(
         "--device", default="", help="cpu, cuda, cuda:1, ... (default: cuda if there is one; with torchrun, one each)"
     )
@@ -108,51 +116,10 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--evaluate-every", type=float, default=30, metavar="MIN", help="minutes between evaluations (default: 30)"
     )
-    return parser
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises InputError for such values, and fills in defaults that depend on others."""
-    least = {
-        "tokens": 1, "window": _LEAST_WINDOW, "conversations": 1, "serial_layers": 1, "heads": 0, "draft_vocab": 2, "steps": 1,
-        "batch": 1, "anchors": 32, "warmup": 0, "threads": 1,
-    }  # fmt: skip
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and value < smallest:
-            raise InputError(f"--{name.replace('_', '-')} is {value}: give {smallest} or more")
-    if args.threads is not None and args.threads > _MOST_THREADS:
-        raise InputError(f"--threads is {args.threads}: give 1 to {_MOST_THREADS}")
-    if not 0 <= args.seed < 1 << 63:
-        raise InputError(f"--seed is {args.seed}: give 0 to 2**63 - 1")
-    if args.init == "":
-        raise InputError("--init is empty: name a drafter, or leave it out")
-    for name in ("out", "work"):
-        if given := getattr(args, name):
-            try:
-                setattr(args, name, given.expanduser())
-            except RuntimeError as error:  # an unknown user's home
-                raise InputError(
-                    f"--{name} {given} cannot be the name of a folder ({reason(error)}): name another one"
-                ) from None
-    if args.out.name in ("", ".."):
-        raise InputError(f"--out '{args.out}' has no name of its own to write the drafter under: name another folder")
-    for name in ("rate", "depth_decay", "save_every", "evaluate_every"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
-    family = args.family or GUMIHO
-    given = {_LAYERS: args.serial_layers, _HEADS: args.heads, _INIT: args.init, _HIDDEN: args.hidden_weight}
-    for option, value in given.items():
-        if value is not None and option not in _TAKEN[family]:
-            raise InputError(f"--family {family} takes no {option}: leave it out")
-    if family in (MEDUSA, HYDRA) and args.heads == 0:
-        raise InputError(f"--heads is 0, and a {family.capitalize()} is its heads: give 1 or more")
-    if args.hidden_weight is None:
-        args.hidden_weight = 0.1 if _HIDDEN in _TAKEN[family] else 0.0
-    if not 0 <= args.hidden_weight < float("inf"):
-        raise InputError(f"--hidden-weight is {args.hidden_weight}: give a number from 0")
-    if args.anchors % 32:
-        raise InputError(f"--anchors is {args.anchors}: give a multiple of 32")
-    if args.shard_target and args.no_hidden_cache:
-        raise InputError("--shard-target needs the hidden states on disk: leave out --no-hidden-cache")
+def asked(argv: Sequence[str] | None) -> TrainConfig:
+    """What a command line asks for."""
+    given = vars(parser().parse_args(argv))
+    given["data"] = tuple(given["data"])
+    return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .ahead import ahead
 from .source import Location, Source, require_fp16
 
 _SLICE_ELEMENTS = 1 << 18  # of a worker's slice
+Rounding: TypeAlias = dict[str, tuple[float, float]]  # largest error and largest magnitude of matrices, by name
 
 
 def scale_of(weight: str) -> str:
@@ -72,7 +74,7 @@ def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def quantized(
     source: Source, name: str, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None,
-    errors: dict[str, tuple[float, float]] | None = None,
+    errors: Rounding | None = None,
 ) -> dict[str, Source]:  # fmt: skip
     """Sources of the codes, scales and zero points of a matrix, computed in one pass: the codes must be read first.
 

@@ -51,7 +51,7 @@ class Seen:
 
 
 def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: float) -> Tensor:
-    """An operator whose output's true shape depends on data; ``exporter.trace`` drops the declared one."""
+    """An operator whose output's true shape depends on data; ``exporter.tracing.trace`` drops the declared one."""
     version = 1 if "::" in kind else 15
     return ops.symbolic(kind, inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
 
@@ -188,5 +188,5 @@ def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
 
 
 def _either(condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
-    """One of two values, of which only that one is computed (``exporter.branches``). condition: bool [1]."""
+    """One of two values, of which only that one is computed (``exporter.tracing.branches``). condition: bool [1]."""
     return _symbolic("gumiho::Either", (condition, then, otherwise), then.dtype, list(then.shape))

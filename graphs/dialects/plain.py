@@ -249,7 +249,7 @@ class Plain:
         """``residual`` with a product per head and block. Without scales, only when traced."""
 
         def part(stacked: Tensor, i: int) -> Tensor:
-            """``stacked[i]``, which ``exporter.trace`` turns into a separate parameter over the same bytes."""
+            """``stacked[i]``, which ``exporter.tracing.trace`` turns into a separate parameter over the same bytes."""
             if not is_traced():
                 return stacked[i]
             shape = stacked.shape[1:]

@@ -75,7 +75,7 @@ class Model:
         if not isinstance(self._loaded.device, Host):
             with self.exclusive() as decoder:
                 decoder.clear()
-                decoder.passes.warm_up()
+                decoder.warm_up()
 
     def stream(self) -> "Model":
         """Another stream over the same engines and weights, with caches of its own; a model like this one. Closing it frees its caches,

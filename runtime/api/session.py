@@ -120,7 +120,7 @@ class Session:
 
 def _size(decoder: Decoder, manifest: Manifest) -> int:
     """The most bytes that the arrays of a saved session can have."""
-    target, capacity = decoder.passes.graphs["target"], manifest.capacity
+    target, capacity = decoder.target.graphs["target"], manifest.capacity
     drafts = [
         graph.cache_bytes(capacity)
         for form in manifest.forms.values()

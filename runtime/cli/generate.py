@@ -14,7 +14,7 @@ from ..api.model import Model
 from ..decoding.checks import check
 from ..decoding.settings import Settings
 from ..errors import GumihoError, InputError
-from .checks.comparison import Comparison, replay, total
+from .checks.comparison import SideBySide, report_differences, total
 from .command import run as run_command
 from .generate_options import parser, prompted, read_prompts, settings
 from .stats_table import table
@@ -61,7 +61,7 @@ def warn_if_lossy(chosen: Settings) -> None:
         print(f"note: with {' and '.join(options)} the output may differ from the target's", file=sys.stderr)
 
 
-def report(generations: Sequence[Generation], texts: Sequence[str], compared: Comparison | None, style: str | None) -> None:
+def report(generations: Sequence[Generation], texts: Sequence[str], compared: SideBySide | None, style: str | None) -> None:
     stats = total(generations)
     if style == "json":
         ids = [generation.ids for generation in generations]
@@ -106,11 +106,11 @@ def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
         others = [
             run(model, prompt, replace(other, seed=seed), show=False)[0] for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        compared = Comparison.of(generations, others)
+        compared = SideBySide.of(generations, others)
     report(generations, texts, compared, args.stats)
     differ = compared is not None and compared.differ and not chosen.lossy
-    replayed = replay(model, generations) if args.check_lossless else 0
-    return 1 if differ else replayed
+    status = report_differences(model, generations) if args.check_lossless else 0
+    return 1 if differ else status
 
 
 def main(argv: list[str] | None = None) -> int:

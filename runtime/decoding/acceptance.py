@@ -1,9 +1,10 @@
 """Which rows of a verified proposal are accepted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from . import lossy
-from .engine_passes import EnginePasses
 from .lossy import NextToken
 from .token_selector import TokenSelector
 
@@ -22,12 +23,16 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], next_token: NextT
 
 
 def accept(
-    tokens: Sequence[int], parents: Sequence[int], next_token: NextToken, selector: TokenSelector, passes: EnginePasses
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    next_token: NextToken,
+    selector: TokenSelector,
+    logits: Callable[[int], np.ndarray],
 ) -> list[int]:
-    """The accepted rows, by the method of the text's settings: lossless, or one of ``lossy``."""
+    """The accepted rows, by the method of the text's settings: lossless, or one of ``lossy``. logits: the target's, [V], after a row."""
     settings = selector.settings
     if settings.accept == "typical":
-        return lossy.typical(tokens, parents, next_token, selector.add, passes.row, settings.temperature)
+        return lossy.typical(tokens, parents, next_token, selector.add, logits, settings.temperature)
     if settings.tree == "exact":
         return accept_path(tokens, parents, next_token)
     return lossy.full_tree(tokens, parents, next_token)

@@ -27,6 +27,22 @@ class Tree:
         return Tree(tuple(tokens), (0, *range(n - 1)), tuple(range(n)), (0.0, *[-inf] * (n - 1)))
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Accepted rows of the target's last pass, for the drafter, which reads their hidden rows and the token after each.
+
+    rows: of that pass, ascending. tokens: ids; the last one is the pending token.
+    """
+
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    def last(self, count: int) -> "Accepted":
+        """The last ``count`` ones."""
+        first = len(self.rows) - count
+        return Accepted(self.rows[first:], self.tokens[first:])
+
+
 @dataclass(frozen=True)
 class Cycle:
     """What one step emitted. The prefill counts as the first step and verifies no rows.

@@ -6,7 +6,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from ..backends import Engine
+from ..backends import Engine, close
 from ..bundle.graphs import Form, of_drafter
 from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
@@ -14,14 +14,15 @@ from ..engines.devices import Device
 from ..errors import DamageError, MisuseError
 from .acceptance import accept
 from .checks import check
-from .cycle import Cycle
+from .cycle import Accepted, Cycle, Tree
 from .draft_history import DraftHistory
-from .draft_noise import DraftNoise
-from .engine_passes import EnginePasses
+from .draft_passes import DraftPasses
+from .passes import CycleClock
 from .planner import Planner
 from .prices import Costs
-from .proposers import Continuation, DraftTree, Proposal, Proposer
+from .proposals import Proposal, Proposer
 from .stats import Stats
+from .target_passes import TargetPasses
 from .token_selector import TokenSelector
 
 # While other streams decode, a prompt's passes take so many nanoseconds at most, since two of them may come one after the other.
@@ -32,23 +33,25 @@ _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
-    planners: of likeliest and of drawn texts, which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt, and what was emitted after it, which still grows. valid_target_length:
-    rows of the target's cache, from the first, that are as in plain decoding.
+    planners: of likeliest and of drawn texts, which accept differently; None without costs. text: the token ids whose rows the
+    caches hold: a prompt, and what was emitted after it, which still grows. valid_target_length: rows of the target's cache, from
+    the first, that are as in plain decoding.
     """
 
     def __init__(
         self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
+        others: Callable[[], bool] = lambda: False, sibling: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """costs: measured on this device, for the planner; without them every tree is verified whole. others: called between the
-        passes over a prompt; lets other streams use the engines, and says whether there are any. beside: a decoder of the same target with
-        another drafter, whose caches of the target this one shares: one of them decodes at a time, see ``take``. draft_tokens: see ``Bundle.draft_tokens``; None
-        for trees without noise."""
-        self.manifest, self.form, self.device = manifest, form, device
-        self.passes: EnginePasses = EnginePasses(manifest, form, engines, device, beside.passes if beside else None)
-        self.history = DraftHistory(self.passes)
-        self._noise = DraftNoise(self.passes.noise, device, draft_tokens) if draft_tokens is not None else None
-        padded = 0 if self.passes.splits else form.chunk
+        passes over a prompt; lets other streams use the engines, and says whether there are any. sibling: a decoder of the same
+        target with another drafter, whose passes of the target this one uses: one of them decodes at a time, see ``take``.
+        draft_tokens: see ``Bundle.draft_tokens``; None for trees without noise."""
+        self.manifest, self.form, self.engines, self.device = manifest, form, engines, device
+        self.target: TargetPasses = sibling.target if sibling else TargetPasses(manifest, form, engines, device)
+        self.draft = DraftPasses(manifest, form, engines, device, self.target, draft_tokens)
+        self.history = DraftHistory(manifest, device, self.target, self.draft)
+        self._clock = CycleClock(self.draft, self.target)
+        padded = 0 if self.target.splits else form.chunk
         shape = manifest.depth, padded, manifest.has_drafter, form.static
         self.planners = [Planner(costs, *shape) if costs else None for _ in range(2)]
         self._draws = self._shares = False  # whether the running text is drawn; whether there are other streams now
@@ -61,13 +64,13 @@ class Decoder:
     @classmethod
     def with_drafter(
         cls, drafter: str, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False, beside: "Decoder | None" = None,
+        others: Callable[[], bool] = lambda: False, sibling: "Decoder | None" = None,
     ) -> "Decoder":  # fmt: skip
         """A decoder with one of a bundle's drafters; "" for the first. bundle, form, engines: with all of them. Raises DamageError."""
         own, suffix = bundle.of(drafter), bundle.manifest.suffix(drafter)
         own_engines = of_drafter(engines, suffix)
         tokens = own.draft_tokens() if own.manifest.noisy else None
-        return cls(own.manifest, form.of(suffix), own_engines, device, costs, others, beside, tokens)
+        return cls(own.manifest, form.of(suffix), own_engines, device, costs, others, sibling, tokens)
 
     @property
     def planner(self) -> Planner | None:
@@ -86,17 +89,13 @@ class Decoder:
         if selector.finish_reason:
             return
         self._read_prompt(selector, stats, resume)
-        rows, path, times, tree, lookup = 0, list[int](), (0, stats.prefill_ns, 0), None, False  # of the prefill
-        planner = self.planner if selector.settings.speculate and selector.settings.rows is None else None
-        draft_tree = DraftTree(self.passes, self.history, self._ids, planner, selector, self._noise)
-        continuation = Continuation(self.passes, self.history, planner)
+        cycle, host_ns = _cycle(selector, len(selector.ids) - stats.tokens, (0, stats.prefill_ns, 0)), 0
+        proposer = Proposer(self.target, self.draft, self.history, self._ids, self.planner, selector)
         while True:
-            selector.interrupted()
-            emitted, logprobs = tuple(selector.ids[stats.tokens :]), tuple(selector.logprobs[stats.tokens :])
-            stats.tokens, stats.finish_reason = len(selector.ids), selector.finish_reason
-            yield Cycle(emitted, rows, tuple(path), selector.finish_reason, times, tree, lookup, logprobs)
-            started, self.passes.engine_ns, self.passes.waited_ns = perf_counter_ns(), [0, 0], 0
-            if not rows and self.selector is selector and selector.settings.speculate and not selector.ended():
+            stats.tokens, stats.finish_reason = len(selector.ids), cycle.finish_reason
+            yield cycle
+            self._clock.start()
+            if not cycle.rows and self.selector is selector and selector.settings.speculate and not selector.ended():
                 self.device.enter()
                 self.catch_up(self._pause(selector))  # with the prompt, after the first token, so that it does not delay it
             if selector.ended():
@@ -105,51 +104,38 @@ class Decoder:
             if self.selector is not selector:
                 raise MisuseError("the caches of this generation were used for something else: start it again")
             self.device.enter()
-            if planner:
-                planner.behind(int(self.passes.target_cache.length[0]), int(self.passes.draft_cache.length[0]))
-            proposer = self._choose(draft_tree, continuation, planner, emitted)
-            proposal = proposer.propose(self.room)
-            proposal.verify()
-            path = self._accept(proposal)
-            self._commit(proposal, path)
-            draft_ns, target_ns = self.passes.engine_ns
-            tree = proposal.trace() if selector.settings.trace else None
-            times = draft_ns, target_ns, perf_counter_ns() - started - draft_ns - target_ns - self.passes.waited_ns
-            draft_tree.host_ns = times[2] if stats.cycles else 0  # the first cycle's includes reading the prompt
-            rows, lookup = proposal.count, proposal.lookup
-            stats.count(len(path), times, rows, lookup)
+            cycle = self.step(proposer.propose(cycle.tokens, self.room, host_ns))
+            host_ns = cycle.times[2] if stats.cycles else 0  # the first cycle's includes reading the prompt
+            stats.count(len(cycle.path), cycle.times, cycle.rows, cycle.lookup)
 
-    def _choose(
-        self, draft_tree: DraftTree, continuation: Continuation, planner: Planner | None, emitted: Sequence[int]
-    ) -> Proposer:
-        """The proposer with the highest expected speed. emitted: tokens of the last cycle."""
-        assert self.selector
-        settings, continuation.looked_up = self.selector.settings, ()
-        if planner is None:
-            return draft_tree if settings.speculate and self.manifest.has_drafter else continuation
-        if settings.looks_up:
-            continuation.looked_up = planner.lookup(emitted, 0 if planner.plain_pass_due else self.room - 1)
-        return continuation if continuation.looked_up or planner.plain_pass_due or not planner.drafting else draft_tree
+    def step(self, proposal: Proposal) -> Cycle:
+        """Verifies a proposal, accepts a path of its rows, whose tokens join the text, and commits it to the caches."""
+        selector = self.selector
+        assert selector
+        target_ns = proposal.verify()
+        path = self._accept(proposal)
+        self._commit(proposal, path, target_ns)
+        tree = proposal.trace() if selector.settings.trace else None
+        return _cycle(selector, len(path), self._clock.times(), proposal.count, path, tree, proposal.lookup)
 
     def _accept(self, proposal: Proposal) -> list[int]:
         """The accepted rows of a verified proposal; the tokens after them join the text."""
         assert self.selector
         tokens, parents = proposal.tree()
-        path = accept(tokens, parents, self.next_token, self.selector, self.passes)
+        path = accept(tokens, parents, self.next_token, self.selector, self.target.row)
         borrowed = (i for i in range(1, len(path)) if parents[path[i]] != path[i - 1])
         if (first := next(borrowed, None)) is not None:  # accepted under other ancestors than its own (lossy)
-            self.valid_target_length = min(self.valid_target_length, int(self.passes.target_cache.length[0]) + first)
+            self.valid_target_length = min(self.valid_target_length, self.target.length + first)
         return path
 
-    def _commit(self, proposal: Proposal, path: Sequence[int]) -> None:
+    def _commit(self, proposal: Proposal, path: Sequence[int], target_ns: int) -> None:
         """Keeps the accepted rows in the caches and passes them to the next draft."""
         assert self.selector
-        cache = self.passes.target_cache
-        self.passes.commit(proposal.count, path)
-        if self.passes.choice[: proposal.count].min() < 0:  # NaN in a row that was not accepted
-            cache.wipe(int(cache.length[0]))
-        self.history.accept(path, self.selector.ids[-len(path) :])
-        proposal.committed(path)
+        self.target.commit(proposal.count, path)
+        if self.target.choice[: proposal.count].min() < 0:  # NaN in a row that was not accepted
+            self.target.wipe()
+        self.history.accept(Accepted(tuple(path), tuple(self.selector.ids[-len(path) :])))
+        proposal.committed(path, target_ns)
 
     def next_token(self, row: int) -> int | None:
         """The target's token after a row joins the text. Returns it, or None if the text ends with it.
@@ -157,21 +143,21 @@ class Decoder:
         Raises DamageError if the row's logits hold NaN or infinity.
         """
         assert self.selector
-        choice = int(self.passes.choice[row])
+        choice = int(self.target.choice[row])
         if choice < 0:
             read = len(self._ids())
             self.clear()
-            self.passes.target_cache.wipe(0)
+            self.target.wipe()
             raise DamageError(
                 f"the target's logits hold NaN or infinity after {read} tokens: the weights or engines are damaged, or values overflow; "
                 "run `gumiho doctor` on the bundle"
             )
-        return self.selector.add(self.selector.choose(choice, lambda: self.passes.row(row)))
+        return self.selector.add(self.selector.choose(choice, lambda: self.target.row(row)))
 
     @property
     def room(self) -> int:
         """Rows that a pass may verify."""
-        return min(self.manifest.rows, self.manifest.capacity - int(self.passes.target_cache.length[0]))
+        return min(self.manifest.rows, self.manifest.capacity - self.target.length)
 
     # --- the prompt ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +176,7 @@ class Decoder:
         last = self.prefill(text, settings.speculate, self._pause(selector))
         if last is not None:
             self.next_token(last)
-            self.history.accept([last], selector.ids[-1:])
+            self.history.accept(Accepted((last,), tuple(selector.ids[-1:])))
         stats.prefill_ns += perf_counter_ns() - started
 
     def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
@@ -198,18 +184,18 @@ class Decoder:
 
         Returns which row of the last pass's outputs is the prompt's last, or None if it was interrupted between two chunks.
         """
-        start, row = int(self.passes.target_cache.length[0]), -1
+        start, row = self.target.length, -1
         while start < len(prompt):
             if interrupted():
                 return None
-            part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.passes.waited_ns
+            part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.target.waited_ns
             n = len(part)
             first = self.feed(part, last=True)
-            # The last row is the first draft's. Without drafts only the first rows are kept, for turns that draft.
+            # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts with drafts.
             end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
-            if self.passes.extends and start < end:
+            if self.draft.extends and start < end:
                 self.history.record(start, end - start, range(start, end), first)
-            took = perf_counter_ns() - self.passes.waited_ns - started
+            took = perf_counter_ns() - self.target.waited_ns - started
             start, row, self._rows_in_time = start + n, first + n - 1, int(n * _PATIENCE_NS / took)
         return row
 
@@ -227,10 +213,11 @@ class Decoder:
         return pause
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> int:
-        """One causal pass of the target over at most a chunk of tokens; commits all of them. See ``EnginePasses.read``."""
-        first = self.passes.read(tokens, last)
-        self.passes.commit(len(tokens), range(len(tokens)))
-        return first
+        """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``TargetPasses.causal``. Returns which row
+        of the outputs is the first token's."""
+        self.target.read(tokens, last)
+        self.target.commit(len(tokens), range(len(tokens)))
+        return self.target.first(len(tokens), last)
 
     def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """The drafter reads what it has missed; see ``DraftHistory.catch_up``."""
@@ -244,45 +231,45 @@ class Decoder:
     @property
     def cached(self) -> list[int]:
         """The tokens whose rows in the target's cache are those of plain decoding."""
-        return self._ids()[: min(self.valid_target_length, int(self.passes.target_cache.length[0]))]
+        return self._ids()[: min(self.valid_target_length, self.target.length)]
 
-    def shared(self, text: Sequence[int]) -> int:
+    def cached_prefix(self, text: Sequence[int]) -> int:
         """Leading tokens of a text whose rows the target's cache holds."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
 
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
-        """Truncates the caches to the prefix they share with a prompt. Returns how many of its tokens need not be read again.
+        """Truncates the caches to the prefix that they have in common with a prompt. Returns how many of its tokens need not be read again.
 
         The target reads tokens again that the drafter lacks, but no more than that reads of a prompt.
         """
-        shared, history = self.shared(prompt), self.history
-        history.keep(shared - 1)  # the drafter's row of a token depends on the next token
-        start = min(shared, len(prompt) - 1)
-        if speculate and self.passes.extends:
+        cached, history = self.cached_prefix(prompt), self.history
+        history.keep(cached - 1)  # the drafter's row of a token depends on the next token
+        start = min(cached, len(prompt) - 1)
+        if speculate and self.draft.extends:
             known = [-1, *history.positions[-1:].tolist(), *history.pending[-1:]]
             start = min(start, max(known[-1] + 1, len(prompt) - 1 - history.LAST))
         self.valid_target_length = self.manifest.capacity
-        self.passes.target_cache.length[0] = start
+        self.target.keep(start)
         history.keep(start)
         return start
 
     def saved(self, text: Sequence[int]) -> tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray]:
         """The rows of a text's beginning that the caches hold, for ``restore``, which takes them in this order."""
-        shared, positions = self.shared(text), self.history.positions
-        positions = positions[: positions.searchsorted(shared - 1)]  # the drafter's row of a token depends on the next token
-        rows = self.passes.target_cache.rows(shared), self.passes.draft_cache.rows(len(positions))
-        return text[:shared], *rows, positions.copy()
+        cached, positions = self.cached_prefix(text), self.history.positions
+        positions = positions[: positions.searchsorted(cached - 1)]  # the drafter's row of a token depends on the next token
+        rows = self.target.cache.rows(cached), self.draft.cache.rows(len(positions))
+        return text[:cached], *rows, positions.copy()
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, positions: np.ndarray) -> None:
         """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's of the
         tokens at so many positions. Raises GumihoError if they do not fit."""
         self.clear()
-        self.passes.target_cache.fill(target)
+        self.target.restore(target)
         self.history.restore(drafter, positions)
         self.text = text, ()
 
     def take(self, other: "Decoder") -> None:
-        """Goes on with the target's cache that another decoder shares; its drafter has read nothing of the text."""
+        """Goes on with the text of a sibling, which the target has read and this one's drafter has not."""
         self.text, self.valid_target_length = other.text, other.valid_target_length
         self.selector = other.selector = None
         self.history.keep(0)
@@ -290,12 +277,44 @@ class Decoder:
     def clear(self) -> None:
         """Empties the caches; a running generation cannot continue."""
         self.selector, self.text = None, ((), ())
-        self.passes.target_cache.length[0] = 0
+        self.target.keep(0)
         self.valid_target_length = self.manifest.capacity
         self.history.keep(0)
 
+    def warm_up(self) -> None:
+        """Makes every bound call once: with the first call an accelerator sets an engine up and records its work, which takes much longer
+        than the call. Nothing is committed, but rows behind the caches' length are written."""
+        self.draft.warm_up()  # first, since verification reads a drafted tree
+        self.target.warm_up()
+        self.device.synchronize()
+
     def close(self, engines: bool = True) -> None:
-        """Frees buffers, and the engines unless other decoders use them."""
-        passes = self.passes
+        """Frees bindings and buffers, a sibling's of the target too, and then the engines, unless other decoders use them: bound calls hold
+        the engines, and both use the device's stream."""
+        target, draft, opened, device = self.target, self.draft, self.engines, self.device
         self.__dict__.clear()
-        passes.close(engines)
+        device.enter()
+        try:
+            device.synchronize()
+        finally:
+            draft.close()
+            target.close()
+            if engines:
+                close(opened, device)
+
+
+def _cycle(
+    selector: TokenSelector,
+    emitted: int,
+    times: tuple[int, int, int],
+    rows: int = 0,
+    path: Sequence[int] = (),
+    tree: Tree | None = None,
+    lookup: bool = False,
+) -> Cycle:
+    """The cycle that emitted a text's last ``emitted`` tokens, see ``Cycle``; by default the prefill's. The text ends with it if it was
+    interrupted meanwhile."""
+    selector.interrupted()
+    first = len(selector.ids) - emitted
+    tokens, logprobs = tuple(selector.ids[first:]), tuple(selector.logprobs[first:])
+    return Cycle(tokens, rows, tuple(path), selector.finish_reason, times, tree, lookup, logprobs)

@@ -5,62 +5,65 @@ from typing import ClassVar
 
 import numpy as np
 
-from .engine_passes import EnginePasses
+from ..bundle.manifest import Manifest
+from ..engines.devices import Device
+from .cycle import Accepted
+from .draft_passes import DraftPasses
 from .kv_cache import runs
+from .target_passes import TargetPasses
 
 _MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts again
 
 
 class DraftHistory:
     """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
-    Without a drafter, or with one that has no caches, it holds no hidden rows, and nothing is read but what a draft itself reads.
+    Without a drafter, or if it has no cache, there are no hidden rows here, and only drafts read.
 
-    The hidden rows of the last pass stay in ``EnginePasses.hidden``, and the next draft reads the accepted ones from there.
+    The hidden rows of the last pass stay in ``TargetPasses.hidden``, and the next draft reads the accepted ones from there.
     Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
     Of a long prompt it reads the first few tokens and the last part: reading all of it would delay short answers, every draft reads the
-    whole cache, and drafters are trained on short texts. The first tokens are there because attention that has nowhere else to go
-    rests on them (attention sinks, arXiv 2309.17453). Which tokens it has read costs acceptance and nothing else.
+    whole cache, and drafters are trained on short texts. The first tokens serve as attention sinks (arXiv 2309.17453). Which tokens it
+    has read changes what is accepted and nothing else.
 
     hidden_history: [1, capacity, H], the target's hidden rows by position. pending: positions in it that the drafter still has to read,
-    ascending and behind those it has read.
+    ascending and behind those it has read. accepted: what the next draft reads.
     """
 
     FIRST: ClassVar[int] = 4  # tokens of a prompt that the drafter reads in any case
-    LAST: ClassVar[int] = 252  # tokens behind those that it reads at most, the last ones
+    LAST: ClassVar[int] = 252  # tokens of the prompt's end that it reads at most
 
-    def __init__(self, passes: EnginePasses) -> None:
-        manifest = passes.manifest
-        self._passes, self._device = passes, passes.device
-        self._last_hidden = passes.hidden.reshape(1, len(passes.tokens), manifest.hidden)
-        positions = manifest.capacity if passes.extends else 0
-        self.hidden_history = self._device.zeros((1, positions, manifest.hidden), manifest.dtype)
+    def __init__(self, manifest: Manifest, device: Device, target: TargetPasses, draft: DraftPasses) -> None:
+        self._device, self._target, self._draft = device, target, draft
+        self._last_hidden = target.hidden.reshape(1, *target.hidden.shape)
+        positions = manifest.capacity if draft.extends else 0
+        self.hidden_history = device.zeros((1, positions, manifest.hidden), manifest.dtype)
         self.pending: list[int] = []
-        self._positions = np.zeros(passes.draft_cache.capacity, np.int64)  # in the text, by row of the drafter's cache
+        self.accepted = Accepted()
+        self._positions = np.zeros(draft.cache.capacity, np.int64)  # in the text, by row of the drafter's cache
 
     @property
     def positions(self) -> np.ndarray:
         """The positions in the text of the tokens that the drafter has read, int64, ascending."""
-        return self._positions[: int(self._passes.draft_cache.length[0])]
+        return self._positions[: self._draft.length]
 
     def keep(self, position: int) -> None:
         """Forgets what the drafter has read, or was to read, from a position of the text on."""
-        self._passes.draft_cache.length[0] = self.positions.searchsorted(position)
+        self._draft.keep(int(self.positions.searchsorted(position)))
         self.pending = [unread for unread in self.pending if unread < position]
 
     def restore(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Fills the drafter's cache with rows of a text, as ``KVCache.rows`` returned them, and leaves nothing to read. positions: of
         their tokens, int64 by row. Raises DamageError if they do not fit."""
         self.pending = []
-        self._passes.draft_cache.fill(rows)
+        self._draft.restore(rows)
         self._positions[: len(positions)] = positions
 
     def committed(self, graph: str, positions: Sequence[int]) -> None:
         """The drafter has read so many tokens in the first rows of its last pass. positions: in the text."""
-        cache, n = self._passes.draft_cache, len(positions)
-        start = int(cache.length[0])
+        start, n = self._draft.length, len(positions)
         self._positions[start : start + n] = positions
-        cache.commit(self._passes.graphs[graph], range(n))
+        self._draft.commit(graph, n)
 
     def record(self, position: int, rows: int, pending: range, begin: int) -> None:
         """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
@@ -74,11 +77,9 @@ class DraftHistory:
             self.keep(self.FIRST)
             self.pending = first + last
 
-    def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Sets what the next draft reads. rows: accepted ones of the target's last pass; tokens: the one after each row."""
-        passes, n = self._passes, len(rows)
-        passes.accepted_count[0] = n
-        passes.accepted_rows[:n], passes.accepted_tokens[:n] = rows, tokens
+    def accept(self, accepted: Accepted) -> None:
+        """Sets what the next draft reads."""
+        self.accepted = accepted
 
     def defer(self, kept: int = 0) -> None:
         """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. It reads no more than the
@@ -87,39 +88,28 @@ class DraftHistory:
 
         kept: the number of last rows that stay for the next draft itself.
         """
-        passes = self._passes
-        rows, tokens = passes.accepted_rows, passes.accepted_tokens
-        end, count = int(passes.target_cache.length[0]) - kept, int(passes.accepted_count[0]) - kept
-        if passes.extends:
-            for at, row, n in runs(rows[:count].tolist(), True):
-                self._device.move(self.hidden_history, end - count + at, self._last_hidden, row, n)
-            self.pending = [*self.pending, *range(end - count, end)][-_MOST_DEFERRED:]
-        passes.accepted_count[0] = kept
-        rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]
+        rows = self.accepted.rows[: len(self.accepted.rows) - kept]
+        if self._draft.extends:
+            end = self._target.length - kept
+            begin = end - len(rows)
+            for at, row, count in runs(rows, True):
+                self._device.move(self.hidden_history, begin + at, self._last_hidden, row, count)
+            self.pending = [*self.pending, *range(begin, end)][-_MOST_DEFERRED:]
+        self.accepted = self.accepted.last(kept)
 
-    def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> None:
-        """The drafter reads what is pending, until it is interrupted between two chunks. The rows that ``accept`` has set
-        stay for the next draft.
+    def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> int:
+        """The drafter reads what is pending, until it is interrupted between two chunks. What ``accept`` has set stays for the next draft.
 
-        text: gives all token ids so far.
+        text: gives all token ids so far. Returns the nanoseconds of the passes.
         """
         if not self.pending:
-            return
-        passes, token_ids = self._passes, text()
-        rows, tokens, count = passes.accepted_rows, passes.accepted_tokens, passes.accepted_count
-        accepted = rows.copy(), tokens.copy(), int(count[0])
+            return 0
+        token_ids, took = text(), 0
         while self.pending:
-            chunk = self.pending[: passes.form.chunk]
-            n = len(chunk)
-            count[0] = n
-            for at, position, length in runs(chunk, True):
-                self._device.move(passes.history_chunk, at, self.hidden_history, position, length)
-            rows[:n], tokens[:n] = np.arange(n), [token_ids[position + 1] for position in chunk]
-            passes.run_draft(passes.extend(n))
-            # The pass returns nothing, so nothing else waits for it; its inputs change in the next turn.
-            passes.run_draft(self._device.synchronize)
+            chunk = self.pending[: self._draft.chunk]
+            took += self._draft.extend(self.hidden_history, chunk, [token_ids[position + 1] for position in chunk])
             self.committed("extend", chunk)
-            self.pending = self.pending[n:]
+            self.pending = self.pending[len(chunk) :]
             if self.pending and interrupted():
                 break
-        rows[:], tokens[:], count[0] = accepted
+        return took

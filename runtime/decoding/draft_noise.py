@@ -14,7 +14,7 @@ from .noise import blocks, high_bits, products
 from .sampling import Sampler
 from .settings import Settings
 
-_MOST = 1e6  # of a summand; beyond it logits would be rounded away
+_MOST = 1e6  # largest number that is added to a logit; adding more would round the logit away
 _SMALL = 2.0**-10  # below it 1 - x loses digits of x in fp32
 
 

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from .stats import Stats
 
-_DECAY = 0.8  # weight of a text in the counts of its drafter, relative to the next
-_TURN = 8  # every so many texts another drafter than the fastest has its turn
+_DECAY = 0.8  # weight of a text in the speed of its drafter, relative to the next text
+_TRIAL = 8  # one text in so many gets another drafter than the fastest
 
 
 class DrafterChoice:
     """Every drafter gets a text first; then texts get the fastest, and now and then one of the others, in rotation, since what is asked may
-    have changed. Which drafter a text gets never changes it. Shared by all streams over the engines.
+    have changed. Which drafter a text gets never changes it. All streams over the engines use one choice.
     """
 
     def __init__(self, drafters: Sequence[str]) -> None:
         self._spent = dict.fromkeys(drafters, (0.0, 0.0))  # tokens and seconds
-        self._texts = self._turns = 0
+        self._texts = self._trials = 0
 
     def speeds(self) -> dict[str, float]:
         """Tokens a second so far, by drafter; 0 for those without a text."""
@@ -28,11 +28,11 @@ class DrafterChoice:
             return min(speeds, key=lambda drafter: speeds[drafter])
         self._texts += 1
         fastest = max(speeds, key=lambda drafter: speeds[drafter])
-        if self._texts % _TURN:
+        if self._texts % _TRIAL:
             return fastest
         others = [drafter for drafter in speeds if drafter != fastest]
-        self._turns += 1
-        return others[(self._turns - 1) % len(others)]
+        self._trials += 1
+        return others[(self._trials - 1) % len(others)]
 
     def record(self, drafter: str, stats: Stats) -> None:
         """What a drafter's text took after its first token."""

@@ -26,10 +26,10 @@ REPLY = struct.Struct("=BBI")  # FALSE, TRUE or FAILED; whether the text may end
 COMPILE, TRY, COPY, MASK, CONSUME, ROLLBACK = b"c", b"q", b"f", b"m", b"t", b"r"
 FALSE, TRUE, FAILED = 0, 1, 2
 STEP_SECONDS, COMPILE_SECONDS, TEXT_SECONDS = 1.0, 10.0, 60  # of processor time
-TRY_SECONDS = 0.25  # a chat's twenty tools take a tenth of it
+TRY_SECONDS = 0.25  # the schemas of twenty tools compile in a tenth of it
 MEMORY, TRY_MEMORY = 256 << 20, 32 << 20  # bytes that a grammar may take
 _STACK = 64 << 20
-_NICENESS = 10  # a ninth of the processor time that decoding gets where both want it
+_NICENESS = 10  # on a busy core, a ninth of the processor time that decoding gets
 # By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
 # model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the grammar.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -96,7 +96,7 @@ class Follower:
             self._consumed += [number] * done
         elif name == ROLLBACK:
             del self._consumed[len(self._consumed) - number :]
-            if not self._matcher.rollback(number):  # grammars that limit the number of tokens cannot go back: they start anew
+            if not self._matcher.rollback(number):  # grammars that limit the number of tokens cannot: read all of them again
                 self._matcher = self._start()
                 self._matcher.consume_tokens(self._consumed)
         if self._matcher.is_error():
@@ -154,15 +154,17 @@ def _limit() -> None:
         with open("/proc/self/statm") as file:
             lower(resource.RLIMIT_DATA, int(file.read().split()[5]) * resource.getpagesize() + MEMORY)
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where the machine has no memory left, this process goes, and not the one that it works for
+            file.write("1000")  # if the machine runs out of memory, the kernel ends this process and not its parent
 
 
 def _yield_to_decoding() -> None:
-    """An engine's pass takes as long as its slowest thread, so one grammar that takes a core's half doubles it."""
+    """Lowers this process's priority. An engine's pass takes as long as its slowest thread, so a grammar that takes half of one core would
+    double it."""
     if not hasattr(os, "nice"):
         return
     niceness = os.nice(_NICENESS)
-    # With a session of its own a process is in a group of its own (sched(7), "autogroup"), and niceness counts among a group's processes.
+    # A session of its own makes the process a scheduling group of its own (sched(7), "autogroup"), in which niceness compares it with
+    # nobody: the group needs one too.
     with suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write(str(niceness))
 
@@ -173,7 +175,7 @@ def main() -> None:
     _yield_to_decoding()
 
     control = socket.socket(fileno=int(sys.argv[1]))
-    # With the process that this one works for it ends by its connection, and not in the middle of a text.
+    # Signals to the parent's group must not end this process in the middle of a text: it ends when the parent closes the connection.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forked processes

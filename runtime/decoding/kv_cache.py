@@ -25,7 +25,7 @@ class KVCache:
         dtype: of an empty cache; others have that of their graphs."""
         tensors = graphs[0].caches if graphs else ()
         self._kv_heads, self.head_dim = (int(tensors[0].shape[i]) for i in (1, 3)) if tensors else (0, 0)
-        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # a stateless drafter's is empty, and only counts
+        self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # without tensors it only counts tokens
         self._device, self._graphs, self._groups = device, graphs, len(tensors) * self._kv_heads
         self._dtype = tensors[0].dtype if tensors else dtype
         self.length = np.zeros(1, np.int64)
@@ -77,9 +77,8 @@ class KVCache:
         self._lay_out(min(self.capacity, -(-positions // BLOCK) * BLOCK))
         wider = self.data.shape[1] > have
         kept = min(int(self.length[0]), have, self.data.shape[1])
-        for group in (
-            reversed(range(self._groups)) if wider else range(self._groups)
-        ):  # no group overwrites one that is still to move
+        groups = range(self._groups)
+        for group in reversed(groups) if wider else groups:  # in an order in which none overwrites one that is still to move
             self.data[group, :kept] = old[group, :kept].copy()
         self.moves += 1
 
@@ -100,8 +99,8 @@ class KVCache:
         self.length[0] = start + len(path)
 
     def wipe(self, begin: int) -> None:
-        """Zeroes the positions from ``begin`` on, which may hold NaN, if passes read them: those over caches of any length read whole
-        blocks, and what does not count weighs 0, which NaN stays NaN with."""
+        """Zeroes the positions from ``begin`` on, which may hold NaN, if the graphs take caches of any length: they read whole blocks
+        and give positions that are not filled the weight 0, and 0 times NaN is NaN."""
         if self._open:
             self.data[:, begin:] = 0
 

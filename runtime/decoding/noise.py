@@ -23,12 +23,12 @@ def _mixed(x: int) -> int:
 
 
 def state(seed: int, position: int) -> int:
-    """What a position adds to (id + 1) * GOLDEN, of which the finalizer makes random bits; 64 bits."""
+    """The part of the random bits that depends only on seed and position, 64 bits; it is added to ``products``."""
     return _mixed((_mixed((seed + GOLDEN) & _MOST) + position * GOLDEN) & _MOST)
 
 
 def products(ids: np.ndarray) -> np.ndarray:
-    """Of token ids, int64 [n], for ``high_bits``: uint64 [n]."""
+    """The part of the random bits that depends only on the token ids: int64 [n] -> uint64 [n], for ``high_bits``."""
     return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
 
 
@@ -36,7 +36,7 @@ _all_products = lru_cache(maxsize=2)(lambda vocabulary: products(np.arange(vocab
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Of a row, one after the other: what is computed of a block stays in a cache, and in memory that is used again."""
+    """Splits a row of so many numbers into blocks, whose intermediate results stay in the processor's cache."""
     return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
 
 

@@ -33,14 +33,14 @@ _PRIOR_GAIN = 1.5
 _PRIOR_WEIGHT = 1.0  # cycles that the prior counts for
 _RESUMED_WEIGHT = 2.0  # cycles that the counts before a pause count for after it
 _MAX_LOSS, _MAX_SAVING = 1.5, 3.0  # plain passes: drafting pauses below a balance of -1.5; the balance is capped at 3
-_RESUMED_BALANCE = -0.5  # of drafting after a pause
+_RESUMED_BALANCE = -0.5  # plain passes: the balance after a pause
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # passes without a draft
 _PAUSE_GROWTH = 4  # factor by which the next pause is longer if drafting does not pay after this one
 _PROBE_SPACING = 50  # a pause takes at least so many times the price of a draft, so that trying costs 2 % of the time
 _EMA_RATE = 0.2  # weight of the latest value in moving averages
 _LOOKUP_PRIOR = 1.0, 2.0  # hits and trials of every match length before anything is counted
-_LEAST_CHANCE = 0.02  # no token is looked up that is less likely
-_OUTLIER = 16.0  # a pass that took so many times its price was held up by something else
+_LEAST_CHANCE = 0.02  # that a looked-up token is accepted; less likely ones are not verified
+_OUTLIER = 16.0  # a pass that took so many times its price was delayed by something else
 # The first drafts of a process and after a pause verify few rows: they show at little cost what drafting and verification take.
 _FIRST_PROBES, _RESUMED_PROBES, _PROBE_ROWS = 2, 1, 4
 _FIRST_INTERVAL, _INTERVAL = 8, 96  # drafts and lookups between two plain passes: after the first one, and later
@@ -65,11 +65,11 @@ class Planner:
         self._probes = _FIRST_PROBES  # drafts to come that verify few rows
         # Drafts and lookups before the next plain pass, and from that one to the one after it.
         self._until_plain_pass, self._interval = 0, _FIRST_INTERVAL
-        self._catch_up_ns = 0.0  # nanoseconds that the drafter takes to read what came without it, a moving average
+        self._catch_up_ns = 0.0  # nanoseconds that the drafter takes to read tokens of cycles without a draft, a moving average
         self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
 
     def behind(self, positions: int, drafter: int) -> None:
-        """The target's next pass is behind so many positions, the drafter's behind so many of its own."""
+        """Sets how many positions are in the caches. positions: in the target's; drafter: in the drafter's."""
         before = self.plain_pass_ns
         if self._text_length.now(positions, drafter):
             self._draft_rate *= before / self.plain_pass_ns
@@ -124,7 +124,7 @@ class Planner:
         self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
     ) -> None:
         """Takes in a cycle that drafted. scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times:
-        nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens that came without the drafter."""
+        nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens of cycles without a draft."""
         if not self._caught_up:
             self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
             self._caught_up = True

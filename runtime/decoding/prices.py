@@ -22,7 +22,7 @@ _LARGEST = 1 << 20  # bytes of a costs.json
 _MOST_ROWS = 1 << 16  # of a tree if its size is unknown
 _MOST_POSITIONS = 1 << 24
 _MOST_THREADS = 1 << 16
-_STRIDE = 64  # positions between two looks at how long the text has become
+_STRIDE = 64  # positions by which a text must grow before prices are scaled again
 CONTEXT = 128  # positions in the caches before the passes of ``Costs.target``
 
 
@@ -67,7 +67,7 @@ class Costs:
             known = sorted(longer.target)
             by_rows = np.interp(rows, known, [longer.target[n] - self.target[n] for n in known])
             more.append(np.array([*by_rows, longer.draft - self.draft]).clip(0))
-        # Of two that contradict each other the lower one holds, as in ``rising``.
+        # Prices never fall as the text grows: the lower of two measurements holds, as in ``rising``.
         lowest = np.minimum.accumulate(more[::-1])[::-1].T
         *target, draft = (float(np.interp(context, contexts, column)) for column in lowest)
         return Costs({n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host)
@@ -267,7 +267,7 @@ class Prices:
 
 
 class TextLength:
-    """Scales prices as the text grows, or another one begins: by as much as the stored ones differ behind so many positions."""
+    """Scales prices as the text grows, or another one begins, in the ratio of the stored prices at these lengths."""
 
     def __init__(self, costs: Costs, target: Prices, draft: Price) -> None:
         """costs: from which the prices come."""
@@ -275,7 +275,7 @@ class TextLength:
         self._here, self._positions = costs, (CONTEXT, CONTEXT)
 
     def now(self, positions: int, drafter: int) -> bool:
-        """The target's next pass is behind so many positions, the drafter's behind so many of its own. Returns whether prices have
+        """Sets how many positions are in the caches. positions: in the target's; drafter: in the drafter's. Returns whether prices have
         changed."""
         last = self._positions
         if not self._costs.longer or max(abs(positions - last[0]), abs(drafter - last[1])) < _STRIDE:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-# Every other field is a list or dict, or belongs to one generation only.
+# The fields that ``add`` sums up. Lists and dicts are summed one by one, and the rest belongs to one generation.
 _SUMMED = ("texts", "prompt_tokens", "cached_tokens", "tokens", "cycles", "cycle_tokens", "lookups", "looked_up",
            "prefill_ns", "draft_ns", "target_ns", "host_ns")  # fmt: skip
 

@@ -9,7 +9,7 @@ from ..errors import GumihoError, reason
 # How byte-level tokenizers write bytes as characters (GPT-2's table): printable Latin-1 as itself, the others from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-# Into Latin-1, which is bytes; what stands for no byte goes where Latin-1 has nothing.
+# To the characters of Latin-1, which are bytes; a character that stands for no byte becomes one that Latin-1 lacks.
 _LATIN = dict.fromkeys(_OTHERS, 0xFFFF) | {256 + i: byte for i, byte in enumerate(_OTHERS)}
 
 

@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from ..cli.checks import selftest
+from ..decoding.cycle import Accepted
 from ..decoding.decoder import Decoder
 from ..engines.pass_times import timed
 from .memory import memory_in_use
@@ -55,7 +56,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 
 def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
     """Times at a context length, with any content in the caches: the time of a dense pass does not depend on it."""
-    rows, chunk, passes = decoder.manifest.rows, decoder.form.chunk, decoder.passes
+    rows, chunk, target = decoder.manifest.rows, decoder.form.chunk, decoder.target
 
     def measured(call: Callable[[], object]) -> tuple[float, float]:
         def complete() -> None:
@@ -67,22 +68,22 @@ def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
         return min(nanoseconds) / 1e6, median(nanoseconds) / 1e6
 
     decoder.clear()
-    passes.target_cache.length[0] = context
+    target.keep(context)
     at: dict[str, Any] = {"context": context}
     if decoder.manifest.has_drafter:
-        passes.draft_cache.length[0], passes.accepted_count[0] = context, 1
-        draft, verify = passes.draft(1), passes.verification(rows)
+        decoder.draft.keep(context)
+        draft, verify = decoder.draft.drafting(Accepted((0,), (0,))), target.verification(rows)
 
         def cycle() -> None:
             draft()
             verify()
 
         at["cycle"], at["draft"] = measured(cycle), measured(draft)
-    at["plain"] = measured(passes.causal(1))
-    verification = passes.verification if decoder.manifest.has_drafter else passes.causal
+    at["plain"] = measured(target.causal(1))
+    verification = target.verification if decoder.manifest.has_drafter else target.causal
     sizes = [n for n in decoder.form.targets if n <= rows] or sorted({n for n in _ROWS if n < rows} | {rows})
     at["target"] = {str(n): measured(verification(n)) for n in sizes}
-    at["prefill"] = {"rows": chunk, "times": measured(passes.causal(chunk, last=True))}
+    at["prefill"] = {"rows": chunk, "times": measured(target.causal(chunk, last=True))}
     return at
 
 

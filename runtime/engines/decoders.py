@@ -20,10 +20,10 @@ class Decoders:
         self._made = dict[str, Decoder]()
         self._made[self.drafter] = self._make(self.drafter, None)
 
-    def _make(self, drafter: str, beside: Decoder | None) -> Decoder:
+    def _make(self, drafter: str, sibling: Decoder | None) -> Decoder:
         teams = self._loaded.teams
         with nullcontext() if teams.mine else teams.of(self._stream):
-            return self._loaded.decoder(drafter, self._stream, self._others, beside)
+            return self._loaded.decoder(drafter, self._stream, self._others, sibling)
 
     @property
     def current(self) -> Decoder:

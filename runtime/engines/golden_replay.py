@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
-_AMONG = 16  # rows; those of more than 193 need not have the same bits (graphs.dialects.exact)
+_AMONG = 16  # rows of a pass whose first row is compared with the same row alone; 193 at most (graphs.dialects.exact)
 # The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree, and of its
 # rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is
 # kept, and with it a whole subtree. In fp32 that is too rare to allow for.
@@ -32,33 +32,62 @@ _SHARE = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.5}
 def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
     """Runs the recorded passes on new caches whose unused positions contain garbage, padded if the form is static.
 
-    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and, with a
-    drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the
+    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and, with
+    a drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the
     tolerance of its graph's precision, the target chooses another token by more than that, a tree differs from the recorded
-    one, or a row of a target that rounds its rows to int8 has other logits alone than among others; and DamageError if the golden run is
-    damaged.
+    one, or a row of a target that rounds its rows to int8 has other logits alone than among others; and DamageError if the
+    golden run is damaged.
     """
-    run, manifest = read(bundle), bundle.manifest
-    device.enter()
-    drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
-    targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
-    target = KVCache(device, *targets, capacity=manifest.capacity)
-    target.fit(len(run["prompt.mask"]) + len(run["verify.mask"]))
-    draft = KVCache(device, *drafting, capacity=manifest.capacity)
-    for cache in (target, draft) if drafting else (target,):
-        cache.fill_garbage()
-    errors = dict.fromkeys(limits(form, manifest.depth), 0.0)
-    roots = list[np.ndarray]()  # logits of the tree's first row, of the passes that are not kept
+    passes = _RecordedPasses(bundle, form, engines, device)
+    passes.target("prompt", form.chunk if form.static else 0)
+    for size in form.targets:
+        if size != bundle.manifest.rows:
+            passes.target("verify", size, keep=False)
+    if form.graphs["target"].precision == "int8":
+        for size in (1, min(len(passes.run["verify.tokens"]), _AMONG)):
+            passes.target("verify", size, keep=False)
+        if not all(np.array_equal(root, passes.roots[0]) for root in passes.roots):
+            raise GumihoError(
+                "a row of the target has other numbers alone than among others on this processor, so that texts could differ from plain "
+                "decoding's: export with --weights none"
+            )
+    if "extend" in form.graphs:
+        passes.extension()
+    if "draft" in form.graphs:
+        passes.tree("tree", "prompt")
+    passes.target("verify")
+    if "draft" in form.graphs:
+        passes.tree("next", "verify")
+    return passes.errors
 
-    def target_pass(name: str, size: int = 0, keep: bool = True) -> tuple[Call, Call]:
-        """A recorded pass of the target, and a function that checks its outputs.
 
-        size: rows of the graph to run, if not as many as recorded; fewer are the first ones, which do not depend on the others. keep:
-        whether the rows are committed.
-        """
-        recorded, tolerance = len(run[f"{name}.tokens"]), limits(form, manifest.depth)["target"]
-        engine, n = form.target(size or recorded)
-        graph, rows = form.graphs[engine], min(n, recorded)
+class _RecordedPasses:
+    """Runs passes with recorded inputs, compares their outputs with the recorded ones, and keeps their rows in caches.
+
+    run: the arrays of the golden run. errors: the largest so far, by graph. roots: the logits of the first row of each pass
+    whose rows were not kept.
+    """
+
+    def __init__(self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
+        self.run, self._manifest = read(bundle), bundle.manifest
+        self._form, self._engines, self._device = form, engines, device
+        device.enter()
+        drafting = [form.graphs[name] for name in ("draft", "extend") if name in form.graphs]
+        targets = [form.graphs[name] for name in form.targets.values() or ("target",)]
+        self._target = KVCache(device, *targets, capacity=self._manifest.capacity)
+        self._target.fit(len(self.run["prompt.mask"]) + len(self.run["verify.mask"]))
+        self._draft = KVCache(device, *drafting, capacity=self._manifest.capacity)
+        for cache in (self._target, self._draft) if drafting else (self._target,):
+            cache.fill_garbage()
+        self._limits, self.roots = limits(form, self._manifest.depth), list[np.ndarray]()
+        self.errors = dict.fromkeys(self._limits, 0.0)
+
+    def target(self, name: str, size: int = 0, keep: bool = True) -> None:
+        """size: rows of the graph to run, if not as many as recorded; fewer are the first ones, which do not depend on the
+        others. keep: whether the rows stay in the cache."""
+        run, device, manifest, recorded = self.run, self._device, self._manifest, len(self.run[f"{name}.tokens"])
+        engine, n = self._form.target(size or recorded)
+        graph, rows = self._form.graphs[engine], min(n, recorded)
         mask = np.eye(n, dtype=np.bool_)
         mask[:rows, :rows] = run[f"{name}.mask"][:rows, :rows]
         inputs = {"tokens": _pad(run[f"{name}.tokens"], n), "depth": _pad(run[f"{name}.depth"], n), "mask": mask}
@@ -66,88 +95,82 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             inputs["wanted"] = np.arange(n)
         logits, hidden = (device.zeros((n, width), manifest.dtype) for width in (manifest.vocabulary, manifest.hidden))
         choice = np.zeros(n, np.int64)
-        out = {"choice": choice, "logits": logits, "hidden": hidden}
+        outputs = {"choice": choice, "logits": logits, "hidden": hidden}
+        self._call(engine, {**inputs, **outputs, **self._target.bindings(graph)})
+        found = device.read(logits)[:rows]
+        self._check_rows(name, choice[:rows], found, device.read(hidden)[:rows])
+        if keep:
+            self._target.commit(graph, range(rows))
+        else:
+            self.roots.append(found[0])
 
-        def check() -> None:
-            outputs = {"logits": device.read(logits)[:rows], "hidden": device.read(hidden)[:rows]}
-            for output, values in outputs.items():
-                _require_finite("target", output, values)
-            top_logits = run[f"{name}.top_logits"][:rows]
-            top = np.take_along_axis(outputs["logits"], run[f"{name}.top_ids"][:rows], axis=1)
-            expected = run[f"{name}.hidden"][:rows]
-            # Parts of a row differ in scale: rows of several layers, and tokens.
-            columns = [slice(begin, end) for begin, end in pairwise(run["prompt.parts"].tolist())]
-            pairs = [(top, top_logits), *((outputs["hidden"][:, part], expected[:, part]) for part in columns)]
-            for values, recorded_values in pairs:
-                errors["target"] = float(np.maximum(errors["target"], relative(values, recorded_values)))
-            _require("target", errors["target"], tolerance)
-            if difference := choice_difference(choice[:rows], run[f"{name}.choice"][:rows], top_logits, tolerance):
-                raise _differs("target", difference)
-            if keep:
-                target.commit(graph, range(rows))
-            else:
-                roots.append(outputs["logits"][0])
+    def _check_rows(self, name: str, choice: np.ndarray, logits: np.ndarray, hidden: np.ndarray) -> None:
+        """Compares the first recorded rows. choice: int64 [n]; logits: [n, V]; hidden: [n, H]."""
+        run, errors, rows, tolerance = self.run, self.errors, len(choice), self._limits["target"]
+        _require_finite("target", "logits", logits)
+        _require_finite("target", "hidden", hidden)
+        top_logits, expected = run[f"{name}.top_logits"][:rows], run[f"{name}.hidden"][:rows]
+        top = np.take_along_axis(logits, run[f"{name}.top_ids"][:rows], axis=1)
+        # Parts of a row differ in scale: rows of several layers, and tokens.
+        columns = [slice(begin, end) for begin, end in pairwise(run["prompt.parts"].tolist())]
+        for values, recorded in [(top, top_logits), *((hidden[:, part], expected[:, part]) for part in columns)]:
+            errors["target"] = float(np.maximum(errors["target"], relative(values, recorded)))
+        _require("target", errors["target"], tolerance)
+        if difference := choice_difference(choice, run[f"{name}.choice"][:rows], top_logits, tolerance):
+            raise _differs("target", difference)
 
-        return engines[engine].bind({**inputs, **out, **target.bindings(graph)}), check
+    def extension(self) -> None:
+        """The drafter reads the prompt."""
+        tokens, hidden = self.run["prompt.tokens"][1:], self.run["prompt.hidden"]
+        self._read("extend", tokens, np.arange(len(tokens)), hidden, self._form.chunk)
+        self._draft.commit(self._form.graphs["extend"], range(len(tokens)))
 
-    def draft_pass(graph: str, tokens: np.ndarray, path: np.ndarray, hidden: np.ndarray, name: str = "") -> tuple[Call, Call]:
-        """A recorded pass of the drafter, and a function that checks its tree. name: of that tree, "" if there is none."""
-        count, most = len(tokens), manifest.depth + 1 if name else form.chunk
-        n, rows = most if form.static else count, max(manifest.rows, form.chunk)
-        inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": np.array([count]), "hidden": _pad(hidden, rows)}
-        if form.graphs[graph].noisy and manifest.tree:
+    def tree(self, name: str, source: str) -> None:
+        """The drafter drafts a tree. source: the target's pass whose hidden rows it reads."""
+        run, graph, manifest = self.run, self._form.graphs["draft"], self._manifest
+        tree, tokens = graph.tree_buffers(self._device), run[f"{name}.read"]
+        more = dict(tree)
+        if graph.noisy and manifest.tree:
             size = manifest.depth, manifest.tree.vocabulary
-            inputs["noise"] = noise(*size) if name == "next" else np.zeros(size, np.float32)
-        tree = form.graphs[graph].tree_buffers(device)
+            more["noise"] = noise(*size) if name == "next" else np.zeros(size, np.float32)
+        self._read("draft", tokens, run[f"{name}.path"], run[f"{source}.hidden"], manifest.depth + 1, more)
+        self._check_tree(name, Drafted(*(self._device.read(tree[f"tree_{part}"]).copy() for part in TREE)))
+        self._draft.commit(graph, range(len(tokens)))
 
-        def check() -> None:
-            if name:
-                precision, tolerance = form.graphs[graph].precision, limits(form, manifest.depth)["draft"]
-                drafted, recorded = _drafted(tree, device), Drafted(*(run[f"{name}.{part}"] for part in TREE))
-                _require_finite("draft", "tree_score", drafted.score)
-                if f"{name}.top_ids" in run:
-                    top = run[f"{name}.top_ids"], run[f"{name}.top_scores"]
-                    difference = chain_difference(drafted, recorded, *top, tolerance)
-                else:
-                    difference = tree_difference(drafted, recorded, tolerance, _SHARE[precision])
-                if difference:
-                    raise _differs("draft", difference)
-                errors["draft"] = max(errors["draft"], score_error(drafted, recorded))
-                _require("draft", errors["draft"], tolerance)
-            draft.commit(form.graphs[graph], range(count))
+    def _read(
+        self,
+        graph: str,
+        tokens: np.ndarray,
+        path: np.ndarray,
+        hidden: np.ndarray,
+        most: int,
+        more: Mapping[str, Array] | None = None,
+    ) -> None:
+        """A pass of the drafter. tokens, path: int64 [n], n at most ``most``; hidden: [rows, H]; more: buffers besides."""
+        n, rows = most if self._form.static else len(tokens), max(self._manifest.rows, self._form.chunk)
+        count = np.array([len(tokens)])
+        inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": count, "hidden": _pad(hidden, rows)}
+        self._call(graph, {**inputs, **(more or {}), **self._draft.bindings(self._form.graphs[graph])})
 
-        return engines[graph].bind({**inputs, **tree, **draft.bindings(form.graphs[graph])}), check
+    def _check_tree(self, name: str, drafted: Drafted) -> None:
+        run, tolerance, precision = self.run, self._limits["draft"], self._form.graphs["draft"].precision
+        recorded = Drafted(*(run[f"{name}.{part}"] for part in TREE))
+        _require_finite("draft", "tree_score", drafted.score)
+        if f"{name}.top_ids" in run:
+            top = run[f"{name}.top_ids"], run[f"{name}.top_scores"]
+            difference = chain_difference(drafted, recorded, *top, tolerance)
+        else:
+            difference = tree_difference(drafted, recorded, tolerance, _SHARE[precision])
+        if difference:
+            raise _differs("draft", difference)
+        self.errors["draft"] = max(self.errors["draft"], score_error(drafted, recorded))
+        _require("draft", self.errors["draft"], tolerance)
 
-    def tree_pass(name: str, hidden: np.ndarray) -> tuple[Call, Call]:
-        return draft_pass("draft", run[f"{name}.read"], run[f"{name}.path"], hidden, name)
-
-    def run_checked(*passes: tuple[Call, Call]) -> None:
-        for call, check in passes:
-            for _ in range(2 if form.static else 1):  # a device that records calls replays the recording the second time
-                call()
-            device.synchronize()
-            check()
-
-    run_checked(target_pass("prompt", form.chunk if form.static else 0))
-    for size in form.targets:
-        if size != manifest.rows:
-            run_checked(target_pass("verify", size, keep=False))
-    if form.graphs["target"].precision == "int8":
-        for size in (1, min(len(run["verify.tokens"]), _AMONG)):
-            run_checked(target_pass("verify", size, keep=False))
-        if not all(np.array_equal(root, roots[0]) for root in roots):
-            raise GumihoError(
-                "a row of the target has other numbers alone than among others on this processor, so that texts could differ from plain "
-                "decoding's: export with --weights none"
-            )
-    if not drafting:
-        run_checked(target_pass("verify"))
-        return errors
-    prompt, hidden = run["prompt.tokens"], run["prompt.hidden"]
-    if "extend" in form.graphs:
-        run_checked(draft_pass("extend", prompt[1:], np.arange(len(prompt) - 1), hidden))
-    run_checked(tree_pass("tree", hidden), target_pass("verify"), tree_pass("next", run["verify.hidden"]))
-    return errors
+    def _call(self, engine: str, buffers: Mapping[str, Array]) -> None:
+        call = self._engines[engine].bind(buffers)
+        for _ in range(2 if self._form.static else 1):  # a device that records calls replays the recording the second time
+            call()
+        self._device.synchronize()
 
 
 def replay_each(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
@@ -228,10 +251,6 @@ def _differs(graph: str, difference: str) -> GumihoError:
         f"the compiled {graph} engine is discarded, since it differs from the golden run {difference}: "
         "try another version of the backend"
     )
-
-
-def _drafted(tree: Mapping[str, Array], device: Device) -> Drafted:
-    return Drafted(*(device.read(tree[f"tree_{part}"]).copy() for part in TREE))
 
 
 def _pad(array: np.ndarray, rows: int) -> np.ndarray:

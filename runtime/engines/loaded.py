@@ -52,10 +52,10 @@ class Loaded:
     def choices(self) -> tuple[DrafterChoice, DrafterChoice]:
         return DrafterChoice(self.bundle.manifest.each), DrafterChoice(self.bundle.manifest.each)
 
-    def decoder(self, drafter: str, stream: int, others: Callable[[], bool], beside: Decoder | None = None) -> Decoder:
-        """A stream's decoder with one drafter. stream: its number; others, beside: see ``Decoder``."""
+    def decoder(self, drafter: str, stream: int, others: Callable[[], bool], sibling: Decoder | None = None) -> Decoder:
+        """A stream's decoder with one drafter. stream: its number; others, sibling: see ``Decoder``."""
         engines, costs = self.engines_of(stream), self.costs.get(drafter)
-        return Decoder.with_drafter(drafter, self.bundle, self.form, engines, self.device, costs, others, beside)
+        return Decoder.with_drafter(drafter, self.bundle, self.form, engines, self.device, costs, others, sibling)
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter_ns
 
+from ..decoding.cycle import Accepted
 from ..decoding.decoder import Decoder
 from ..decoding.prices import CONTEXT, Costs, Longer, rising, sizes
 
-_LONGER = 512, 2048  # positions behind which a few sizes are measured again, and behind the longest text with room for a tree
-_FEW = 8  # rows
+_LONGER = 512, 2048  # text lengths at which a few sizes are measured again; the longest with room for a tree is another
+_FEW = 8  # rows: a size between 1 and those of a tree
+_ONE = Accepted((0,), (0,))  # what a draft reads after a plain pass
 _HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
 # Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
 _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
@@ -19,7 +21,7 @@ def measure(decoder: Decoder) -> Costs:
     counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
 
     If a pass over fewer rows took longer than one over more rows, it gets the lower time. Where every tree is verified whole
-    (``EnginePasses.splits``), the time of both counts as the target's and the draft's is 0.
+    (``TargetPasses.splits``), the time of both counts as the target's and the draft's is 0.
     """
     decoder.clear()
     most = decoder.manifest.capacity - decoder.manifest.rows
@@ -36,33 +38,33 @@ def measure(decoder: Decoder) -> Costs:
 
 
 def _fill(decoder: Decoder, context: int) -> None:
-    """Whatever the caches hold, so many positions of it count as filled."""
-    decoder.passes.target_cache.length[0] = decoder.passes.draft_cache.length[0] = context
+    """Whatever the caches hold, so many of their positions count as filled."""
+    decoder.target.keep(context)
+    decoder.draft.keep(context)
 
 
 def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
-    """The prices of a few sizes behind more positions."""
+    """The prices of a few sizes at another length of the text."""
     _fill(decoder, context)
-    passes, rows = decoder.passes, decoder.manifest.rows
-    passes.causal(1)()  # untimed: caches may be laid out anew for it
+    target, rows = decoder.target, decoder.manifest.rows
+    target.causal(1)()  # untimed: caches may be laid out anew for it
     drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
-    target = {n: fastest(passes.verification(n) if drafts and n > 1 else passes.causal(n)) for n in few}
-    return Longer(context, rising(target), fastest(passes.draft(1)) if drafts else 0.0)
+    prices = {n: fastest(target.verification(n) if drafts and n > 1 else target.causal(n)) for n in few}
+    return Longer(context, rising(prices), fastest(decoder.draft.drafting(_ONE)) if drafts else 0.0)
 
 
 def _cycles(decoder: Decoder) -> Costs:
     """The costs of drafting and verifying."""
-    rows, passes = decoder.manifest.rows, decoder.passes
-    passes.accepted_count[0] = 1
-    draft, verify = passes.draft(1), passes.verification(rows)
+    rows, target = decoder.manifest.rows, decoder.target
+    draft, verify = decoder.draft.drafting(_ONE), target.verification(rows)
 
     def cycle() -> None:
         draft()
         verify()
         decoder.device.synchronize()
 
-    plain = fastest(passes.causal(1))
-    if not passes.splits:
+    plain = fastest(target.causal(1))
+    if not target.splits:
         return Costs(rising({1: plain, rows: fastest(cycle)}), 0.0, _HOST)
     cycle()  # makes a tree to verify
 
@@ -70,14 +72,14 @@ def _cycles(decoder: Decoder) -> Costs:
         draft()
         decoder.device.synchronize()
 
-    return Costs(rising(_by_rows(decoder, plain, passes.verification)), fastest(draft_alone), _HOST)
+    return Costs(rising(_by_rows(decoder, plain, target.verification)), fastest(draft_alone), _HOST)
 
 
 def _causal_passes(decoder: Decoder) -> Costs:
     """The costs without a drafter."""
-    rows, passes = decoder.manifest.rows, decoder.passes
-    plain = fastest(passes.causal(1))
-    by_rows = _by_rows(decoder, plain, passes.causal) if passes.splits else {1: plain, rows: plain}
+    rows, target = decoder.manifest.rows, decoder.target
+    plain = fastest(target.causal(1))
+    by_rows = _by_rows(decoder, plain, target.causal) if target.splits else {1: plain, rows: plain}
     return Costs(rising(by_rows), 0.0, _HOST)
 
 

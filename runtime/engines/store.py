@@ -164,8 +164,8 @@ def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device:
     decoders = list[Decoder]()
     try:
         for drafter in bundle.manifest.each:
-            beside = decoders[0] if decoders else None
-            decoders.append(Decoder.with_drafter(drafter, bundle, form, engines, device, beside=beside))
+            sibling = decoders[0] if decoders else None
+            decoders.append(Decoder.with_drafter(drafter, bundle, form, engines, device, sibling=sibling))
         yield decoders
     finally:
         for decoder in decoders:

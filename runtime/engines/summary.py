@@ -82,9 +82,7 @@ def _performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]
             f"tau is the tokens per pass of the target: {TAU} is the paper's mean with 64 rows, yours depends on the text"
         )
     if _expected(share, manifest) < _WORTHWHILE:
-        lines.append(
-            "warning: that is little. A drafter of fewer bytes allows more: see --draft-weights, --draft-vocab, --heads and --beam"
-        )
+        lines.append("warning: that is little. A drafter of fewer bytes allows more: see --draft-weights and --draft-vocab")
     return lines
 
 
@@ -107,7 +105,7 @@ def memory(bundle: Bundle, backend: Backend) -> list[str]:
 
 
 def verdicts(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
-    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.validate.validate`` return them.
+    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.writing.validate.validate`` return them.
 
     The errors of target outputs are relative to the largest value, those of the draft's scores are in nats.
     """

@@ -8,18 +8,18 @@ from time import perf_counter_ns, process_time_ns
 from ..backends.control_groups import text
 from ..decoding.decoder import Decoder
 
-_CHUNKS, _TOKENS = 2, 128  # of the text whose time counts: read in chunks, then decoded plainly
-_FASTER = 0.85  # of the time with twice as many threads: less may be due to what else the machine does
-_STRETCH, _FEWEST = 300_000_000, 3  # nanoseconds that passes are repeated for, and how often they are at least
-_OTHERS, _WAITED = 0.1, 0.02  # cores that other programs used, and the share of time that a thread waited for one
+_CHUNKS, _TOKENS = 2, 128  # the text whose time counts: a prompt of so many chunks, then so many tokens
+_FASTER = 0.85  # fewer threads must take less than this share of the time: a smaller gain may be other load
+_STRETCH, _FEWEST = 300_000_000, 3  # a pass is repeated for so many nanoseconds, and at least so many times
+_OTHERS, _WAITED = 0.1, 0.02  # limits: cores that other programs use, and the share of time that a thread waits for one
 _STAT, _TASKS = Path("/proc/stat"), Path("/proc/self/task")
 
 
 def text_time(decoder: Decoder) -> float:
     """Nanoseconds of a short text: of reading its prompt and of decoding one token at a time."""
     decoder.clear()
-    passes = decoder.passes
-    return _CHUNKS * _mean(passes.causal(decoder.form.chunk)) + _TOKENS * _mean(passes.causal(1))
+    target = decoder.target
+    return _CHUNKS * _mean(target.causal(decoder.form.chunk)) + _TOKENS * _mean(target.causal(1))
 
 
 def _mean(call: Callable[[], object]) -> float:

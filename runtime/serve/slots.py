@@ -153,7 +153,7 @@ class Slots:
 
     def _best(self, text: Sequence[int]) -> Slot:
         """The free slot that shares the longest beginning with a text, unless most of another conversation would be lost for it."""
-        shared = {slot: slot.stream.decoder.shared(text) for slot in self._free}
+        shared = {slot: slot.stream.decoder.cached_prefix(text) for slot in self._free}
         best = max(self._free, key=shared.__getitem__)
         if shared[best] < _LEAST_KEPT * max(1, min(len(text), len(best.stream.decoder.cached))):
             best = self._free[0]
@@ -162,9 +162,9 @@ class Slots:
 
     def adopt(self, slot: Slot, text: Sequence[int]) -> None:
         """Copies the rows of a text's beginning from another stream, if that holds more of it."""
-        own = slot.stream.decoder.shared(text)
+        own = slot.stream.decoder.cached_prefix(text)
         others = [other.stream for other in self._all if other is not slot]
-        most, best = max(((stream.decoder.shared(text), i) for i, stream in enumerate(others)), default=(0, 0))
+        most, best = max(((stream.decoder.cached_prefix(text), i) for i, stream in enumerate(others)), default=(0, 0))
         if most >= own + _LEAST_COPIED:
             slot.stream.adopt(others[best], text)
 

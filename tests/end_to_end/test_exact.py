@@ -50,22 +50,22 @@ def tree_pass(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Nu
     for row in range(1, n):
         mask[row] |= mask[parents[row]]
         depth[row] = depth[parents[row]] + 1
-    decoder.passes._bind_target(np.array(tokens), depth, mask)()
-    return decoder.passes.logits[:n].copy(), decoder.passes.hidden[:n].copy()
+    decoder.target._bind(np.array(tokens), depth, mask)()
+    return decoder.target.logits[:n].copy(), decoder.target.hidden[:n].copy()
 
 
 def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Numbers:
     """Every row in a pass of its own, behind its ancestors."""
     decoder, n = model.decoder, len(tokens)
-    past, rows, found = int(decoder.passes.target_cache.length[0]), [0], {}
+    past, rows, found = decoder.target.length, [0], {}
     while rows:
         row = rows.pop()
         depth = 0 if row == 0 else found[parents[row]][0] + 1
-        decoder.passes.target_cache.length[0] = past + depth  # its ancestors' rows are those in front: children come next
+        decoder.target.keep(past + depth)  # its ancestors' rows are those in front: children come next
         decoder.feed([tokens[row]])
-        found[row] = depth, decoder.passes.logits[0].copy(), decoder.passes.hidden[0].copy()
+        found[row] = depth, decoder.target.logits[0].copy(), decoder.target.hidden[0].copy()
         rows += [child for child in range(row + 1, n) if parents[child] == row]
-    decoder.passes.target_cache.length[0] = past
+    decoder.target.keep(past)
     return np.stack([found[row][1] for row in range(n)]), np.stack([found[row][2] for row in range(n)])
 
 
@@ -91,7 +91,7 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
                 break
             decoder.feed(text[start : start + n])
             own = slice(start, start + n)
-            yield (decoder.passes.logits[:n].copy(), decoder.passes.hidden[:n].copy()), (alone[0][own], alone[1][own])
+            yield (decoder.target.logits[:n].copy(), decoder.target.hidden[:n].copy()), (alone[0][own], alone[1][own])
             start += n
 
 
@@ -124,7 +124,7 @@ def test_rows_are_the_same_to_the_last_bit(
     make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[str, ...], threads: int
 ) -> None:
     with load(bundle_of(make_bundle, pair, options), "cpu", threads=threads) as model:
-        assert model.decoder.passes.graphs["target"].precision == "int8"
+        assert model.decoder.target.graphs["target"].precision == "int8"
         assert unlike(model) == 0
 
 
@@ -158,8 +158,8 @@ def test_a_row_is_never_alone_where_it_would_differ(make_bundle: MakeBundle, mon
         for streams in (1, 2):
             with load(bundle, "cpu", threads=1, streams=streams) as model:
                 own = [ended(model.generate(p, 256, speculate)).ids for p in prompts for speculate in (True, False)]
-                passes = model.decoder.passes
-                sizes = [rows for kind, rows in (*passes._bound, *passes._shared.causal) if kind != "extend"]
+                target = model.decoder.target
+                sizes = [*target._verifications, *(rows for rows, _ in target._causal)]
                 assert min(sizes) == (1 if alone else 2)
             assert own[::2] == own[1::2] or (alone and one_row_differs())
             texts.append(own)
@@ -251,7 +251,7 @@ def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBu
     prompt = np.random.default_rng(2).integers(2, 500, 400).tolist()
     with load(make_bundle(DEMO, *WHOLE), "cpu", threads=1) as model:
         wanted = ended(model.generate(prompt, 20)).ids
-        model.decoder.passes.target_cache.data[:] = np.nan
+        model.decoder.target.cache.data[:] = np.nan
         model.decoder.clear()
         with pytest.raises(DamageError, match="NaN or infinity after 400 tokens"):
             ended(model.generate(prompt, 20))

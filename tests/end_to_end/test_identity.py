@@ -35,10 +35,10 @@ SMALL = (DEMO, *EVERY_BACKEND)  # of which the CPU's form is used
 BUNDLES = [
     SMALL,
     (DEMO, "--capacity", "80", "--rows", "64"),
-    (DEMO, "--capacity", "40", "--rows", "6", "--policy", "chain", "--draft-vocab", "512"),
+    (DEMO, "--capacity", "40", "--rows", "6", "--draft-tree", "chain", "--draft-vocab", "512"),
     (ODD[0][0], "--capacity", "200", *ODD[0][1]),
     (TINY, "--capacity", "64", "--rows", "2"),
-    (TINY, "--capacity", "64", "--rows", "16", "--compat", "reference", "--draft-vocab", "9"),
+    (TINY, "--capacity", "64", "--rows", "16", "--draft-tree", "reference", "--draft-vocab", "9"),
     (TINY, "--capacity", "64", "--rows", "64"),
 ]
 END = 1  # ends the texts of all of them
@@ -293,7 +293,7 @@ ON_FORMS = {
 @contextmanager
 def rows_read(model: Model) -> Iterator[list[int]]:
     """Which rows of logits are fetched from the device's memory, each by itself."""
-    device, logits, rows = model.decoder.device, model.decoder.passes.logits, list[int]()
+    device, logits, rows = model.decoder.device, model.decoder.target.logits, list[int]()
     read, size = device.read, logits.nbytes // len(logits)
 
     def spied(array: DeviceArray) -> np.ndarray:
@@ -461,7 +461,7 @@ def generous(share: float) -> Callable[..., list[int]]:
         decoder, path = take.__self__, [0]
         while True:
             drafted = {tokens[row]: row for row in range(1, len(tokens)) if parents[row] == path[-1]}
-            values = np.exp(decoder.passes.row(path[-1]).astype(np.float64) / decoder.selector.settings.temperature)
+            values = np.exp(decoder.target.row(path[-1]).astype(np.float64) / decoder.selector.settings.temperature)
             best = max(drafted, key=values.__getitem__, default=-1)
             if best >= 0 and values[best] > 0.1 * values.sum() and draw.random() < share:
                 token = None if decoder.selector.add(best) is None else best

@@ -52,14 +52,14 @@ def test_demo_pair_equals_transformers(demo_bundle: Path, length: int, offset: i
 
 
 TREES = [
-    ("--rows", "3", "--policy", "chain"),
+    ("--rows", "3", "--draft-tree", "chain"),
     ("--rows", "16", "--heads", "2", "--top-k", "3", "--head-top-k", "4"),
     ("--rows", "33", "--serial-steps", "3", "--beam", "3"),
     ("--rows", "2"),
-    ("--rows", "5", "--compat", "reference"),
+    ("--rows", "5", "--draft-tree", "reference"),
     ("--rows", "64"),
-    ("--rows", "64", "--compat", "reference"),
-    ("--rows", "8", "--policy", "chain"),
+    ("--rows", "64", "--draft-tree", "reference"),
+    ("--rows", "8", "--draft-tree", "chain"),
     ("--rows", "12", "--serial-steps", "1", "--heads", "0"),
 ]
 
@@ -89,7 +89,7 @@ ODD = [
     ),
     (
         RandomPair({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, fc_bias=False, seed=5),
-        ("--rows", "7", "--policy", "chain"),
+        ("--rows", "7", "--draft-tree", "chain"),
     ),
     (
         RandomPair(
@@ -102,10 +102,10 @@ ODD = [
             },
             seed=6,
         ),
-        ("--rows", "16", "--compat", "reference"),
+        ("--rows", "16", "--draft-tree", "reference"),
     ),
     (RandomPair({"head_dim": 16}, layers=1, heads=0, seed=7), ("--rows", "60")),  # EAGLE-2
-    (RandomPair({"num_key_value_heads": 1}, layers=1, heads=0, fc_bias=False, seed=8), ("--policy", "static")),  # EAGLE-1
+    (RandomPair({"num_key_value_heads": 1}, layers=1, heads=0, fc_bias=False, seed=8), ("--draft-tree", "static")),  # EAGLE-1
 ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
 
 
 @pytest.mark.exhaustive  # 26 s with 64 rows: two texts from each of 80 lengths
-@pytest.mark.parametrize("options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--policy", "chain")], ids=" ".join)
+@pytest.mark.parametrize("options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--draft-tree", "chain")], ids=" ".join)
 def test_last_position(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """Generation runs to the last position and stops there, with and without speculation, from every prompt length."""
     capacity = 80 if "64" in options else 40  # a pass fits

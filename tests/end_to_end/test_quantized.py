@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from exporter.backends.specs import BACKENDS
-from exporter.calibration import calibrated
-from exporter.options import parsed
-from exporter.options import plan as planned
+from exporter.options import config_of
 from exporter.progress import Progress
+from exporter.recipe.resolve import recipe_of
 from exporter.weights.quantize import quantize, scale_of, zero_of
+from exporter.writing.calibration import calibrated
 from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
 from runtime.bundle.reader import Bundle
@@ -78,7 +78,7 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
 
 def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
     """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans it."""
-    plan = planned(parsed(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
+    plan = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
     with Progress() as progress:
         sources = calibrated(plan, progress).sources(apart=True)["weights/target.bin"]
     state = dict[str, Tensor]()
@@ -189,7 +189,7 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
         for ids in np.random.default_rng(3).integers(2, model.bundle.manifest.vocabulary, (12, 8)).tolist():
             model.decoder.clear()
             model.decoder.feed(ids)
-            found = torch.from_numpy(model.decoder.passes.logits[: len(ids)].copy())
+            found = torch.from_numpy(model.decoder.target.logits[: len(ids)].copy())
             for errors, judge in ((far, llama.load(folder)), (near, rounding(folder, scheme))):
                 wanted = judge(torch.tensor([ids])).logits[0]
                 errors.append(float((found - wanted).abs().max() / wanted.abs().max()))

@@ -14,7 +14,7 @@ NEAR_TIE = 3  # exit status if only rounding made a difference
 
 
 @dataclass
-class Comparison:
+class SideBySide:
     """Two ways to decode the same prompts: number of outputs, how many differ, the first differing index of all, and the stats of both."""
 
     outputs: int
@@ -24,12 +24,12 @@ class Comparison:
     other: Stats
 
     @staticmethod
-    def of(ours: Sequence[Generation], other: Sequence[Generation]) -> "Comparison":
+    def of(ours: Sequence[Generation], other: Sequence[Generation]) -> "SideBySide":
         firsts = []
         for a, b in ((a.ids, b.ids) for a, b in zip(ours, other, strict=True)):
             if a != b:
                 firsts.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
-        return Comparison(len(ours), len(firsts), min(firsts, default=None), total(ours), total(other))
+        return SideBySide(len(ours), len(firsts), min(firsts, default=None), total(ours), total(other))
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -74,8 +74,8 @@ def explain(model: Model, difference: Difference) -> str:
     )
 
 
-def replay(model: Model, generations: Sequence[Generation]) -> int:
-    """Checks generations by plain decoding, prints the differences and returns the exit status."""
+def report_differences(model: Model, generations: Sequence[Generation]) -> int:
+    """Prints where plain decoding chooses other tokens. Returns the exit status."""
     differing = [difference for generation in generations for difference in differences(model, generation)]
     for difference in differing:
         print(explain(model, difference), file=sys.stderr)

@@ -18,7 +18,7 @@ NEAR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2, "int8": 0.0}
 
 def near_margin(model: Model) -> float:
     """The margin of a near-tie between passes of different shapes, relative to the largest logit."""
-    return NEAR[model.decoder.passes.graphs["target"].precision]
+    return NEAR[model.decoder.target.graphs["target"].precision]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Difference:
 
 def differences(model: Model, generation: Generation) -> list[Difference]:
     """Replays a finished generation with its own settings and seed, except lossy ones."""
-    return replay(model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed))
+    return compare_with_plain(
+        model, generation.prompt, generation.ids, replace(generation.settings, seed=generation.stats.seed)
+    )
 
 
-def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
+def compare_with_plain(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
     """Compares emitted tokens with plain decoding's. Those after a difference are still checked, each after the tokens that were emitted.
 
     ids: emitted after the prompt. settings: with the seed that was used, if they sample.
@@ -57,7 +59,7 @@ def replay(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Se
         row = decoder.prefill(prompt, speculate=False)
         assert row is not None
         for index, token in enumerate(ids):
-            logits = decoder.passes.row(row)
+            logits = decoder.target.row(row)
             choice = sampler.choose(logits)
             if choice != token:
                 margin = sampler.margin(logits, token) / float(np.abs(logits).max())

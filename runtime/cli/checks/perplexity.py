@@ -104,7 +104,7 @@ def log_probabilities(models: Sequence[Model], window: Sequence[int]) -> Iterato
 
 def _row(model: Model, row: int) -> np.ndarray:
     with model.exclusive() as decoder:
-        found = log_softmax(decoder.passes.row(row))
+        found = log_softmax(decoder.target.row(row))
     if not np.isfinite(found).all():
         raise DamageError(
             f"the logits of {model.bundle.path} hold NaN or infinity: the weights or engines are damaged, or values overflow; "

@@ -20,7 +20,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
     Returns the number of rows, and the number of rows whose logits are not bitwise equal.
     """
     prompts = [prompt]
-    if model.decoder.passes.graphs["target"].open_caches:  # whose passes compute something else behind a long text
+    if model.decoder.target.graphs["target"].open_caches:  # whose passes compute something else behind a long text
         prompts.append(
             list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
         )
@@ -34,10 +34,10 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             for row in range(1, len(tree.tokens)):
                 paths.append([*paths[tree.parents[row]], row])
             for path, tree_logits in zip(paths, logits, strict=True):
-                decoder.passes.target_cache.length[0] = len(text)
+                decoder.target.keep(len(text))
                 for row in path:
                     decoder.feed([tree.tokens[row]])
-                unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
+                unequal += not np.array_equal(decoder.target.row(0), tree_logits)
     return sum(len(logits) for _, _, logits in trees), unequal
 
 
@@ -68,4 +68,4 @@ def _chain(model: Model, prompt: Sequence[int]) -> tuple[list[int], Tree, np.nda
 
 
 def _logits(decoder: Decoder, tree: Tree) -> np.ndarray:
-    return np.stack([decoder.passes.row(row) for row in range(len(tree.tokens))])
+    return np.stack([decoder.target.row(row) for row in range(len(tree.tokens))])

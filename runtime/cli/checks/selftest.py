@@ -115,7 +115,7 @@ def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, .
                 decoder.clear()
                 row = decoder.prefill([*prompt, *text], speculate=False)
                 assert row is not None
-                logits = decoder.passes.row(row).astype(np.float64)
+                logits = decoder.target.row(row).astype(np.float64)
             order = np.argsort(-logits, kind="stable")
             likeliest = order[:_TOP_K]
             tied = order[np.abs(logits[order] - logits[likeliest[-1]]) < near * np.abs(logits).max()]
@@ -225,7 +225,7 @@ def results(
     for drafter in model.bundle.manifest.each:
         for settings in _SETTINGS:
             yield _identity(model, drafter, settings, prompts(model, count), tokens, deadline)
-    if model.decoder.passes.graphs["target"].precision == "int8":
+    if model.decoder.target.graphs["target"].precision == "int8":
         compared = [rows_alone(model, prompt) for prompt in _until(deadline, prompts(model, count))]
         many = "trees" if model.bundle.manifest.has_drafter else "passes of several rows"
         rows, unequal = (sum(numbers) for numbers in zip(*compared, strict=True))

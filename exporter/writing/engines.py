@@ -1,18 +1,17 @@
 """Compiles and checks the engines of a new bundle, for the backends that run on this machine."""
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.errors import GumihoError
 
-from .progress import Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from runtime.backends import Backend
 
-    from .plan import Plan
+    from ..recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Compiled:
     problem: str = ""
 
 
-def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path, progress: Progress) -> Compiled:
+def compile_here(name: str, recipe: "Recipe", folder: Path, progress: Progress) -> Compiled:
     """Compiles a bundle for a backend. Raises GumihoError if the backend runs here and its engines are wrong."""
     from runtime.backends import backend
     from runtime.bundle.reader import Bundle
@@ -38,7 +37,7 @@ def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path
     from runtime.engines.store import MEASURING, compile_engines
 
     try:
-        device = backend(name, args.device)
+        device = backend(name, recipe.config.device)
         require(Bundle(folder), device, compiling=True)
     except GumihoError as error:
         return Compiled(name, problem=str(error))
@@ -51,9 +50,9 @@ def compile_here(name: str, args: argparse.Namespace, plan: "Plan", folder: Path
     progress.start(f"compiling for {name}")
     engines, errors = compile_engines(Bundle(folder), device, progress=step)
     checks = {"golden run": errors}
-    if args.validate:
+    if recipe.config.validate:
         from .validate import validate
 
         progress.start(f"validating on {name}")
-        checks["validation"] = validate(plan, folder, name, args.device)
+        checks["validation"] = validate(recipe, folder, name, recipe.config.device)
     return Compiled(name, device, engines.name, checks)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphs.layer import LlamaShape
 
-from .weights.scaled import Factors
+from ..weights.scaled import Factors
 
 _LEAST = 0.5  # of the scales: a column that is small in the text may be large in another, and dividing enlarges it
 

@@ -21,9 +21,9 @@ from graphs.tree import TreeConfig
 from runtime.engines.golden_file import TREE, noise
 from runtime.errors import DamageError
 
-from .signature import signature
-from .weights.ahead import one_thread
-from .weights.source import Location, is_finite
+from ..tracing.signature import signature
+from ..weights.ahead import one_thread
+from ..weights.source import Location, is_finite
 
 _PROMPT, _TOP = 12, 8
 _SLICE_ELEMENTS = 1 << 20

@@ -1,54 +1,58 @@
-"""What an export tells its user: the plan of a dry run, and what was made."""
+"""What an export tells its user: the recipe of a dry run, and what was made."""
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .precision import AS_IS, recommendation, unrunnable
+from ..config import AS_IS
+from ..recipe.precision import recommendation, unrunnable
 
 if TYPE_CHECKING:
-    import argparse
-
     from graphs.tree import TreeConfig
     from runtime.bundle.reader import Bundle
 
-    from .checkpoints.pair import Pair
+    from ..checkpoints.pair import Pair
+    from ..recipe.recipe import Recipe
+    from ..recipe.resolve import VllmRecipe
+    from ..weights.quantize import Rounding
     from .engines import Compiled
-    from .plan import Plan
 
 
-def describe(plan: "Plan", out: Path, args: "argparse.Namespace") -> str:
+def describe(recipe: "Recipe | VllmRecipe") -> str:
     """What an export would write and need."""
-    from .disk import free_space
-    from .plan import DTYPE_NAMES
+    from ..disk import free_space
+    from ..recipe.recipe import DTYPE_NAMES, Recipe
 
-    pair, tree, sizes, shared = plan.pair, plan.tree, plan.sizes(), plan.shared()
+    if not isinstance(recipe, Recipe):
+        return f"Would write '{recipe.config.folder}': config.json and model.safetensors, at most {recipe.disk() / 1e6:.1f} MB."
+    pair, tree, out = recipe.pair, recipe.tree, recipe.config.folder
+    sizes, shared = recipe.sizes(), recipe.shared()
     target = pair.target_shape
     lines = [
-        f"Would write the bundle '{out}' for {', '.join(plan.backends)}.",
+        f"Would write the bundle '{out}' for {', '.join(recipe.backends)}.",
         f"Target: {pair.target.source}, a {pair.target_config.architecture.name} of {target.layers} layers, hidden size {target.hidden}, "
         f"{target.vocabulary} tokens in its vocabulary.",
         *(_drafter(pair, tree) if pair.has_drafter else _no_drafter(tree)),
-        *(line for own in plan.further.values() for line in _drafter(own.pair, own.tree)),
-        f"Capacity: {plan.capacity} positions for prompt and text together.",
-        f"Precision: {DTYPE_NAMES[plan.dtype]}, except what is quantized.",
+        *(line for own in recipe.further.values() for line in _drafter(own.pair, own.tree)),
+        f"Capacity: {recipe.capacity} positions for prompt and text together.",
+        f"Precision: {DTYPE_NAMES[recipe.dtype]}, except what is quantized.",
         *([f"Ends: a text ends at {', '.join(pair.spelled(pair.eos_token_ids))}."] if pair.eos_token_ids else []),
-        *_schemes(plan),
-        *_remarks(plan),
+        *_schemes(recipe),
+        *_remarks(recipe),
         "Weight files:",
         *(f"  {file}  {size / 1e6:.1f} MB" for file, size in sizes.items()),
         f"  At least {shared / 1e6:.1f} MB of these are equal and stored only once.",
-        f"Disk: needs at most {plan.disk() / 1e9:.3f} GB; {free_space(out) / 1e9:.3f} GB are free.",
-        f"Memory: the export takes about {plan.memory() / 1e9:.2f} GB at its peak.",
-        *(f"Note: {line}." for line in (*unrunnable(args), *recommendation(args))),
+        f"Disk: needs at most {recipe.disk() / 1e9:.3f} GB; {free_space(out) / 1e9:.3f} GB are free.",
+        f"Memory: the export takes about {recipe.memory() / 1e9:.2f} GB at its peak.",
+        *(f"Note: {line}." for line in (*unrunnable(recipe.config), *recommendation(recipe.config))),
         "Nothing was written, because of --dry-run.",
     ]
     return "\n".join(lines)
 
 
 def _drafter(pair: "Pair", tree: "TreeConfig") -> list[str]:
-    from .checkpoints.families import EAGLE, GUMIHO, HYDRA, MEDUSA, SMALL
+    from ..checkpoints.families import EAGLE, GUMIHO, HYDRA, MEDUSA, SMALL
 
     layers, gumiho = pair.draft_shape.layers, pair.family == GUMIHO
     kind = {
@@ -77,30 +81,30 @@ def _no_drafter(tree: "TreeConfig") -> list[str]:
     ]
 
 
-def _schemes(plan: "Plan") -> list[str]:
+def _schemes(recipe: "Recipe") -> list[str]:
     models = {"target": "target", "draft": "drafter"}
-    return [f"Quantized {models[model]}: {plan.how(model)}." for model in plan.quantized]
+    return [f"Quantized {models[model]}: {recipe.how(model)}." for model in recipe.quantized]
 
 
-def _remarks(plan: "Plan") -> list[str]:
+def _remarks(recipe: "Recipe", rounding: "Rounding | None" = None) -> list[str]:
     """What a manifest does not say: the origin of the draft vocabulary, the matrices that are not quantized though their model is,
     combinations that are bad for a backend, and how much is linked."""
-    lines, drafted = _warnings(plan.pair), plan.pair.draft_vocabulary
+    lines, drafted = _warnings(recipe.pair), recipe.pair.draft_vocabulary
     if drafted:
-        lines.append(f"Drafted: {len(drafted.ids)} of {plan.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
-    if unfit := plan.unquantized():
+        lines.append(f"Drafted: {len(drafted.ids)} of {recipe.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
+    if unfit := recipe.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
         lines.append(f"Not quantized: {unfit[0]}{others}, because the length of their rows is no multiple of a block's.")
-    lines += _kept(plan)
-    if "migraphx" in plan.backends and plan.quantized.get("draft") == "int4":
+    lines += _kept(recipe, rounding or {})
+    if "migraphx" in recipe.backends and recipe.quantized.get("draft") == "int4":
         lines.append(
             "Warning: on a GPU MIGraphX unpacks int4 weights that several products share (above all lm_head) in every pass: a cycle "
             "may read and write more than with --draft-weights none."
         )
-    if plan.link:
-        packed = sum(plan.sizes().values()) - plan.shared()
+    if recipe.link:
+        packed = sum(recipe.sizes().values()) - recipe.shared()
         lines.append(
-            f"Linked: {plan.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are packed."
+            f"Linked: {recipe.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are packed."
         )
     return lines
 
@@ -109,8 +113,8 @@ def _warnings(pair: "Pair") -> list[str]:
     """What the target's files lack."""
     from runtime.errors import GumihoError
 
-    from .checkpoints.end_tokens import end_of_turn
-    from .checkpoints.gguf_file import GgufCheckpoint
+    from ..checkpoints.end_tokens import end_of_turn
+    from ..checkpoints.gguf_file import GgufCheckpoint
 
     ends, edit = pair.eos_token_ids, "add it to eos_token_id in the target's generation_config.json, and export again"
     if isinstance(pair.target, GgufCheckpoint):
@@ -139,20 +143,20 @@ def _warnings(pair: "Pair") -> list[str]:
     return lines
 
 
-def _kept(plan: "Plan") -> list[str]:
+def _kept(recipe: "Recipe", rounding: "Rounding") -> list[str]:
     """Which matrices have the checkpoint's own codes, and how far the others are off."""
-    if plan.quantized.get("target") != AS_IS:
+    if recipe.quantized.get("target") != AS_IS:
         return []
-    coded, others, target = plan.pair.coded(), plan.uncoded(), plan.pair.target
+    coded, others, target = recipe.pair.coded(), recipe.uncoded(), recipe.pair.target
     lines = [f"Kept: the checkpoint's codes and scales of {len(coded)} matrices. --weights none converts them to floats."]
     if not others:
         return lines
-    tied = plan.pair.target_config.tie_word_embeddings
+    tied = recipe.pair.target_config.tie_word_embeddings
     kinds = sorted({target.dtype("embed_tokens.weight" if tied and n == "lm_head.weight" else n) for n in others})
     named = f"{others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} ({', '.join(kinds)})"
-    if plan.others == "none":
+    if recipe.others == "none":
         return [*lines, f"Converted to floats: {named}, which makes every pass slower."]
-    off = {name: error / largest for name, (error, largest) in plan.errors.items() if largest}
+    off = {name: error / largest for name, (error, largest) in rounding.items() if largest}
     worst = max(off, key=lambda name: off[name], default=None)
     # An export that was resumed has not quantized all of them itself.
     known = (
@@ -161,15 +165,18 @@ def _kept(plan: "Plan") -> list[str]:
     return [*lines, f"Rounded to int8: {named}; {known or 'no error exceeds 0.4% of the largest number of its block'}."]
 
 
-def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: "argparse.Namespace", cost: str = "") -> str:
-    """What was made, how exact and how fast it is, and the next command. cost: of quantizing, "" if it was not measured."""
+def report(
+    bundle: "Bundle", recipe: "Recipe", engines: Sequence["Compiled"], rounding: "Rounding | None" = None, cost: str = ""
+) -> str:
+    """What was made, how exact and how fast it is, and the next command. rounding: what ``bundle.write`` returned. cost: of quantizing,
+    "" if it was not measured."""
     from runtime.engines import summary
 
     manifest = bundle.manifest
     lines = [
         f"bundle {bundle.path}",
         *(f"  {line}" for line in summary.content(bundle)),
-        *(f"  {line}" for line in _remarks(plan)),
+        *(f"  {line}" for line in _remarks(recipe, rounding)),
         *([f"  {cost}"] if cost else []),
     ]
     for one in engines:
@@ -182,8 +189,8 @@ def report(bundle: "Bundle", plan: "Plan", engines: Sequence["Compiled"], args: 
         else:
             notes.append(f"not compiled here, since {one.problem}")
         lines += [f"  {one.name}: {note}" for note in notes]
-    lines += [f"note: {line}" for line in recommendation(args)]
-    return "\n".join([*lines, *_next(bundle.path, engines, args.device)])
+    lines += [f"note: {line}" for line in recommendation(recipe.config)]
+    return "\n".join([*lines, *_next(bundle.path, engines, recipe.config.device)])
 
 
 def _next(out: Path, engines: Sequence["Compiled"], device: str) -> list[str]:

@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
     def record(self, spelling: Callable[..., Any] | None, func: Any, found: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Emits an operator's spelling. Raises NotImplementedError if it has none."""
         if spelling is None:
-            raise NotImplementedError(f"exporter/aten.py has no spelling of {func}")
+            raise NotImplementedError(f"exporter/tracing/aten.py has no spelling of {func}")
         kwargs = {
             name: value for name, value in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")
         }

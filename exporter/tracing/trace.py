@@ -18,12 +18,12 @@ from graphs.target import Target
 from runtime.bundle.graphs import Weight
 from runtime.errors import InputError
 
+from ..weights.source import Location
 from . import branches
 from .capture import capture
 from .recording import DTYPES
 from .repeated_layers import repeat, shortened
 from .signature import signature
-from .weights.source import Location
 
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
 _SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")

@@ -1,17 +1,16 @@
-"""The tree that a bundle's drafter grows: the options of ``gumiho-export``, and what each family does without them."""
+"""The tree that a bundle's drafter grows: what was asked for, and what each family does without that."""
 
-import argparse
 from dataclasses import dataclass, replace
 
 from graphs.static_trees import EAGLE_1, MEDUSA
 from graphs.tree import Path, TreeConfig, default_beam, default_depth
 from runtime.errors import GumihoError, InputError
 
-from . import precision
-from .backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
-from .checkpoints import families
-from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, SMALL
-from .checkpoints.pair import Pair
+from ..backends.specs import BACKENDS, CUDA_TOP_K, INT4_ROWS
+from ..checkpoints import families
+from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, SMALL
+from ..checkpoints.pair import Pair
+from ..config import AS_IS, ExportConfig
 
 _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
 
@@ -40,46 +39,46 @@ _FAMILIES = {
 }
 
 
-def chain_config(args: argparse.Namespace, capacity: int) -> TreeConfig:
+def chain_config(config: ExportConfig, capacity: int) -> TreeConfig:
     """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible --rows."""
-    rows = _rows(args) if args.rows is None else args.rows
+    rows = _rows(config)
     if not 2 <= rows <= _MOST_ROWS:
         raise GumihoError(f"--rows is {rows}: give 2 to {_MOST_ROWS}")
     rows = min(rows, capacity)
     return TreeConfig(rows, min(rows - 1, _DEEPEST), heads=0, top_k=1, head_top_k=1, beam=1)
 
 
-def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
+def tree_config(config: ExportConfig, pair: Pair) -> TreeConfig:
     """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible options."""
-    rows, family = _rows(args) if args.rows is None else args.rows, _FAMILIES[pair.family]
-    reference, chain = args.compat == "reference", args.policy == "chain"
+    rows, family, asked = _rows(config), _FAMILIES[pair.family], config.draft_tree
+    reference, chain = asked.reference, asked.policy == "chain"
     for option, value, least in (
-        ("--rows", rows, 2), ("--serial-steps", args.serial_steps, 1), ("--heads", args.heads, 0),
-        ("--top-k", args.top_k, 1), ("--head-top-k", args.head_top_k, 1), ("--beam", args.beam, 1),
+        ("--rows", rows, 2), ("--serial-steps", asked.serial_steps, 1), ("--heads", asked.heads, 0),
+        ("--top-k", asked.top_k, 1), ("--head-top-k", asked.head_top_k, 1), ("--beam", asked.beam, 1),
     ):  # fmt: skip
         if value is not None and value < least:
             raise GumihoError(f"{option} is {value}: give {least} or more")
-    if args.policy == "static":
-        return _static(args, pair, family)
-    if chain and (args.top_k or args.head_top_k or args.beam):
-        raise GumihoError("--policy chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
+    if asked.policy == "static":
+        return _static(config, pair, family)
+    if chain and (asked.top_k or asked.head_top_k or asked.beam):
+        raise GumihoError("--draft-tree chain drafts one token a level: leave out --top-k, --head-top-k and --beam")
     levels = pair.reader.levels or family.serial_steps
-    if args.serial_steps and (not family.serial_steps or (pair.reader.levels and args.serial_steps > levels)):
+    if asked.serial_steps and (not family.serial_steps or (pair.reader.levels and asked.serial_steps > levels)):
         raise GumihoError(
-            f"--serial-steps is {args.serial_steps} and drafter '{pair.drafter.source}' has {levels}: "
+            f"--serial-steps is {asked.serial_steps} and drafter '{pair.drafter.source}' has {levels}: "
             + (f"give at most {levels}" if levels else "leave it out")
         )
-    usual = usual_tree(pair.family, rows, pair.heads, args.serial_steps, levels)
-    serial = args.serial_steps or (levels if reference else usual.serial_steps)
-    if args.heads is not None:
-        heads = args.heads
+    usual = usual_tree(pair.family, rows, pair.heads, asked.serial_steps, levels)
+    serial = asked.serial_steps or (levels if reference else usual.serial_steps)
+    if asked.heads is not None:
+        heads = asked.heads
     elif serial == 1:
         heads = 0
     else:
         heads = pair.heads if reference or chain else usual.heads
-    if not serial and (args.top_k or args.beam):
+    if not serial and (asked.top_k or asked.beam):
         raise GumihoError(f"drafter '{pair.drafter.source}' has no serial levels: leave --top-k and --beam out")
-    if args.head_top_k and not pair.heads:
+    if asked.head_top_k and not pair.heads:
         raise GumihoError(f"drafter '{pair.drafter.source}' has no heads: leave --head-top-k out")
     if not serial and not heads:
         raise GumihoError(f"--heads is 0, and drafter '{pair.drafter.source}' has nothing else: give 1 to {pair.heads}")
@@ -89,10 +88,10 @@ def tree_config(args: argparse.Namespace, pair: Pair) -> TreeConfig:
         raise GumihoError(
             f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
         )
-    top_k = 1 if chain else args.top_k or usual.top_k
-    beam = 1 if chain else args.beam or (top_k if reference else usual.beam)
-    most = CUDA_TOP_K if "cuda" in args.backend and not reference else usual.head_top_k
-    head_top_k = 1 if chain else args.head_top_k or most
+    top_k = 1 if chain else asked.top_k or usual.top_k
+    beam = 1 if chain else asked.beam or (top_k if reference else usual.beam)
+    most = CUDA_TOP_K if "cuda" in config.backend and not reference else usual.head_top_k
+    head_top_k = 1 if chain else asked.head_top_k or most
     quirks = reference and pair.family == GUMIHO
     return TreeConfig(rows, serial, heads, top_k, head_top_k, beam, quirks, usual.wide).fitted(pair.drafted)
 
@@ -106,25 +105,28 @@ def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = No
     return TreeConfig(rows, serial, heads, own.top_k, 35, default_beam(rows, own.beam), wide=own.wide)
 
 
-def _static(args: argparse.Namespace, pair: Pair, family: _Family) -> TreeConfig:
+def _static(config: ExportConfig, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
         raise InputError(
-            f"--policy static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
+            f"--draft-tree static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
         )
-    if args.serial_steps or args.heads or args.top_k or args.head_top_k or args.beam:
+    asked = config.draft_tree
+    if asked.serial_steps or asked.heads or asked.top_k or asked.head_top_k or asked.beam:
         raise InputError(
-            "--policy static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
+            "--draft-tree static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
         )
     if pair.family == EAGLE:
         tree = TreeConfig.static(family.static).fitted(pair.drafted)
-        return tree if args.rows is None else replace(tree, rows=min(args.rows, tree.rows))
+        return tree if config.rows is None else replace(tree, rows=min(config.rows, tree.rows))
     deepest = pair.heads or pair.reader.levels or 0
-    paths = [path for path in family.static if len(path) <= deepest][: None if args.rows is None else args.rows - 1]
+    paths = [path for path in family.static if len(path) <= deepest][: None if config.rows is None else config.rows - 1]
     return TreeConfig.static(paths, pair.heads > 0).fitted(pair.drafted)
 
 
-def _rows(args: argparse.Namespace) -> int:
-    """R if ``--rows`` is not given: as many rows as cost little on every backend."""
-    specs = [BACKENDS[name] for name in args.backend]
-    unpacked = args.weights in ("int4", precision.AS_IS) and any(spec.static for spec in specs)
+def _rows(config: ExportConfig) -> int:
+    """R: the number that was asked for, or else as many rows as cost little on every backend."""
+    if config.rows is not None:
+        return config.rows
+    specs = [BACKENDS[name] for name in config.backend]
+    unpacked = config.weights in ("int4", AS_IS) and any(spec.static for spec in specs)
     return min([spec.rows for spec in specs] + [INT4_ROWS] * unpacked)

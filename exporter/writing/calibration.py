@@ -18,40 +18,18 @@ from graphs.tree import TreeConfig
 from runtime.api.loader import load
 from runtime.cli.checks.perplexity import Quality, log_probabilities
 from runtime.decoding.logprobs import log_softmax
-from runtime.errors import InputError, UnavailableError, reason
+from runtime.errors import UnavailableError
 
-from .checkpoints.pair import Pair
+from ..checkpoints.pair import Pair
+from ..progress import Progress
+from ..recipe.recipe import Recipe
+from ..weights.ahead import one_thread
 from .golden_recorder import empty
-from .plan import Plan
-from .progress import Progress
 from .smoothing import smoothing
-from .weights.ahead import one_thread
 
-TOKENS = 512  # of a text that are read
 _LARGE = 1 << 22  # numbers of a matrix; torch's threads wait for one another longer than they compute with smaller ones
 _CHAIN = TreeConfig(2, 1, heads=0, top_k=1, head_top_k=1, beam=1)  # of no consequence: the drafter is not used
-# What a target is calibrated with, and what the cost is then measured on.
-_PAGE = """# Notes on the archive
-
-The archive keeps one record per parcel: when it came in, who brought it, and where it lies now. Records are never deleted. If a
-parcel leaves, its record says so, and the place becomes free. Why so strict? In 1987 a whole shelf was lost for nine months;
-nobody had done anything wrong, but nobody could prove it either.
-
-1. Weigh the parcel (in kg) and note the weight, e.g. 2.75.
-2. Choose the lowest free place that is large enough.
-3. Write the label *before* you walk to the shelf.
-
-```python
-def lowest_place(shelf: list[Place], size: float) -> Place | None:
-    '''The first place that is free and large enough.'''
-    for place in sorted(shelf, key=lambda p: p.height):
-        if place.parcel is None and place.size >= size:
-            return place
-    return None
-```
-
-Questions? Ask Maria Keller (room 14, phone 555-0142) or write to archive@example.org. She will answer within two days, usually
-sooner; on Fridays the office closes at 15:30."""
+# What the cost is measured on.
 _TEXT = """The harbour was quiet in the early morning. A few boats had already left, and their lights moved slowly along the coast.
 Anna walked to the end of the pier, as she did every day before work, and looked for the ferry. It came from the islands with
 letters, fruit and people who had business in the town. Today it was late. "There is fog outside," said the old man who sold
@@ -68,40 +46,6 @@ class Observed:
     moments: dict[str, Tensor]
     columns: dict[str, Tensor]
     logits: Tensor
-
-
-def calibration_text(plan: Plan, file: Path | None, dry: bool) -> tuple[int, ...]:
-    """The token ids that ``plan`` calibrates with; none in a dry run without a file, which loads no tokenizer.
-
-    Raises InputError for a file that cannot be used, or a target that is not calibrated.
-    """
-    if not plan.calibrates:
-        raise InputError("--calibrate is for --weights int4 on cpu and cuda, and int8 and w8a8 on the CPU alone: leave it out")
-    return () if dry and file is None else text_tokens(plan.pair, file, plan.capacity)
-
-
-def text_tokens(pair: Pair, file: Path | None, capacity: int) -> tuple[int, ...]:
-    """The tokens to calibrate with: the first of a text, at most ``TOKENS`` or the capacity. Without a text they are those of a page
-    of English and code, or random ones if there is no tokenizer to read it with.
-
-    Raises InputError if the text cannot be read or has too few.
-    """
-    most = min(TOKENS, capacity)
-    if file is None and pair.tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randint(0, pair.target_shape.vocabulary, (most,), generator=generator).tolist())
-    if file is None:
-        return tuple(pair.tokenizer(_PAGE).input_ids[:capacity])
-    if pair.tokenizer is None:
-        raise InputError(f"target '{pair.target.source}' has no tokenizer to read --calibrate with: leave the option out")
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"--calibrate {file} cannot be read ({reason(error)}): give a readable UTF-8 file") from None
-    ids = tuple(pair.tokenizer(text).input_ids[:most])
-    if len(ids) < most:
-        raise InputError(f"--calibrate {file} has {len(ids)} tokens: give a text of {most} or more")
-    return ids
 
 
 @torch.inference_mode()
@@ -158,25 +102,25 @@ def observe(
     return Observed(moments, squares, logits)
 
 
-def calibrated(plan: Plan, progress: Progress) -> Plan:
-    """The plan with what its text, if it has one, shows of the target: how its columns are weighed, or smoothed."""
-    if not plan.calibration:
-        return plan
-    progress.start("calibrating", _bytes(plan.pair))
-    seen = observe(plan.pair, plan.calibration, columns=not plan.zeros, progress=progress.advance)
-    if plan.zeros:
-        return replace(plan, importance=seen.moments)
-    return replace(plan, factors=smoothing(plan.pair.target_shape, seen.moments, seen.columns))
+def calibrated(recipe: Recipe, progress: Progress) -> Recipe:
+    """The recipe with what its text, if it has one, shows of the target: how its columns are weighed, or smoothed."""
+    if not recipe.calibration:
+        return recipe
+    progress.start("calibrating", _bytes(recipe.pair))
+    seen = observe(recipe.pair, recipe.calibration, columns=not recipe.zeros, progress=progress.advance)
+    if recipe.zeros:
+        return replace(recipe, importance=seen.moments)
+    return replace(recipe, factors=smoothing(recipe.pair.target_shape, seen.moments, seen.columns))
 
 
-def cost(plan: Plan, bundle: Path, backend: str, device: str, progress: Progress) -> str:
+def cost(recipe: Recipe, bundle: Path, backend: str, device: str, progress: Progress) -> str:
     """How far the bundle's engines are from the unquantized target, in a line; "" for targets that are not quantized, those without
     a tokenizer to read the text with, and if there is not enough memory to run the bundle."""
-    if "target" not in plan.quantized or plan.pair.tokenizer is None:
+    if "target" not in recipe.quantized or recipe.pair.tokenizer is None:
         return ""
-    ids = plan.pair.tokenizer(_TEXT).input_ids[: plan.capacity]
-    progress.start("measuring what quantizing costs", _bytes(plan.pair))
-    reference = observe(plan.pair, ids, len(ids) - 1, progress=progress.advance).logits.numpy()
+    ids = recipe.pair.tokenizer(_TEXT).input_ids[: recipe.capacity]
+    progress.start("measuring what quantizing costs", _bytes(recipe.pair))
+    reference = observe(recipe.pair, ids, len(ids) - 1, progress=progress.advance).logits.numpy()
     quality = Quality()
     try:
         with load(bundle, backend, device) as model:

@@ -22,18 +22,18 @@ from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeS
 from runtime.bundle.reader import draft_tokens_of, golden_of
 from runtime.decoding.text.template_files import TEMPLATES
 
+from ..backends import operators
+from ..backends.specs import BACKENDS, Codes
+from ..checkpoints.pair import Pair
+from ..progress import Progress
+from ..recipe.recipe import DTYPE_NAMES, RECODED, Recipe
+from ..tracing.symbolic_rows import of_any_rows, of_rows
+from ..tracing.trace import as_inputs, io_dtype, trace
+from ..weights.notes import NOTES
+from ..weights.packer import Packer
+from ..weights.quantize import Rounding, recoded, weight_of
+from ..weights.source import Location
 from . import golden_recorder as golden
-from .backends import operators
-from .backends.specs import BACKENDS, Codes
-from .checkpoints.pair import Pair
-from .plan import DTYPE_NAMES, RECODED, Plan
-from .progress import Progress
-from .symbolic_rows import of_any_rows, of_rows
-from .trace import as_inputs, io_dtype, trace
-from .weights.notes import NOTES
-from .weights.packer import Packer
-from .weights.quantize import recoded, weight_of
-from .weights.source import Location
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -69,7 +69,7 @@ def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
 
 
 def _graphs(
-    plan: Plan,
+    recipe: Recipe,
     backend: str,
     dialects: tuple[type[Plain], type[Plain]],
     kind: str,
@@ -82,25 +82,25 @@ def _graphs(
     """Traces a backend's graphs, checks their operators against the backend's table, and writes them.
 
     weights: receives those that the graphs take as inputs, by model and name. suffix: of the names of a further drafter's graphs, of whose
-    plan only these are traced.
+    recipe only these are traced.
     """
-    spec, graphs, schemes = plan.trace_specs[backend], {}, plan.schemes(BACKENDS[backend].codes)
+    spec, graphs, schemes = recipe.trace_specs[backend], {}, recipe.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True, exist_ok=True)
     pinned = {name: sizes for name, sizes in spec.pinned.items() if not suffix or name in ("draft", "extend")}
     for name, sizes in pinned.items():
         progress.tell(f"{name} for {kind}")
         model_name, _, _ = name.partition("-")
-        module = plan.pair.modules(plan.tree, spec.slots, plan.positions, *dialects, schemes)[model_name]
+        module = recipe.pair.modules(recipe.tree, spec.slots, recipe.positions, *dialects, schemes)[model_name]
         places = locations[model_name + suffix]
         if spec.profiles and isinstance(module, Target):
-            file, model = "target.onnx", of_any_rows(module, places, folder, plan.dtype)
+            file, model = "target.onnx", of_any_rows(module, places, folder, recipe.dtype)
             sized = of_rows(model, sizes["rows"])
         else:
-            file, model = f"{name}{suffix}.onnx", trace(module, places, folder, plan.dtype, sizes)
+            file, model = f"{name}{suffix}.onnx", trace(module, places, folder, recipe.dtype, sizes)
             sized = model
         operators.check(sized, kind if kind in operators.PARSERS else backend)
         tensors = _tensor_specs(sized.graph.inputs), _tensor_specs(sized.graph.outputs)
-        graph = Graph(f"graphs/{kind}/{file}", *_traffic(model), _precision(model, plan.dtype, backend), *tensors)
+        graph = Graph(f"graphs/{kind}/{file}", *_traffic(model), _precision(model, recipe.dtype, backend), *tensors)
         graphs[name + suffix] = graph
         if spec.bound:
             weights.setdefault("target" if model_name == "target" else f"draft{suffix}", {}).update(as_inputs(model))
@@ -109,18 +109,18 @@ def _graphs(
     return graphs
 
 
-def _by_suffix(plan: Plan) -> dict[str, Plan]:
-    """The plans of all drafters, by what ends the names of their graphs and files."""
-    return {"": plan} | {f".{name}": own for name, own in plan.further.items()}
+def _by_suffix(recipe: Recipe) -> dict[str, Recipe]:
+    """The recipes of all drafters, by what ends the names of their graphs and files."""
+    return {"": recipe} | {f".{name}": own for name, own in recipe.further.items()}
 
 
-def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
-    spec = plan.trace_specs[backend]
+def _form(recipe: Recipe, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
+    spec = recipe.trace_specs[backend]
     weights: dict[str, dict[str, Weight]] = {}
 
     def traced(spare: type[Plain] | None, kind: str) -> dict[str, Graph]:
         graphs = dict[str, Graph]()
-        for suffix, own in _by_suffix(plan).items():
+        for suffix, own in _by_suffix(recipe).items():
             of = own.trace_specs[backend]
             dialects = (spare, spare) if spare else (of.dialect, of.drafting)
             graphs |= _graphs(own, backend, dialects, kind, locations, folder, progress, weights, suffix)
@@ -131,26 +131,29 @@ def _form(plan: Plan, backend: str, locations: Mapping[str, dict[str, Location]]
     return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares, weights)
 
 
-def _pack(plan: Plan, packer: Packer) -> dict[Codes, dict[str, dict[str, Location]]]:
-    """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes."""
-    sources = plan.sources()
-    drafters = {f"draft{suffix}": own for suffix, own in _by_suffix(plan).items()} if plan.pair.has_drafter else {}
-    plans = {"target": plan, **drafters}
-    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in plans}
-    locations = {codes: dict(packed) for codes in plan.codes}
-    for name, own_plan in plans.items():
+def _pack(recipe: Recipe, packer: Packer, rounding: Rounding | None = None) -> dict[Codes, dict[str, dict[str, Location]]]:
+    """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes.
+
+    rounding: see ``Recipe.sources``.
+    """
+    sources = recipe.sources(rounding=rounding)
+    drafters = {f"draft{suffix}": own for suffix, own in _by_suffix(recipe).items()} if recipe.pair.has_drafter else {}
+    recipes = {"target": recipe, **drafters}
+    packed = {name: packer.pack(f"weights/{name}.bin", sources[f"weights/{name}.bin"]) for name in recipes}
+    locations = {codes: dict(packed) for codes in recipe.codes}
+    for name, own in recipes.items():
         model = name.partition(".")[0]
-        if model not in plan.quantized:
+        if model not in recipe.quantized:
             continue
-        signed = own_plan.signed(model, {n: place.dtype for n, place in packed[name].items()})
+        signed = own.signed(model, {n: place.dtype for n, place in packed[name].items()})
         if not signed:
             continue
         converted = {n: recoded(packed[name][n], packer.bundle, bits) for n, bits in signed.items()}
         recoded_places = packer.pack(RECODED.format(name), converted)
-        for codes in plan.codes[1:]:
-            schemes = own_plan.schemes(codes)[model]
-            own = {n: place for n, place in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
-            locations[codes][name] = packed[name] | own
+        for codes in recipe.codes[1:]:
+            schemes = own.schemes(codes)[model]
+            found = {n: at for n, at in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
+            locations[codes][name] = packed[name] | found
     of = {"shared": "target"} | {name.replace("draft", "extend", 1): name for name in drafters}
     return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
 
@@ -183,34 +186,42 @@ def _shape(tree: TreeConfig, vocabulary: int) -> TreeShape:
     return TreeShape(**{name: getattr(tree, name) for name in known}, vocabulary=vocabulary)
 
 
-def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
-    """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left."""
-    pair = plan.pair
-    progress.start("quantizing and packing weights" if plan.quantized else "packing weights", sum(plan.sizes().values()))
-    packer = Packer(folder, plan.dtype, progress.advance)
-    locations = _pack(plan, packer)
-
-    traced = {name: (1 + len(BACKENDS[name].spare)) for name in plan.backends}
-    graphs = sum(count * (len(plan.trace_specs[name].pinned) + 2 * len(plan.further)) for name, count in traced.items())
-    progress.start("tracing graphs", graphs, "graphs")
-    forms = {name: _form(plan, name, locations[BACKENDS[name].codes], folder, progress) for name in plan.backends}
-
-    progress.start("recording the golden run", _golden_work(forms[plan.backends[0]]))
-    codes, capacity = plan.codes[0], min(plan.capacity, golden.positions(plan.tree.rows))
+def _record(recipe: Recipe, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> None:
+    """Writes the golden run of every drafter. locations: of the parameters of the backends' first codes."""
+    codes, capacity = recipe.codes[0], min(recipe.capacity, golden.positions(recipe.tree.rows))
     with golden.weights(folder, progress.advance) as weights:
-        schemes, dialect = plan.schemes(codes), weights.dialect()
-        target = pair.modules(plan.tree, capacity, plan.positions, dialect, schemes=schemes)["target"]
-        weights.fill(target, locations[codes]["target"])
-        for suffix, own in _by_suffix(plan).items():
+        schemes, dialect = recipe.schemes(codes), weights.dialect()
+        target = recipe.pair.modules(recipe.tree, capacity, recipe.positions, dialect, schemes=schemes)["target"]
+        weights.fill(target, locations["target"])
+        for suffix, own in _by_suffix(recipe).items():
             drafter = None
-            if pair.has_drafter:
+            if recipe.pair.has_drafter:
                 drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
-                weights.fill(drafter, locations[codes][f"draft{suffix}"])
-            run = golden.record(target, drafter, own.tree, io_dtype(plan.dtype))  # type: ignore[arg-type]
+                weights.fill(drafter, locations[f"draft{suffix}"])
+            run = golden.record(target, drafter, own.tree, io_dtype(recipe.dtype))  # type: ignore[arg-type]
             np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
             if isinstance(drafter, DrafterModule) and drafter.noisy and (drafted := own.pair.draft_vocabulary):
                 np.savez(folder / draft_tokens_of(suffix), ids=drafted.ids.to(torch.int32).numpy())
 
+
+def write(recipe: Recipe, folder: Path, progress: Progress) -> Rounding:
+    """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left.
+
+    Returns the errors of the matrices that a target ``as-is`` does not hold in codes, as far as this run has packed them.
+    """
+    rounding: Rounding = {}
+    pair = recipe.pair
+    progress.start("quantizing and packing weights" if recipe.quantized else "packing weights", sum(recipe.sizes().values()))
+    packer = Packer(folder, recipe.dtype, progress.advance)
+    locations = _pack(recipe, packer, rounding)
+
+    traced = {name: (1 + len(BACKENDS[name].spare)) for name in recipe.backends}
+    graphs = sum(count * (len(recipe.trace_specs[name].pinned) + 2 * len(recipe.further)) for name, count in traced.items())
+    progress.start("tracing graphs", graphs, "graphs")
+    forms = {name: _form(recipe, name, locations[BACKENDS[name].codes], folder, progress) for name in recipe.backends}
+
+    progress.start("recording the golden run", _golden_work(forms[recipe.backends[0]]))
+    _record(recipe, locations[recipe.codes[0]], folder, progress)
     write_tokenizer(pair, folder)
 
     files = dict(packer.hashes)
@@ -218,21 +229,21 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         if (name := str(file.relative_to(folder))) not in files:
             files[name] = File.of(file)
     manifest = Manifest(
-        capacity=plan.capacity,
-        rows=plan.tree.rows,
-        depth=plan.tree.depth,
+        capacity=recipe.capacity,
+        rows=recipe.tree.rows,
+        depth=recipe.tree.depth,
         vocabulary=pair.target_shape.vocabulary,
         hidden=pair.features,
-        dtype=DTYPE_NAMES[io_dtype(plan.dtype)],
-        weights={name: plan.how(name) for name in plan.quantized},
+        dtype=DTYPE_NAMES[io_dtype(recipe.dtype)],
+        weights={name: recipe.how(name) for name in recipe.quantized},
         eos_token_ids=pair.eos_token_ids,
         forms=forms,
-        tree=_shape(plan.tree, pair.drafted) if pair.has_drafter else None,
+        tree=_shape(recipe.tree, pair.drafted) if pair.has_drafter else None,
         sources={"target": pair.target.source} | ({"drafter": pair.drafter.source} if pair.has_drafter else {}),
         files=files,
         drafters={
             name: Drafter(own.tree.depth, _shape(own.tree, own.pair.drafted), own.pair.drafter.source)
-            for name, own in ({plan.name: plan, **plan.further} if plan.further else {}).items()
+            for name, own in ({recipe.name: recipe, **recipe.further} if recipe.further else {}).items()
         },
     )
     manifest = replace(manifest, requires=tuple(feature for feature, (_, has) in FEATURES.items() if has(manifest)))
@@ -241,4 +252,4 @@ def write(plan: Plan, folder: Path, progress: Progress) -> Manifest:
         if file.is_file():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-    return manifest
+    return rounding

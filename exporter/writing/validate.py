@@ -5,6 +5,7 @@ errors of packing, tracing and compiling show. Both models are completely in mem
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,50 +15,39 @@ from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
 from graphs.token_digits import digits_of
 from runtime.api.loader import load
+from runtime.decoding.cycle import Accepted
 from runtime.decoding.decoder import Decoder
 
-from .checkpoints.llama import transformers_model
-from .plan import Plan
-from .signature import signature
-from .weights.quantize import scale_of, zero_of
+from ..checkpoints.llama import transformers_model
+from ..recipe.recipe import Recipe
+from ..tracing.signature import signature
+from ..weights.quantize import scale_of, zero_of
 
 _POSITIONS = 256
 
 
 @torch.inference_mode()
-def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
+def validate(recipe: Recipe, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
 
     Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
     where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
     """
-    count = min(_POSITIONS, plan.capacity)
-    ids = torch.randint(0, plan.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
-    checkpoint = plan.pair.target  # it also reads shards without an index, which transformers' loader does not
-    weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
-    weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
-    sources = plan.sources(apart=True)["weights/target.bin"]
-    for name, scale in ((n, scale_of(n)) for n in weights):
-        if name != scale and scale in sources:
-            codes = sources[name].whole()
-            bits = bits_of(codes, weights[name].shape[1])
-            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
-            weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
-        elif name in plan.factors:
-            weights[name] = sources[name].whole()
-    llama = transformers_model(plan.pair.target_config, weights, weights.__getitem__)
+    count = min(_POSITIONS, recipe.capacity)
+    ids = torch.randint(0, recipe.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
+    llama = _reference(recipe)
     before_norm: list[Tensor] = []
     llama.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
-    outputs = llama.model(ids[None], output_hidden_states=bool(plan.pair.returns.taps))
+    outputs = llama.model(ids[None], output_hidden_states=bool(recipe.pair.returns.taps))
     hidden = outputs.last_hidden_state[0]
     logits = llama.lm_head(hidden)
-    returns = plan.pair.returns
+    returns = recipe.pair.returns
     parts = [hidden] if returns.normed else []
     if returns.taps:  # the last of transformers' is normed
         entering = [*outputs.hidden_states[:-1], *before_norm]
         parts += [entering[tap][0] for tap in returns.taps]
     hidden = torch.cat([*parts, *([digits_of(ids)] if returns.digits else ())], dim=-1)
-    if returns.taps and plan.dtype == torch.bfloat16:  # the graph's are fp16
+    if returns.taps and recipe.dtype == torch.bfloat16:  # the graph's are fp16
         largest = torch.finfo(torch.float16).max
         hidden = hidden.clamp(-largest, largest)
 
@@ -68,14 +58,14 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
         while start < count:
             n = min(1 + start % 37, decoder.form.chunk, count - start)
             decoder.feed(ids[start : start + n].tolist())
-            logit_parts.append(decoder.device.read(decoder.passes.logits[:n]).copy())
-            hidden_parts.append(decoder.device.read(decoder.passes.hidden[:n]).copy())
-            choice_parts.append(decoder.passes.choice[:n].copy())
+            logit_parts.append(decoder.device.read(decoder.target.logits[:n]).copy())
+            hidden_parts.append(decoder.device.read(decoder.target.hidden[:n]).copy())
+            choice_parts.append(decoder.target.choice[:n].copy())
             start += n
-        names = model.bundle.manifest.each if plan.pair.has_drafter else ()
+        names = model.bundle.manifest.each if recipe.pair.has_drafter else ()
         drafted = {name: _drafted_scores(model.decoders.use(name), ids) for name in names}
 
-    rows, parted = np.concatenate(hidden_parts), returns.parts(plan.pair.target_shape.hidden)
+    rows, parted = np.concatenate(hidden_parts), returns.parts(recipe.pair.target_shape.hidden)
     errors = {
         "target logits": _relative(np.concatenate(logit_parts), logits),
         "target hidden": float(np.max([_relative(rows[:, part], hidden[:, part]) for part in parted])),  # NaN stays NaN
@@ -83,12 +73,29 @@ def validate(plan: Plan, folder: Path, backend_name: str, device: str = "") -> d
     }
     own = torch.from_numpy(rows).float()  # a quantized target's rounding is not the drafter's error
     scores = [
-        np.abs(found - _tree_scores(plan.further.get(name, plan), ids, pending, own).numpy()).max()
+        np.abs(found - _tree_scores(recipe.further.get(name, recipe), ids, pending, own).numpy()).max()
         for name, (found, pending) in drafted.items()
     ]
     if scores:
         errors["draft scores"] = float(np.max(scores))
     return errors
+
+
+def _reference(recipe: Recipe) -> Any:
+    """transformers' model of the target, fp32, with the numbers that the bundle's codes represent."""
+    checkpoint = recipe.pair.target  # it also reads shards without an index, which transformers' loader does not
+    weights = {n: checkpoint.read(n).float() for n in checkpoint.names()}
+    weights.setdefault("lm_head.weight", weights[EMBEDDING])  # which may be quantized where the embedding is not
+    sources = recipe.sources(apart=True)["weights/target.bin"]
+    for name, scale in ((n, scale_of(n)) for n in weights):
+        if name != scale and scale in sources:
+            codes = sources[name].whole()
+            bits = bits_of(codes, weights[name].shape[1])
+            zero = sources[zero_of(name)].whole() if zero_of(name) in sources else None
+            weights[name] = dequantize(codes, sources[scale].whole(), bits, zero).float()
+        elif name in recipe.factors:
+            weights[name] = sources[name].whole()
+    return transformers_model(recipe.pair.target_config, weights, weights.__getitem__)
 
 
 def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
@@ -98,24 +105,20 @@ def _drafted_scores(decoder: Decoder, ids: Tensor) -> tuple[np.ndarray, int]:
     last = decoder.prefill(ids.tolist(), speculate=True)
     assert last is not None
     decoder.catch_up()
-    decoder.passes.accepted_rows[0], decoder.passes.accepted_tokens[0], decoder.passes.accepted_count[0] = (
-        last,
-        decoder.passes.choice[last],
-        1,
-    )
-    decoder.passes.draft(1)()
+    pending = int(decoder.target.choice[last])
+    decoder.draft.drafting(Accepted((last,), (pending,)))()
     decoder.device.synchronize()
-    scores = decoder.device.read(decoder.passes.tree["tree_score"]).copy()
-    return scores, int(decoder.passes.accepted_tokens[0])
+    scores, _ = decoder.draft.scored()
+    return np.array(scores), pending
 
 
-def _tree_scores(plan: Plan, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
+def _tree_scores(recipe: Recipe, ids: Tensor, pending: int, hidden: Tensor) -> Tensor:
     """The scores of the tree after ``ids``, fp32 [rows], drafted from the target's rows [len(ids), features]."""
-    module = plan.pair.modules(plan.tree, plan.capacity + plan.pair.ahead, plan.positions, schemes=plan.schemes(plan.codes[0]))[
-        "draft"
-    ]
+    module = recipe.pair.modules(
+        recipe.tree, recipe.capacity + recipe.pair.ahead, recipe.positions, schemes=recipe.schemes(recipe.codes[0])
+    )["draft"]
     assert isinstance(module, Drafter)
-    state = {name: source.whole() for name, source in plan.sources()["weights/draft.bin"].items()}
+    state = {name: source.whole() for name, source in recipe.sources()["weights/draft.bin"].items()}
     module.load_state_dict(
         {n: t.float() if t.is_floating_point() and t.itemsize > 1 else t for n, t in state.items()}, assign=True
     )

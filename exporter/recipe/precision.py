@@ -1,21 +1,19 @@
 """The precision of an export: its preset, its dtype, and how its weights are quantized."""
 
-import argparse
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from runtime.backends.processor import overflows, vnni
 from runtime.errors import GumihoError, InputError
 
+from ..config import AS_IS, DRAFTER, TARGET, ExportConfig
+
 if TYPE_CHECKING:
     import torch
 
-    from .checkpoints.pair import Pair
+    from ..checkpoints.pair import Pair
 
-DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
-TARGET = (*DRAFTER, "w8a8")
-AS_IS = "as-is"  # the codes that the target's checkpoint holds
-PRESETS = ("fast", "small", "full")
 # Perplexity of SmolLM2-135M-Instruct on the CPU over 2,046 tokens of instructions and news, by `gumiho quality` (docs/quality.md).
 _UNQUANTIZED, _PERPLEXITY = "25.5", {"int8": "25.6", "w8a8": "26.0", "int4": "27.7"}
 PERPLEXITIES = f"perplexity of SmolLM2-135M-Instruct: fp32 {_UNQUANTIZED}, " + ", ".join(
@@ -28,45 +26,46 @@ RECOMMENDATION = (
 )
 
 
-def apply_preset(args: argparse.Namespace) -> None:
-    """Sets ``weights`` and ``draft_weights`` as the preset says, unless they are given.
+def with_preset(config: ExportConfig) -> ExportConfig:
+    """With ``weights`` and ``draft_weights`` as the preset says, unless they are given.
 
     Raises GumihoError if the preset stands for different weights on two of the backends, which share one copy.
     """
-    if args.preset in (None, "full"):
-        return
-    by_backend = {name: _target_weights(args.preset, name) for name in args.backend}
-    if args.weights is None and len(set(by_backend.values())) > 1:
+    if config.preset in (None, "full"):
+        return config
+    by_backend = {name: _target_weights(config.preset, name) for name in config.backend}
+    if config.weights is None and len(set(by_backend.values())) > 1:
         meanings = " and ".join(f"{weights} for {name}" for name, weights in by_backend.items())
         raise GumihoError(
-            f"--preset {args.preset} means --weights {meanings}, and the backends of a bundle share their weights: "
+            f"--preset {config.preset} means --weights {meanings}, and the backends of a bundle share their weights: "
             "export for one backend at a time, or choose with --weights"
         )
-    args.weights = args.weights or by_backend[args.backend[0]]
-    if args.preset == "small" or set(args.backend) == {"cpu"}:
-        args.draft_weights = args.draft_weights or "int4"
+    draft_weights = config.draft_weights
+    if config.preset == "small" or set(config.backend) == {"cpu"}:
+        draft_weights = draft_weights or "int4"
+    return replace(config, weights=config.weights or by_backend[config.backend[0]], draft_weights=draft_weights)
 
 
-def keep_codes(args: argparse.Namespace, pair: "Pair") -> None:
-    """Sets ``weights`` to ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its matrices' numbers in
+def with_codes(config: ExportConfig, pair: "Pair") -> ExportConfig:
+    """With ``weights`` as ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its matrices' numbers in
     codes that a bundle can keep."""
-    from .weights.source import is_matrix
+    from ..weights.source import is_matrix
 
-    if args.weights or args.preset or set(args.backend) != {"cpu"}:
-        return
+    if config.weights or config.preset or set(config.backend) != {"cpu"}:
+        return config
     sources = pair.target_sources(positions=1).items()
     sizes = {name: prod(source.shape) for name, source in sources if is_matrix(name, source)}
-    if 2 * sum(sizes[name] for name in pair.coded()) > sum(sizes.values()):
-        args.weights = AS_IS
+    mostly = 2 * sum(sizes[name] for name in pair.coded()) > sum(sizes.values())
+    return replace(config, weights=AS_IS) if mostly else config
 
 
-def require_codes(args: argparse.Namespace, pair: "Pair", dtype: "torch.dtype") -> None:
+def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> None:
     """Raises InputError unless the target's checkpoint holds codes, if ``as-is`` was asked for, and all backends can keep them."""
-    from .backends.specs import BACKENDS
-    from .weights.source import CODED_BLOCK
+    from ..backends.specs import BACKENDS
+    from ..weights.source import CODED_BLOCK
 
-    if args.weights != AS_IS:
-        if args.other_weights:
+    if config.weights != AS_IS:
+        if config.other_weights:
             raise InputError("--other-weights is for --weights as-is: leave one of the two out")
         return
     coded, where = pair.coded().values(), f"target '{pair.target.source}'"
@@ -76,7 +75,7 @@ def require_codes(args: argparse.Namespace, pair: "Pair", dtype: "torch.dtype") 
             f"--weights as-is keeps codes of 4 and 8 bits in blocks of {CODED_BLOCK}, and {where} holds none ({kinds}): choose int8 or "
             "int4, or leave --weights out"
         )
-    for name in args.backend:
+    for name in config.backend:
         spec = BACKENDS[name]
         if spec.block != CODED_BLOCK:
             raise InputError(
@@ -95,22 +94,22 @@ def require_codes(args: argparse.Namespace, pair: "Pair", dtype: "torch.dtype") 
 def _target_weights(preset: str, backend: str) -> str:
     """The scheme of the target's weights. On a GPU a pass mostly reads weights, so fewer bits are faster. On the CPU verifying several
     rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
     return "w8a8" if preset == "fast" and "w8a8" in BACKENDS[backend].quantized else "int4"
 
 
-def recommendation(args: argparse.Namespace) -> list[str]:
+def recommendation(config: ExportConfig) -> list[str]:
     """Advice for an export that decodes slowly only because nobody chose its precision. None for a CPU without VNNI, where no format but
     fp32 has been measured."""
-    chosen = args.preset or args.weights
-    return [] if chosen or args.backend != ["cpu"] or not vnni() else [RECOMMENDATION]
+    chosen = config.preset or config.weights
+    return [] if chosen or config.backend != ("cpu",) or not vnni() else [RECOMMENDATION]
 
 
-def unrunnable(args: argparse.Namespace) -> list[str]:
+def unrunnable(config: ExportConfig) -> list[str]:
     """What this CPU lacks for the weights that the options choose; nothing slow is imported, so that it is said before any work."""
-    w8a8 = args.weights == "w8a8" or (args.weights is None and args.preset == "fast")
-    if not w8a8 or "cpu" not in args.backend or not overflows():
+    w8a8 = config.weights == "w8a8" or (config.weights is None and config.preset == "fast")
+    if not w8a8 or "cpu" not in config.backend or not overflows():
         return []
     return [
         "w8a8 needs a CPU with VNNI, which this one lacks: the bundle will be written, but not compiled for this CPU; to run it here, choose "
@@ -118,35 +117,42 @@ def unrunnable(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def dtype(args: argparse.Namespace) -> "torch.dtype":
-    """The dtype of the weights that are not quantized. Raises GumihoError if the backends have none in common."""
+def dtypes() -> dict[str, "torch.dtype"]:
+    """By the names that ``dtype`` of a config takes."""
     import torch
 
-    from .backends.specs import BACKENDS
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-    by_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    common = [d for d in BACKENDS[args.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in args.backend)]
-    chosen = by_name[args.dtype] if args.dtype else common[0]
-    refusing = [name for name in args.backend if chosen not in BACKENDS[name].dtypes]
+
+def dtype(config: ExportConfig) -> "torch.dtype":
+    """The dtype of the weights that are not quantized. Raises GumihoError if the backends have none in common."""
+    from ..backends.specs import BACKENDS
+
+    by_name = dtypes()
+    common = [d for d in BACKENDS[config.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in config.backend)]
+    chosen = by_name[config.dtype] if config.dtype else common[0]
+    refusing = [name for name in config.backend if chosen not in BACKENDS[name].dtypes]
     if refusing:
         taken = " and ".join(name for name, dtype in by_name.items() if dtype in BACKENDS[refusing[0]].dtypes)
-        raise GumihoError(f"--dtype {args.dtype} is not for {refusing[0]}, which computes in {taken}: leave one of the two out")
+        raise GumihoError(
+            f"--dtype {config.dtype} is not for {refusing[0]}, which computes in {taken}: leave one of the two out"
+        )
     return chosen
 
 
-def quantized(args: argparse.Namespace) -> dict[str, str]:
+def quantized(config: ExportConfig) -> dict[str, str]:
     """The schemes that the weights of ``target`` and ``draft`` are quantized with; a model that is not quantized is left out.
 
     Raises GumihoError if a backend does not take one of them.
     """
-    from .backends.specs import BACKENDS
+    from ..backends.specs import BACKENDS
 
-    defaults = {BACKENDS[name].drafter for name in args.backend}
-    draft = args.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
-    draft = "none" if args.ckpt is None else draft
-    schemes = {"target": ("--weights", args.weights or "none", TARGET), "draft": ("--draft-weights", draft, DRAFTER)}
+    defaults = {BACKENDS[name].drafter for name in config.backend}
+    draft = config.draft_weights or (defaults.pop() if len(defaults) == 1 else "none")
+    draft = draft if config.ckpt else "none"
+    schemes = {"target": ("--weights", config.weights or "none", TARGET), "draft": ("--draft-weights", draft, DRAFTER)}
     for option, scheme, choices in schemes.values():
-        refusing = [name for name in args.backend if scheme not in ("none", AS_IS, *BACKENDS[name].quantized)]
+        refusing = [name for name in config.backend if scheme not in ("none", AS_IS, *BACKENDS[name].quantized)]
         if refusing:
             taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
             raise GumihoError(
@@ -155,14 +161,13 @@ def quantized(args: argparse.Namespace) -> dict[str, str]:
     return {model: scheme for model, (_, scheme, _) in schemes.items() if scheme != "none"}
 
 
-def linking(args: argparse.Namespace) -> bool:
-    """Whether weights are linked. Raises GumihoError if a backend cannot read them from a checkpoint's files."""
-    from .backends.specs import BACKENDS
+def require_linkable(config: ExportConfig) -> None:
+    """Raises GumihoError if weights are to be linked and a backend cannot read them from a checkpoint's files."""
+    from ..backends.specs import BACKENDS
 
-    aligned = [name for name in args.backend if BACKENDS[name].aligned]
-    if args.link_weights and aligned:
+    aligned = [name for name in config.backend if BACKENDS[name].aligned]
+    if config.link_weights and aligned:
         raise GumihoError(
             f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, and checkpoints' files do "
             "not align them: leave one of the two out"
         )
-    return bool(args.link_weights)

@@ -1,4 +1,4 @@
-"""The plan of an export: its files, their sizes, trace specs, and the memory and disk that it needs."""
+"""The recipe of an export: its files, their sizes, trace specs, and the memory and disk that it needs."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,15 @@ from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Sc
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
-from .backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
-from .checkpoints.pair import Pair
-from .precision import AS_IS
-from .weights.joined import joined
-from .weights.packer import ALIGNMENT
-from .weights.quantize import carried, quantized, scale_of, signed
-from .weights.scaled import Factors, scaled
-from .weights.source import CODED_BLOCK, Source, is_matrix
+from ..backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
+from ..checkpoints.pair import Pair
+from ..config import AS_IS, ExportConfig
+from ..weights.joined import joined
+from ..weights.packer import ALIGNMENT
+from ..weights.quantize import Rounding, carried, quantized, scale_of, signed
+from ..weights.scaled import Factors, scaled
+from ..weights.source import CODED_BLOCK, Source, is_matrix
+from .calibration_text import usual_text
 
 _EXACT_BLOCKS = {4: 32, 8: 64}  # by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
@@ -34,32 +35,47 @@ def _aligned(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an export writes: the pair, the tree of its draft graph, the capacity, and the backends.
+class Recipe:
+    """Everything that an export is, resolved once from what was asked for and from the checkpoints.
 
-    tree: without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of the weights of ``target``
+    config: what was asked for, with ``weights`` and ``draft_weights`` as presets and checkpoints decide them. tree: of the draft graph;
+    without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of the weights of ``target``
     and ``draft`` (``int8``, ``int4``, ``w8a8``, ``fp8``, and for the target ``as-is``); models without an entry are not quantized.
-    others: the scheme of the matrices that a target ``as-is`` does not hold in codes, ``int8`` or ``none``. link: hard-link
-    checkpoints' files instead of copying tensors that backends can read directly. errors: the largest error and the largest
-    magnitude of each such matrix, once it is packed. calibration: a text, as token ids, for ``calibrated``. importance: of the columns
-    of the target's matrices, by name; see ``quantize``. factors: of the target's parameters, by name, applied before quantizing; see
-    ``smoothing``. name: of the drafter, if there are several. further: plans of the same target with the other drafters, by name.
+    text: token ids of the file to calibrate with. importance: of the columns of the target's matrices, by name; see ``quantize``.
+    factors: of the target's parameters, by name, applied before quantizing; see ``smoothing``. name: of the drafter, if there are several.
+    further: recipes of the same target with the other drafters, by name.
     """
 
+    config: ExportConfig
     pair: Pair
     tree: TreeConfig
     capacity: int
-    dtype: torch.dtype = torch.float32
-    backends: tuple[str, ...] = ("cpu",)
-    quantized: Mapping[str, str] = field(default_factory=dict)
-    link: bool = False
-    others: str = "int8"
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
-    calibration: tuple[int, ...] = ()
+    dtype: torch.dtype
+    quantized: Mapping[str, str]
+    text: tuple[int, ...] = ()
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
     factors: Mapping[str, Factors] = field(default_factory=dict)
     name: str = ""
-    further: Mapping[str, "Plan"] = field(default_factory=dict)
+    further: Mapping[str, "Recipe"] = field(default_factory=dict)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return self.config.backend
+
+    @property
+    def link(self) -> bool:
+        """Whether checkpoints' files are hard-linked instead of copying tensors that backends can read directly."""
+        return self.config.link_weights
+
+    @property
+    def others(self) -> str:
+        """The scheme of the matrices that a target ``as-is`` does not hold in codes, ``int8`` or ``none``."""
+        return self.config.other_weights or "int8"
+
+    @cached_property
+    def calibration(self) -> tuple[int, ...]:
+        """The token ids to calibrate with; () for other targets. Without a file the tokenizer is loaded for them, which takes seconds."""
+        return (self.text or usual_text(self.pair, self.capacity)) if self.calibrates else ()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -173,9 +189,10 @@ class Plan:
         draft = self.pair.draft_sources(self.pair.used_heads(self.tree), self.positions, scheme)
         return {"target": target, "draft": draft}
 
-    def sources(self, apart: bool = False) -> dict[str, dict[str, Source]]:
+    def sources(self, apart: bool = False, rounding: Rounding | None = None) -> dict[str, dict[str, Source]]:
         """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``. apart: as if no
-        matrices were joined, by their names in checkpoints."""
+        matrices were joined, by their names in checkpoints. rounding: see ``quantize.quantized``, of the matrices that a target ``as-is``
+        does not hold in codes."""
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
@@ -189,9 +206,9 @@ class Plan:
                 elif as_is and source.coded:
                     file |= carried(source, name, scheme, self.dtype)
                 else:
-                    errors = self.errors if self.quantized.get(model) == AS_IS else None
+                    errors = rounding if self.quantized.get(model) == AS_IS else None
                     file |= quantized(source, name, scheme, self.dtype, importance.get(first_part(name)), errors)
-        others = {name: plan.sources(apart)["weights/draft.bin"] for name, plan in self.further.items()}
+        others = {name: own.sources(apart)["weights/draft.bin"] for name, own in self.further.items()}
         return files | {f"weights/draft.{name}.bin": parameters for name, parameters in others.items()}
 
     def signed(self, model: str, names: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -245,13 +262,13 @@ class Plan:
             own = sources[f"weights/{name}.bin"]
             if again := self.signed(name, {n: s.dtype(self.dtype) for n, s in own.items()}):
                 sizes[RECODED.format(name)] = sum(_aligned(own[n].nbytes(self.dtype)) for n in again)
-        for name, plan in self.further.items():
-            recodes = plan.sizes().get(RECODED.format("draft"), 0)
-            sizes |= {RECODED.format(f"draft.{name}"): recodes} if recodes else {}
+        for drafter, other in self.further.items():
+            recodes = other.sizes().get(RECODED.format("draft"), 0)
+            sizes |= {RECODED.format(f"draft.{drafter}"): recodes} if recodes else {}
         return sizes
 
     def fingerprint(self) -> str:
-        """Equal for two plans only if they write the same weight files: parameters, dtypes, and the checkpoints' files."""
+        """Equal for two recipes only if they write the same weight files: parameters, dtypes, and the checkpoints' files."""
         parameters = {
             file: [(n, source.shape, str(source.dtype(self.dtype)), bool(source.stored)) for n, source in sources.items()]
             for file, sources in self.sources().items()
@@ -260,7 +277,7 @@ class Plan:
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
         configs = [self.pair.target_config, *([self.pair.draft_config] if self.pair.has_drafter else [])]
         how = dict(self.quantized), self.others, self.calibration, [dict(config.rope_parameters) for config in configs]
-        further = {name: plan.fingerprint() for name, plan in self.further.items()}
+        further = {name: own.fingerprint() for name, own in self.further.items()}
         return json.dumps([parameters, self.blocks, drafted, self.pair.target.identity(), drafter, *how, further])
 
     def disk(self) -> int:

@@ -9,8 +9,8 @@ import torch
 
 from graphs.target import Target
 
+from ..weights.source import Location
 from .trace import trace
-from .weights.source import Location
 
 
 def of_any_rows(module: Target, locations: dict[str, Location], bundle: Path, dtype: torch.dtype) -> ir.Model:

@@ -1,0 +1,1 @@
+"""Traces the modules of ``graphs`` to ONNX."""
