@@ -98,7 +98,8 @@ def _shape(x: Tensor, rows: Any) -> list[Any]:
 
 
 def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Some values or others, of which only those are computed (``exporter.tracing.branches``). condition: bool [1]."""
+    """One of two sequences of values; only that one is computed (``exporter.tracing.branches``). condition: bool
+    [1]."""
     if not is_traced():
         return then if condition else otherwise
     dtypes, shapes = [x.dtype for x in then], [list(x.shape) for x in then]

@@ -1,4 +1,4 @@
-"""Whether modules are being traced: dialects then emit the operators of their backends."""
+"""Records whether modules are being traced, in which case dialects emit the operators of their backends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,5 +20,6 @@ def tracing() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether modules are traced, by ``exporter.tracing.capture`` or by ``torch.onnx.export``, with which tests compare it."""
+    """Whether modules are being traced, by ``exporter.tracing.capture`` or, in tests that compare with it, by
+    ``torch.onnx.export``."""
     return _capturing.get() or torch.onnx.is_in_onnx_export()

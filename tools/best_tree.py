@@ -22,14 +22,14 @@ from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]
 NUMBERS = {"--serial-steps": "serial_steps", "--heads": "heads"}  # of ``DraftTree``
-PLANNED = "planned"  # the kind of the trees that are searched here, in names of bundles and rows of tables
-_ENOUGH = 4.0  # seconds of plain decoding: small models are done too soon to be compared
+PLANNED = "planned"  # the kind of the trees found here, in names of bundles and rows of tables
+_ENOUGH = 4.0  # seconds of plain decoding; one round of a small model is too short to compare
 
 
 def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequence[str], out: Path) -> Path:
-    """A bundle, which is made if it is not there yet. Raises InputError with the export's reason.
+    """Exports a bundle unless it exists. Raises InputError with the export's reason.
 
-    It is made in this process, which has traced the target for earlier ones: that takes longer than all else.
+    The export runs in this process, which keeps the traced target of earlier exports: tracing takes the longest.
     """
     if (out / "gumiho.json").is_file():
         return out
@@ -39,7 +39,7 @@ def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequen
             exporter.export(
                 _config(["--ckpt", drafter, "--target", args.target, "--weights", weights, "--out", str(out)], options)
             )
-    except (GumihoError, SystemExit) as error:  # argparse exits, and has told why
+    except (GumihoError, SystemExit) as error:  # argparse exits after printing the reason
         reason = (
             (told.getvalue().strip().splitlines() or ["no reason given"])[-1] if isinstance(error, SystemExit) else str(error)
         )
@@ -48,7 +48,7 @@ def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequen
 
 
 def _config(argv: Sequence[str], options: Sequence[str]) -> ExportConfig:
-    """What a command line asks for. options: pairs of an option and its value, the numbers of the tree among them."""
+    """The configuration of a command line. options: pairs of an option and its value, including the tree's numbers."""
     pairs = list(zip(options[::2], options[1::2], strict=True))
     config = config_of([*argv, *(part for pair in pairs if pair[0] not in NUMBERS for part in pair)])
     numbers: dict[str, Any] = {NUMBERS[option]: int(value) for option, value in pairs if option in NUMBERS}
@@ -56,7 +56,7 @@ def _config(argv: Sequence[str], options: Sequence[str]) -> ExportConfig:
 
 
 def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:
-    """Where the bundle of a drafter with such a tree is kept."""
+    """The folder of the bundle of a drafter with this kind of tree."""
     return args.out / "bundles" / weights / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
 
 

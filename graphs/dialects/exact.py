@@ -188,5 +188,5 @@ def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
 
 
 def _either(condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
-    """One of two values, of which only that one is computed (``exporter.tracing.branches``). condition: bool [1]."""
+    """One of two values; only that one is computed (``exporter.tracing.branches``). condition: bool [1]."""
     return _symbolic("gumiho::Either", (condition, then, otherwise), then.dtype, list(then.shape))

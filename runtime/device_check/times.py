@@ -55,7 +55,7 @@ def _contexts(decoder: Decoder) -> Iterator[int]:
 
 
 def _measured_at(decoder: Decoder, context: int) -> dict[str, Any]:
-    """Times at a context length, with any content in the caches: the time of a dense pass does not depend on it."""
+    """Times at a context length. The caches may hold anything, since the time of a dense pass does not depend on it."""
     rows, chunk, target = decoder.manifest.rows, decoder.form.chunk, decoder.target
 
     def measured(call: Callable[[], object]) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def against_cpu(check: Check) -> Findings:
 
 
 def _near_margin(*models: Model) -> float:
-    """The margin of a near-tie between forms of different precision: that of the coarser one."""
+    """The margin of a near-tie between models of different precision: that of the coarser one."""
     precisions = [model.decoder.target.graphs["target"].precision for model in models]
     return max(NEAR[precision] or golden.TOLERANCE[precision] for precision in precisions)
 

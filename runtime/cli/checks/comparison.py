@@ -15,7 +15,11 @@ NEAR_TIE = 3  # exit status if only rounding made a difference
 
 @dataclass
 class SideBySide:
-    """Two ways to decode the same prompts: number of outputs, how many differ, the first differing index of all, and the stats of both."""
+    """Compares two ways of decoding the same prompts.
+
+    outputs: their number. differ: how many differ. first: the lowest index at which any differs, None if none does.
+    ours, other: the stats of each way.
+    """
 
     outputs: int
     differ: int

@@ -46,9 +46,10 @@ def differences(model: Model, generation: Generation) -> list[Difference]:
 
 
 def compare_with_plain(model: Model, prompt: Sequence[int], ids: Sequence[int], settings: Settings) -> list[Difference]:
-    """Compares emitted tokens with plain decoding's. Those after a difference are still checked, each after the tokens that were emitted.
+    """Compares emitted tokens with those of plain decoding. Tokens after a difference are also checked, given the
+    emitted tokens before them.
 
-    ids: emitted after the prompt. settings: with the seed that was used, if they sample.
+    ids: the tokens emitted after the prompt. settings: those used, including the seed if they sample.
     """
     plain = replace(settings, speculate=False, callback=None, tree="exact", accept="exact")
     near = near_margin(model)

@@ -20,7 +20,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
     Returns the number of rows, and the number of rows whose logits are not bitwise equal.
     """
     prompts = [prompt]
-    if model.decoder.target.graphs["target"].open_caches:  # whose passes compute something else behind a long text
+    if model.decoder.target.graphs["target"].open_caches:  # such a pass takes another branch after a long text
         prompts.append(
             list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
         )
