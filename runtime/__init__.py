@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from .loader import load
     from .model import Model
     from .session import Session
+    from .stream import Stream
 
     __version__: str
 else:
@@ -35,6 +36,7 @@ else:
         "Session": "session",
         "Settings": "decoding.settings",
         "Stats": "decoding.stats",
+        "Stream": "stream",
         "TokenLogprobs": "decoding.logprobs",
         "load": "loader",
     }
@@ -67,6 +69,7 @@ __all__ = [
     "Session",
     "Settings",
     "Stats",
+    "Stream",
     "TokenLogprobs",
     "UnavailableError",
     "__version__",

@@ -97,11 +97,10 @@ class DraftHistory:
         passes.accepted_count[0] = kept
         rows[:kept], tokens[:kept] = rows[count : count + kept], tokens[count : count + kept]
 
-    def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> None:
-        """The drafter reads what is pending, until it is interrupted between two chunks. The rows that ``accept`` has set
-        stay for the next draft.
+    def catch_up(self, text: Callable[[], Sequence[int]], once: bool = False) -> None:
+        """The drafter reads what is pending. The rows that ``accept`` has set stay for the next draft.
 
-        text: gives all token ids so far.
+        text: gives all token ids so far. once: one chunk only.
         """
         if not self.pending:
             return
@@ -120,6 +119,6 @@ class DraftHistory:
             passes.run_draft(self._device.synchronize)
             self.committed("extend", chunk)
             self.pending = self.pending[n:]
-            if self.pending and interrupted():
+            if once:
                 break
         rows[:], tokens[:], count[0] = accepted

@@ -21,7 +21,7 @@ from runtime.bundle.reader import Bundle
 from runtime.devices import Device, Host
 from runtime.devices.accelerator import Recorded
 from runtime.engines.store import compile_engines
-from runtime.loaded import Loaded
+from runtime.loaded import LoadedBundle
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
 from tests.pairs import RandomPair
@@ -80,7 +80,7 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
         _compiled[bundle, form, spare] = folder
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
-    model = Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
+    model = Model(LoadedBundle(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
     model.warm_up()  # as loading does
     return model
 
