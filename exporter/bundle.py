@@ -20,7 +20,7 @@ from runtime.bundle.graphs import Form, Graph, TensorSpec, Weight
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import FEATURES, MANIFEST, Drafter, Manifest, TreeShape
 from runtime.bundle.reader import draft_tokens_of, golden_of
-from runtime.text.template_files import TEMPLATES
+from runtime.decoding.text.template_files import TEMPLATES
 
 from . import golden_recorder as golden
 from .backends import operators

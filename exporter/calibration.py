@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import EMBEDDING
 from graphs.tree import TreeConfig
+from runtime.api.loader import load
+from runtime.cli.checks.perplexity import Quality, log_probabilities
 from runtime.decoding.logprobs import log_softmax
 from runtime.errors import InputError, UnavailableError, reason
-from runtime.loader import load
-from runtime.perplexity import Quality, log_probabilities
 
 from .checkpoints.pair import Pair
 from .golden_recorder import empty

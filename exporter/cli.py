@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import DamageError, GumihoError
 
 from .options import parsed, plan, require_drafter

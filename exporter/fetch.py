@@ -8,8 +8,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import command
 from runtime.bundle.hashes import file_hash
+from runtime.cli import command
 from runtime.errors import DamageError, InputError, UnavailableError, reason
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.backends import DEVICES, NAMES
-from runtime.command import argument_parser
+from runtime.cli.command import argument_parser
 from runtime.errors import GumihoError, InputError
 
 from . import precision

@@ -13,8 +13,8 @@ from torch import Tensor
 from graphs.dialects.quantization import EMBEDDING, bits_of, dequantize
 from graphs.drafter import Drafter
 from graphs.token_digits import digits_of
+from runtime.api.loader import load
 from runtime.decoding.decoder import Decoder
-from runtime.loader import load
 
 from .checkpoints.llama import transformers_model
 from .plan import Plan

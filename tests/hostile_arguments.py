@@ -8,7 +8,8 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
-from runtime import compile, doctor, generate, selftest
+from runtime.cli import compile, generate
+from runtime.cli.checks import doctor, selftest
 from tests import hostile_bundles
 from tests.hostile_bundles import one_line
 from tests.mutations import Apply, Way, captured

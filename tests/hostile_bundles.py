@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from exporter.cli import main as export
-from runtime import GumihoError, compile, doctor, generate, load, selftest
+from runtime import GumihoError, load
 from runtime.bundle.hashes import File
 from runtime.bundle.manifest import MANIFEST
 from runtime.bundle.records import Damage, parse, unsealed
+from runtime.cli import compile, generate
+from runtime.cli.checks import doctor, selftest
 from runtime.engines.store import RECORD
 from tests import hostile_checkpoints
 from tests.mutations import Apply, captured, dumped, general, spoil

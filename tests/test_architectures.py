@@ -29,7 +29,7 @@ from exporter.training.drafters.gumiho import Gumiho
 from exporter.training.text import Slots
 from exporter.validate import validate
 from runtime import GumihoError, InputError, load
-from runtime.lossless import differences
+from runtime.cli.checks.lossless import differences
 from tests import gguf_files
 from tests.conftest import DEMO, EVERY_BACKEND
 from tests.end_to_end import llama

@@ -11,13 +11,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from runtime import GumihoError, Model, doctor, load
+from runtime import GumihoError, Model, load
 from runtime.backends import Backend, backend, onnxruntime_cuda
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle.reader import Bundle
-from runtime.compile import main as compile_bundle
+from runtime.cli.checks import doctor
+from runtime.cli.compile import main as compile_bundle
 from runtime.decoding.kv_cache import KVCache
-from runtime.devices import Device
+from runtime.engines.devices import Device
 from runtime.engines.store import compile_engines, find_engines, key, read_record
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
 from tests.pairs import SMALL

@@ -13,8 +13,8 @@ from runtime import GumihoError, load
 from runtime.bundle.hashes import File, file_hash, first_damaged
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
-from runtime.compile import main as compile_bundle
-from runtime.doctor import main as doctor
+from runtime.cli.checks.doctor import main as doctor
+from runtime.cli.compile import main as compile_bundle
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.pairs import SMALL
 from tests.seal import edit, update

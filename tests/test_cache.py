@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.bundle.graphs import BLOCK, Graph, TensorSpec
 from runtime.decoding.kv_cache import KVCache
-from runtime.devices import Device, Host
+from runtime.engines.devices import Device, Host
 from tests.accelerator import Lazy
 
 ROWS = 9

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-import runtime.text.chat_template
+import runtime.decoding.text.chat_template
 from exporter.bundle import write_tokenizer
 from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
+from runtime.decoding.text.chat_template import ChatTemplate
+from runtime.decoding.text.special_tokens import SpecialTokens
 from runtime.errors import GumihoError
-from runtime.text.chat_template import ChatTemplate
-from runtime.text.special_tokens import SpecialTokens
 from tests.conftest import examples
 from tests.pairs import RandomPair
 
@@ -353,7 +353,7 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: Any = None) -> "Clock":
             return cls(2031, 5, 9, 12, 0, 7)
 
-    for module in (runtime.text.chat_template, transformers.utils.chat_template_utils):
+    for module in (runtime.decoding.text.chat_template, transformers.utils.chat_template_utils):
         monkeypatch.setattr(module, "datetime", Clock)
 
 
@@ -862,10 +862,10 @@ def test_damaged_files(tmp_path: Path, files: dict[str, bytes], says: str) -> No
 
 def test_a_template_is_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     template = kind("llama 3", LLAMA_3).template
-    monkeypatch.setattr(runtime.text.chat_template.Sandbox, "compile", None)
+    monkeypatch.setattr(runtime.decoding.text.chat_template.Sandbox, "compile", None)
     assert template.render(said("a")) != template.render(said("b"))
 
 
 def test_it_needs_no_transformers() -> None:
-    check = "import sys, runtime.text.chat_template; assert not {'transformers', 'torch', 'onnx'} & sys.modules.keys()"
+    check = "import sys, runtime.decoding.text.chat_template; assert not {'transformers', 'torch', 'onnx'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.errors import InputError
-from runtime.interruption import INTERRUPTED
+from runtime.errors.interruption import INTERRUPTED
 from tests.conftest import DEMO
 from tools import best_tree, compare
 

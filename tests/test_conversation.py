@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from runtime import Model, load
-from runtime.generate import main
+from runtime.cli.generate import main
 from tests.conftest import with_template
 
 TEMPLATE = (
@@ -140,7 +140,7 @@ def test_a_template_that_refuses(
 def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.generation import Generation
+    from runtime.api.generation import Generation
 
     pieces, first = Generation.pieces, []
 

@@ -26,9 +26,9 @@ from exporter.cli import main as export
 from runtime import GumihoError, Model, load
 from runtime.bundle.files import replaced
 from runtime.bundle.reader import Bundle
-from runtime.command import run
+from runtime.cli.command import run
+from runtime.cli.generate import main as generate
 from runtime.errors import GumihoError as Error
-from runtime.generate import main as generate
 from tests import hostile_bundles, hostile_checkpoints
 from tests.limits import full_disk
 from tests.seal import update
@@ -185,7 +185,7 @@ def test_a_background_process_still_ignores_interruptions() -> None:
 def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The library says something else, and a file that is written then fails."""
     from runtime.backends.onnxruntime import Cpu
-    from runtime.compile import main
+    from runtime.cli.compile import main
 
     def fails(*_: Any) -> None:
         filled.enter_context(full_disk())

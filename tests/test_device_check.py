@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import selftest
+from runtime.api.generation import Generation
+from runtime.api.loader import load
 from runtime.backends import backend, onnxruntime_cuda
 from runtime.backends import onnxruntime as ort_backend
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks import selftest
 from runtime.decoding import acceptance
 from runtime.decoding.prices import Costs
 from runtime.device_check import main as device_check
@@ -29,8 +31,6 @@ from runtime.device_check.main import JSON, MARKDOWN, PIECES, main
 from runtime.device_check.prompts import TEXTS, prompts
 from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import GumihoError
-from runtime.generation import Generation
-from runtime.loader import load
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import stand_in
 from tests.pairs import SMALL

@@ -8,9 +8,9 @@ import pytest
 from exporter.engines import Compiled
 from exporter.options import parser, plan
 from exporter.summary import report
-from runtime import doctor
 from runtime.backends import NAMES, backend
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks import doctor
 from runtime.decoding.prices import Costs
 from runtime.engines import summary
 from runtime.engines.store import find_engines

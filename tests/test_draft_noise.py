@@ -10,7 +10,7 @@ from runtime.decoding.draft_noise import DraftNoise, rounded_noise
 from runtime.decoding.noise import products
 from runtime.decoding.sampling import Sampler
 from runtime.decoding.settings import Settings
-from runtime.devices import Host
+from runtime.engines.devices import Host
 from tests.accelerator import Lazy
 from tests.conftest import examples
 

@@ -17,10 +17,10 @@ import pytest
 from runtime import Model, load
 from runtime.backends.onnxruntime_lanes import Lanes, Pass
 from runtime.bundle.reader import Bundle
-from runtime.devices import Host
-from runtime.engine_loop import EngineLoop, Work
-from runtime.loaded import LoadedBundle
-from runtime.queued_engines import QueuedEngine, QueuedTarget
+from runtime.engines.devices import Host
+from runtime.engines.loaded import LoadedBundle
+from runtime.engines.loop import EngineLoop, Work
+from runtime.engines.queued import QueuedEngine, QueuedTarget
 from tests.conftest import DEMO, MakeBundle
 from tests.test_streams import finished, run
 
@@ -104,8 +104,8 @@ def test_whoever_waits_is_served_in_the_next_passes(interrupted: int) -> None:
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_a_stream_that_is_about_to_come_again_is_waited_for(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """But no other one. Of two passes at once each has half of the streams."""
-    monkeypatch.setattr("runtime.engine_loop._SHARE", math.inf)  # however fast passes are
-    monkeypatch.setattr("runtime.engine_loop._PATIENCE", 60.0)
+    monkeypatch.setattr("runtime.engines.loop._SHARE", math.inf)  # however fast passes are
+    monkeypatch.setattr("runtime.engines.loop._PATIENCE", 60.0)
     lanes = Recorded(at_once=at_once)
     with started(lanes) as loop:
         shared(loop, [partial(verify, loop, lanes, number) for number in range(2)])
@@ -125,8 +125,8 @@ def test_a_stream_that_is_about_to_come_again_is_waited_for(monkeypatch: pytest.
 
 def test_drafts_come_before_passes_which_their_streams_then_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever came first: its pass waits for the drafts of the others, and for their passes after these."""
-    monkeypatch.setattr("runtime.engine_loop._SHARE", math.inf)  # however slow this machine is
-    monkeypatch.setattr("runtime.engine_loop._PATIENCE", 60.0)
+    monkeypatch.setattr("runtime.engines.loop._SHARE", math.inf)  # however slow this machine is
+    monkeypatch.setattr("runtime.engines.loop._PATIENCE", 60.0)
     lanes, drafts = Recorded(), list[int]()
 
     class Draft:

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime import doctor, load
+from runtime import load
 from runtime.backends import backend, memory
 from runtime.bundle.files import replaced
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks import doctor
+from runtime.decoding.text.chat_template import ChatTemplate
 from runtime.device_check.main import main as device_check
 from runtime.engines.memory_check import require
 from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError, reason
-from runtime.text.chat_template import ChatTemplate
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
 from tests.seal import update

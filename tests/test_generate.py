@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from runtime import Model, load
-from runtime.generate import main as command
-from runtime.generate_options import parser, read_prompts
+from runtime.cli.generate import main as command
+from runtime.cli.generate_options import parser, read_prompts
 from runtime.gumiho import COMMANDS
 from runtime.gumiho import main as gumiho
 
@@ -47,7 +47,7 @@ def opened(demo_bundle: Path) -> Iterator[Model]:
 @pytest.fixture
 def resident(demo_bundle: Path, opened: Model, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The demo bundle, which the command finds loaded."""
-    monkeypatch.setattr("runtime.generate.load", lambda *_: nullcontext(opened))
+    monkeypatch.setattr("runtime.cli.generate.load", lambda *_: nullcontext(opened))
     return demo_bundle
 
 
@@ -354,7 +354,7 @@ def test_a_terminal_is_told_what_is_waited_for(
 def test_help_names_the_command_that_was_called(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("runtime.command.through_gumiho", "")
+    monkeypatch.setattr("runtime.cli.command.through_gumiho", "")
     with pytest.raises(SystemExit):
         gumiho([name, "--help"])
     out = capsys.readouterr().out

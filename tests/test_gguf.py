@@ -32,7 +32,7 @@ from exporter.checkpoints.llama import llama_config
 from exporter.checkpoints.lone_target import LoneTarget
 from exporter.training.target import model_of
 from runtime import DamageError, GumihoError, InputError, UnavailableError
-from runtime.text.chat_template import ChatTemplate
+from runtime.decoding.text.chat_template import ChatTemplate
 from tests import gguf_files
 from tests.pairs import RandomPair
 

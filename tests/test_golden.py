@@ -23,7 +23,7 @@ from runtime.backends.onnxruntime import Cpu
 from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.reader import Bundle
 from runtime.decoding.kv_cache import KVCache
-from runtime.devices import Host
+from runtime.engines.devices import Host
 from runtime.engines.golden_difference import chain_difference, choice_difference, tree_difference
 from runtime.engines.golden_file import Drafted, malformed, read
 from runtime.engines.golden_replay import replay

@@ -11,8 +11,8 @@ import pytest
 
 import runtime
 from runtime import GumihoError, Settings, load
+from runtime.cli.generate import main as generate
 from runtime.decoding.settings import Options
-from runtime.generate import main as generate
 from runtime.gumiho import COMMANDS, main
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL

@@ -29,7 +29,7 @@ from runtime.backends import backend
 from runtime.bundle.hashes import sample_hash
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.reader import Bundle
-from runtime.compile import main as compile_bundle
+from runtime.cli.compile import main as compile_bundle
 from runtime.engines.store import compile_engines, key
 from tests.conftest import numbers
 from tests.pairs import RandomPair, drafter_config, write_drafter

@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 from transformers import LlamaForCausalLM
 
 from runtime import Model, load
+from runtime.cli.generate import main
 from runtime.decoding.logprobs import TokenLogprobs
-from runtime.generate import main
 from tests.conftest import DEMO
 
 PROMPT = "def read_lines(path):\n"

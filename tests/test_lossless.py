@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from runtime import Generation, Model, load
-from runtime.generate import main
-from runtime.lossless import differences
+from runtime.cli.checks.lossless import differences
+from runtime.cli.generate import main
 
 PROMPT = "def main(argv=None):\n"
 SETTINGS = (
@@ -114,6 +114,6 @@ def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch,
     assert "of the largest logit" in said
     assert "too much for rounding" in said
     monkeypatch.setattr(module.Decoder, "_accept", original)
-    monkeypatch.setattr("runtime.lossless.NEAR", {"float32": 1e9})
+    monkeypatch.setattr("runtime.cli.checks.lossless.NEAR", {"float32": 1e9})
     monkeypatch.setattr(module.Decoder, "_accept", accept)
     assert main(options) == 3

@@ -17,7 +17,7 @@ from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.decoding.planner import Planner
 from runtime.decoding.prices import Costs
-from runtime.devices import DeviceArray
+from runtime.engines.devices import DeviceArray
 from runtime.engines.store import compile_engines
 from tests.accelerator import LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM
 from graphs.dialects.quantization import Scheme
 from runtime import DamageError, load
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks.perplexity import Mean, measure, windows
 from runtime.decoding.engine_passes import EnginePasses
 from runtime.gumiho import main
-from runtime.perplexity import Mean, measure, windows
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_quantized import CPU4, meant_by, rounding

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from runtime import Generation, Model, load
+from runtime.cli.checks.lossless import NEAR
 from runtime.decoding.checks import check_settings
 from runtime.decoding.settings import Settings
-from runtime.lossless import NEAR
 from tools import compare_tokens
 from tools.load import read_prompts
 from tools.replay import Checks, Verdict, check, start

@@ -23,7 +23,7 @@ from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.bundle.records import sealed
-from runtime.compile import main as compile_bundle
+from runtime.cli.compile import main as compile_bundle
 from runtime.decoding.decoder import Decoder
 from runtime.engines.store import compile_engines
 from tests.conftest import DEMO, MakeBundle

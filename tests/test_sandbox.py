@@ -10,9 +10,9 @@ import pytest
 from jinja2.defaults import DEFAULT_FILTERS
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from runtime.decoding.text.chat_template import ChatTemplate
+from runtime.decoding.text.template_sandbox import SECONDS
 from runtime.errors import GumihoError
-from runtime.text.chat_template import ChatTemplate
-from runtime.text.template_sandbox import SECONDS
 
 MESSAGES = [{"role": "user", "content": "a\nb"}]
 HOSTILE = [
@@ -53,14 +53,14 @@ def refusal(template: str) -> str:
 
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_template_that_takes_too_much(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.text.template_sandbox.SECONDS", 0.5)
+    monkeypatch.setattr("runtime.decoding.text.template_sandbox.SECONDS", 0.5)
     said = refusal(template)
     assert said.startswith("the chat template in x fails on this conversation (")
     assert "MemoryError" not in said
 
 
 def test_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.text.template_sandbox.SECONDS", 0.5)
+    monkeypatch.setattr("runtime.decoding.text.template_sandbox.SECONDS", 0.5)
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(refusal(HOSTILE[0])))
     thread.start()
@@ -70,7 +70,7 @@ def test_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_clock_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr("runtime.text.template_sandbox.monotonic", lambda: next(ticks) * 1e-5)
+    monkeypatch.setattr("runtime.decoding.text.template_sandbox.monotonic", lambda: next(ticks) * 1e-5)
     template = ChatTemplate("{% for i in range(30000) %}{{ i }}{% endfor %}", {}, "x")
     for _ in range(12):
         assert len(template.render(MESSAGES)) == 138890

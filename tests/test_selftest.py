@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import load
+from runtime.cli.checks.rows_alone import rows_alone
+from runtime.cli.checks.selftest import chi_squared, counted, distribution, main
 from runtime.decoding import acceptance, decoder
-from runtime.rows_alone import rows_alone
-from runtime.selftest import chi_squared, counted, distribution, main
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import INT8
 from tests.pairs import SMALL
@@ -52,7 +52,7 @@ def next_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_alone(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.rows_alone._SHORT", 4)
+    monkeypatch.setattr("runtime.cli.checks.rows_alone._SHORT", 4)
     with load(make_bundle(DEMO, "--weights", "int8", "--rows", "8", "--capacity", "200"), "cpu", threads=1) as model:
         rows, unequal = rows_alone(model, [5, 6, 7, 8])
         assert (unequal, rows % 8) == (0, 0)

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from runtime import Model, Stream, load
 from runtime.decoding.settings import Settings
+from runtime.decoding.text.encode import encode
 from runtime.errors import GumihoError, UnavailableError
 from runtime.serve.app import Limits
 from runtime.serve.bodies import Body, ChatBody, CompletionBody
@@ -32,7 +33,6 @@ from runtime.serve.main import _Printable
 from runtime.serve.metrics import Metrics
 from runtime.serve.problems import FAILED
 from runtime.serve.slots import Slots
-from runtime.text.encode import encode
 from tests.conftest import examples, with_template
 from tests.serving import client, logged, served
 
@@ -266,7 +266,7 @@ def test_long_work_does_not_keep_others_waiting(model: Model, api: OpenAI, monke
 
         return watched
 
-    monkeypatch.setattr("runtime.stream.encode", outside(encode))
+    monkeypatch.setattr("runtime.api.stream.encode", outside(encode))
     monkeypatch.setattr(Stream, "selector", outside(Stream.selector))
     api.chat.completions.create(model="demo", messages=USER, max_tokens=1)  # type: ignore[arg-type]
     api.completions.create(model="demo", prompt="a", max_tokens=1)

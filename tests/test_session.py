@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from runtime import Generation, GumihoError, Model, load
+from runtime.api.session import Session
 from runtime.decoding.draft_history import DraftHistory
-from runtime.session import Session
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_forms import opened
 from tests.pairs import SMALL

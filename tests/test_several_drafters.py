@@ -17,15 +17,15 @@ from exporter.cli import main
 from runtime import Model, load
 from runtime.backends import backend
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks.doctor import main as doctor
+from runtime.cli.checks.selftest import results
 from runtime.decoding import acceptance
 from runtime.decoding.drafter_choice import DrafterChoice
 from runtime.decoding.prices import Costs
 from runtime.decoding.stats import Stats
-from runtime.doctor import main as doctor
 from runtime.engines import summary
 from runtime.engines.store import compile_engines
 from runtime.errors import DamageError, GumihoError, InputError, MisuseError
-from runtime.selftest import results
 from tests.conftest import DEMO, MakeBundle, examples
 from tests.eagle3 import RandomEagle3
 from tests.end_to_end import llama

@@ -20,7 +20,7 @@ from runtime.bundle.manifest import MANIFEST
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.bundle.records import SEAL, sealed
-from runtime.devices import DeviceArray
+from runtime.engines.devices import DeviceArray
 from runtime.engines.store import key
 from tests.accelerator import Lazy
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle

@@ -42,7 +42,7 @@ IMPORTERS = (
     "runtime.backends.tensorrt_compile",
     "runtime.backends.migraphx",
     "runtime.backends.onnxruntime_cuda",
-    "runtime.devices.cuda",
+    "runtime.engines.devices.cuda",
 )
 SHORT = [5, 6, 7]
 PROMPTS = ((SHORT, 12), (list(range(2, 70)), 8), (list(range(9, 199)), 50))  # less than a pass, more than a chunk, to the end
@@ -457,7 +457,7 @@ def test_cuda_frees_all_if_an_engine_does_not_load(onnxruntime_gpu: ModuleType, 
 def amd_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The stand-in for MIGraphX. Every test has to close its devices."""
     migraphx = fresh(monkeypatch, "migraphx")
-    monkeypatch.setattr("runtime.devices.hip.Hip", migraphx.Hip)
+    monkeypatch.setattr("runtime.engines.devices.hip.Hip", migraphx.Hip)
     put(monkeypatch, {"migraphx": migraphx})
     monkeypatch.syspath_prepend(Path(__file__).parent / "stand_ins/apart")  # for children
     yield migraphx
@@ -667,7 +667,7 @@ def test_an_empty_migraphx_names_the_pythons_it_is_for(monkeypatch: pytest.Monke
 
 
 def test_hips_library_is_the_one_that_migraphx_has_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hip = import_module("runtime.devices.hip")
+    hip = import_module("runtime.engines.devices.hip")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libamdhip64.so").touch()
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from runtime.cli.stats_table import table
 from runtime.decoding.stats import Stats
-from runtime.stats_table import table
 
 
 def test_tau_counts_emitted_tokens_only() -> None:

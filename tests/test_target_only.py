@@ -19,6 +19,10 @@ from runtime.backends.onnxruntime_engine import Engine
 from runtime.bundle.manifest import BOUND_WEIGHTS, NOISE, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks.doctor import main as doctor
+from runtime.cli.checks.lossless import differences
+from runtime.cli.checks.selftest import main as selftest
+from runtime.cli.generate import main as generate
 from runtime.decoding.kv_cache import KVCache
 from runtime.decoding.planner import Planner
 from runtime.decoding.prices import Costs, sizes
@@ -26,15 +30,11 @@ from runtime.decoding.settings import Settings
 from runtime.device_check import pieces as device_pieces
 from runtime.device_check import tokens as device_tokens
 from runtime.device_check.main import main as device_check
-from runtime.devices import Device, Host
-from runtime.doctor import main as doctor
+from runtime.engines.devices import Device, Host
 from runtime.engines.golden_file import read
 from runtime.engines.golden_replay import replay
 from runtime.engines.pass_times import measure
 from runtime.engines.store import find_engines
-from runtime.generate import main as generate
-from runtime.lossless import differences
-from runtime.selftest import main as selftest
 from tests import gguf_files
 from tests.accelerator import Lazy
 from tests.conftest import ALL, DEMO, EVERY_BACKEND, MakeBundle

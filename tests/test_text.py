@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from runtime.text.stream import TextStream
+from runtime.decoding.text.stream import TextStream
 from tests.conftest import DEMO, examples
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"

@@ -66,7 +66,7 @@ class Opened:
         patch.setattr(Cpu, "open", opened)
         patch.setattr("runtime.engines.store.measure", measure)
         patch.setattr("runtime.engines.store.physical_cores", lambda: cores)
-        patch.setattr("runtime.loaded.physical_cores", lambda: cores)
+        patch.setattr("runtime.engines.loaded.physical_cores", lambda: cores)
         patch.setattr(OtherPrograms, "in_the_way", False)
         patch.setattr("runtime.engines.store.text_time", lambda decoder: times[self.threads[-1]])
 
@@ -98,7 +98,7 @@ def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
     load(bundle).close()
     load(bundle, threads=2).close()
     monkeypatch.setattr(
-        "runtime.loaded.physical_cores", lambda: cores + 1
+        "runtime.engines.loaded.physical_cores", lambda: cores + 1
     )  # a copy of the bundle, or another share of the machine
     load(bundle).close()
     assert opened.threads[-3:] == [chosen, 2, 0]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from runtime import GumihoError, Model, load
+from runtime.api.generation import Generation
 from runtime.decoding.settings import Settings
 from runtime.decoding.token_selector import TokenSelector
-from runtime.generation import Generation
 from tests.conftest import MakeBundle
 from tests.pairs import SMALL
 from tests.test_text import BYTE_LEVEL as TOKENIZER

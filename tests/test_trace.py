@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from runtime.cli.trace_page import Trace
 from runtime.decoding.cycle import Cycle, Tree
 from runtime.errors import GumihoError
-from runtime.trace_page import Trace
 from tests.limits import full_disk
 
 DEMO = Path(__file__).parent.parent / "demo/target/tokenizer.json"

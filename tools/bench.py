@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from runtime.bundle.reader import Bundle
-from runtime.command import run as run_command
+from runtime.cli.command import run as run_command
 from runtime.errors import UnavailableError
 from tools import report
 from tools.bench_setup import ROOT, Prompt, about, digest, environment, tokenized

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from runtime.bundle.hashes import file_hash
 from runtime.bundle.reader import Bundle
+from runtime.decoding.text.chat_template import ChatTemplate
 from runtime.errors import InputError
-from runtime.text.chat_template import ChatTemplate
 from tools import measure
 from tools.parity import read
 from tools.peers.protocol import PeerError

@@ -14,7 +14,7 @@ from exporter.checkpoints.pair import Pair
 from exporter.trees import usual_tree
 from runtime import Model, load
 from runtime.errors import InputError
-from runtime.interruption import INTERRUPTED
+from runtime.errors.interruption import INTERRUPTED
 from tools.paper_table import Asked, decoded, read, room
 
 Options = tuple[str, ...]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from exporter.training.target import load
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import InputError
 
 

@@ -24,7 +24,7 @@ from exporter.checkpoints.drafters import open_drafter
 from exporter.checkpoints.pair import Pair
 from exporter.checkpoints.target import target_checkpoint
 from runtime import Model, load
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import InputError
 from tools import measure
 from tools.best_tree import PLANNED, Options, Search, export, place, prompt_of

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Model, load
-from runtime.command import run
+from runtime.cli.command import run
 from tools.load import read_prompts
 from tools.replay import Checks, Verdict, start
 

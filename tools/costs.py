@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from runtime import load
-from runtime.command import run as run_command
+from runtime.cli.command import run as run_command
 from runtime.decoding.decoder import Decoder
 from runtime.errors import InputError, UnavailableError
 from tools.measure import distinct

@@ -20,7 +20,7 @@ from exporter.sources import open_pair
 from exporter.weights.source import Source
 from graphs.dialects.basic import Basic
 from graphs.tree import TreeConfig, default_beam
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import UnavailableError
 
 CAPACITY = 256

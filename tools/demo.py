@@ -17,11 +17,11 @@ from typing import Any
 
 from runtime import Cycle, Model, Settings, Stats, load
 from runtime.backends.processor import physical_cores
-from runtime.command import run as run_command
+from runtime.cli.command import run as run_command
+from runtime.cli.generate import run as generate
+from runtime.cli.trace_page import Trace
 from runtime.engines.thread_count import OtherPrograms
 from runtime.errors import InputError
-from runtime.generate import run as generate
-from runtime.trace_page import Trace
 from tools.measure import processor
 
 ROOT = Path(__file__).parent.parent

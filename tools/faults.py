@@ -36,7 +36,7 @@ FAULTS = (
           "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
     Fault("prefix-reused-a-token-too-far", "runtime/decoding/decoder.py", "return sum(1 for _ in takewhile(",
           "return 1 + sum(1 for _ in takewhile(", "tests/test_target_only.py::test_sessions_are_resumed_saved_and_restored"),
-    Fault("lossy-without-a-warning", "runtime/generate.py", "    if chosen.lossy:",
+    Fault("lossy-without-a-warning", "runtime/cli/generate.py", "    if chosen.lossy:",
           "    if chosen.lossy and not chosen.speculate:", "tests/test_generate.py::test_lossy_ways_say_so_and_by_how_much"),
     # --- sampling
     Fault("top-k-keeps-one-fewer", "runtime/decoding/sampling.py", "row >= np.partition", "row > np.partition",
@@ -65,11 +65,11 @@ FAULTS = (
     Fault("logprobs-of-processed-logits", "runtime/decoding/token_selector.py", "TokenLogprobs.of(logits, token,",
           "TokenLogprobs.of(self.sampler.processed(logits), token,", "tests/test_logprobs.py::test_they_are_the_target_s_own"),
     # --- text
-    Fault("stop-string-missed-across-pieces", "runtime/text/stream.py", "len(self._text) - len(piece) - len(s) + 1)",
+    Fault("stop-string-missed-across-pieces", "runtime/decoding/text/stream.py", "len(self._text) - len(piece) - len(s) + 1)",
           "len(self._text) - len(piece))", "tests/test_text.py::test_stop_strings"),
-    Fault("stop-strings-beginning-shown", "runtime/text/stream.py", "min(longest, len(self._text)), 0, -1)",
+    Fault("stop-strings-beginning-shown", "runtime/decoding/text/stream.py", "min(longest, len(self._text)), 0, -1)",
           "min(longest, len(self._text)), 1, -1)", "tests/test_text.py::test_stop_strings"),
-    Fault("half-a-character-shown", "runtime/text/stream.py", " or decoded.endswith(_UNKNOWN) else", " else",
+    Fault("half-a-character-shown", "runtime/decoding/text/stream.py", " or decoded.endswith(_UNKNOWN) else", " else",
           "tests/test_text.py::test_a_character_is_shown_with_its_last_byte"),
     Fault("eos-ignored", "runtime/decoding/token_selector.py", "frozenset((*manifest.eos_token_ids, *settings",
           "frozenset((*settings", "tests/test_token_selector.py::test_ends_of_every_kind"),
@@ -130,7 +130,7 @@ FAULTS = (
     Fault("eos-of-the-tokenizer-ignored", "exporter/checkpoints/pair.py", "return named if own is None or", "return named if True or",
           "tests/test_export.py::test_the_tokenizer_s_own_end_counts_too"),
     # --- bundles
-    Fault("hash-not-checked-when-loading", "runtime/loader.py", "    opened.verify(quick=True)\n", "",
+    Fault("hash-not-checked-when-loading", "runtime/api/loader.py", "    opened.verify(quick=True)\n", "",
           "tests/test_bundle.py::test_damaged_files_are_refused_when_loading"),
     Fault("hash-not-checked-when-compiling", "runtime/engines/store.py", "    bundle.verify()\n", "",
           "tests/test_link.py::test_compiling_finds_a_damaged_copy"),

@@ -49,7 +49,7 @@ from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.pair import Pair
 from exporter.staging import staged
 from graphs.layer import LlamaShape
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import InputError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}

@@ -27,6 +27,7 @@ from time import monotonic, sleep
 from typing import Any
 
 MOST_DELAY, MOST_GROWTH = 1.0, 50 << 20  # seconds, bytes
+FAILURES = (OSError, HTTPException, ValueError)  # of the server, as a client sees them
 _PAUSE_SECONDS = 10.0
 _TOKENS = 60  # of each of the clients' texts: streams are to be held by grammars rather than by long texts
 Body = dict[str, Any]
@@ -139,6 +140,71 @@ def client(server: Server, kinds: Mapping[str, Callable[[int], Body]], seed: int
             raise ValueError(f"{name} was answered with status {status}: {content[:200]}")
 
 
+class Trial:
+    """What a server's clients went through. problems: what must not be. most: bytes that the server held."""
+
+    def __init__(self, server: Server, clients: int) -> None:
+        self.server, self._clients = server, clients
+        self.problems, self.counts, self.most = list[str](), Counter[str](), 0
+
+    def begin(self) -> None:
+        """Waits for the server. The first grammar starts the process that has read the vocabulary, and every stream gets its caches."""
+        for _ in range(600):
+            with socket.socket() as probe:
+                if not probe.connect_ex(("127.0.0.1", self.server.port)):
+                    break
+            sleep(0.1)
+        threads = [self._guarded(lambda: self.server.ask({"regex": "[ab]+", "max_tokens": 20}, 60)) for _ in range(8)]
+        for thread in threads:
+            thread.join()
+
+    def beside(self, kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
+        """Seconds of short texts without and with a grammar, in order, while clients send such grammars."""
+        until = monotonic() + minutes * 60
+        threads = [
+            self._guarded(lambda seed=i: client(self.server, kinds, seed, until, self.counts))  # type: ignore[misc]
+            for i in range(self._clients)
+        ]
+        plain, guided = [short(self.server)], [short(self.server, regex="[a-z ]{4,9}")]
+        while monotonic() < until and not self.problems:
+            plain.append(short(self.server))
+            guided.append(short(self.server, regex="[a-z ]{4,9}"))
+            self.most = max(self.most, self.server.memory())
+            sleep(0.3)
+        for thread in threads:
+            thread.join()
+        return sorted(plain), sorted(guided)
+
+    def judge(self, kind: str, usual: list[float], found: list[float]) -> None:
+        """Seconds of short texts of a kind beside harmless grammars, and beside the others."""
+        for about, some in (("harmless grammars", usual), ("the others", found)):
+            print(f"{len(some)} short texts{kind} beside {about}: median {some[len(some) // 2]:.2f} s, worst {some[-1]:.2f}")
+        if found[-1] > usual[-1] + MOST_DELAY:
+            self.problems.append(f"a short text{kind} took {found[-1]:.2f} s, beside harmless grammars at most {usual[-1]:.2f}")
+
+    def judge_memory(self, before: int) -> None:
+        """before: bytes that the server held before the bad grammars."""
+        end = monotonic() + _PAUSE_SECONDS
+        while (after := self.server.memory()) > before + MOST_GROWTH and monotonic() < end:
+            sleep(0.5)
+        print(f"memory: {before >> 20} MiB before, at most {self.most >> 20}, {after >> 20} after")
+        if after > before + MOST_GROWTH:
+            self.problems.append(f"memory grew from {before >> 20} to {after >> 20} MiB")
+        if (status := self.server.process.poll()) is not None:
+            self.problems.append(f"the server has ended with status {status}")
+
+    def _guarded(self, work: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except FAILURES as error:
+                self.problems.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
@@ -146,72 +212,24 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], metavar="KIND", help=f"of {', '.join(KINDS)}")
     args = parser.parse_args()
-    server, problems, counts, most = Server(args.bundle), list[str](), Counter[str](), 0
-
-    def guarded(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except (OSError, HTTPException, ValueError) as error:
-                problems.append(f"{type(error).__name__}: {error}")
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
+    trial = Trial(Server(args.bundle), args.clients)
     try:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if not probe.connect_ex(("127.0.0.1", server.port)):
-                    break
-            sleep(0.1)
-        # The first grammar starts the process that has read the vocabulary, and every stream gets its caches.
-        many = [guarded(lambda: print(server.ask({"regex": "[ab]+", "max_tokens": 20}, 60)[0], end=" ")) for _ in range(8)]
-        for thread in many:
-            thread.join()
-
-        def beside(kinds: Mapping[str, Callable[[int], Body]], minutes: float) -> tuple[list[float], list[float]]:
-            """Seconds of short texts without and with a grammar, in order, while clients send such grammars."""
-            nonlocal most
-            until = monotonic() + minutes * 60
-            threads = [guarded(lambda seed=i: client(server, kinds, seed, until, counts)) for i in range(args.clients)]  # type: ignore[misc]
-            plain, guided = [short(server)], [short(server, regex="[a-z ]{4,9}")]
-            while monotonic() < until and not problems:
-                plain.append(short(server))
-                guided.append(short(server, regex="[a-z ]{4,9}"))
-                most = max(most, server.memory())
-                sleep(0.3)
-            for thread in threads:
-                thread.join()
-            return sorted(plain), sorted(guided)
-
-        usual = beside(HARMLESS, args.minutes / 5)
-        before = server.memory()
-        found = beside({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
-        end = monotonic() + _PAUSE_SECONDS
-        while (after := server.memory()) > before + MOST_GROWTH and monotonic() < end:
-            sleep(0.5)
-        if server.process.poll() is not None:
-            problems.append(f"the server has ended with status {server.process.returncode}")
+        trial.begin()
+        usual = trial.beside(HARMLESS, args.minutes / 5)
+        before = trial.server.memory()
+        found = trial.beside({name: KINDS[name] for name in args.kinds}, args.minutes * 4 / 5)
         for kind, usually, seconds in zip(("", " with a grammar"), usual, found, strict=True):
-            for about, some in (("beside harmless grammars", usually), ("beside the others", seconds)):
-                print(f"{len(some)} short texts{kind} {about}: median {some[len(some) // 2]:.2f} s, worst {some[-1]:.2f}")
-            if seconds[-1] > usually[-1] + MOST_DELAY:
-                problems.append(
-                    f"a short text{kind} took {seconds[-1]:.2f} s, and beside harmless grammars at most {usually[-1]:.2f}"
-                )
-        print(f"memory: {before >> 20} MiB before, at most {most >> 20}, {after >> 20} after")
-        if after > before + MOST_GROWTH:
-            problems.append(f"memory grew from {before >> 20} to {after >> 20} MiB")
-    except (OSError, HTTPException, ValueError) as error:
-        problems.append(f"{type(error).__name__}: {error}")
+            trial.judge(kind, usually, seconds)
+        trial.judge_memory(before)
+    except FAILURES as error:
+        trial.problems.append(f"{type(error).__name__}: {error}")
     finally:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait()
-    for name, count in sorted(counts.items()):
+        trial.server.process.send_signal(signal.SIGTERM)
+        trial.server.process.wait()
+    for name, count in sorted(trial.counts.items()):
         print(f"{count:5} {name}")
-    print(*problems or ["nothing found"], sep="\n")
-    return int(bool(problems))
+    print(*trial.problems or ["nothing found"], sep="\n")
+    return int(bool(trial.problems))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime import Model, load
 from runtime.bundle.reader import Bundle
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import InputError, reason
 from tools.measure import distinct
 

@@ -20,7 +20,7 @@ import numpy as np
 from runtime import GumihoError, Model, load
 from runtime.backends import backend
 from runtime.bundle.reader import Bundle
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.engines.store import compile_engines, find_engines
 from runtime.errors import InputError, reason
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import GumihoError, InputError
 from tools.faults import FAULTS, Fault
 

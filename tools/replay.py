@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Generation, Model, load
-from runtime.lossless import Difference, differences, replay
+from runtime.cli.checks.lossless import Difference, differences, replay
 
 _model: Model | None = None  # of a process
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -173,6 +173,23 @@ class Soak:
         return int(last - first), later[-1][2] - later[0][2]
 
 
+def run(soak: Soak, clients: int, minutes: float, halfway: Callable[[], object]) -> None:
+    """Has clients send requests for so many minutes. halfway: called once, after half of them."""
+    started = monotonic()
+    until, due = started + 60 * minutes, True
+    threads = [threading.Thread(target=soak.client, args=(seed, until)) for seed in range(clients)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        sleep(_SAMPLE_SECONDS)
+        soak.sample(monotonic() - started)
+        if due and monotonic() > (started + until) / 2:
+            halfway()
+            due = False
+    sleep(2)
+    soak.sample(monotonic() - started)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
@@ -186,13 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     served, other = args.out / "soak", args.out / "other"
+    link = os.stat(args.bundle).st_dev == os.stat(args.out.parent).st_dev
     for copy in (served, other):
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(
-            args.bundle,
-            copy,
-            copy_function=os.link if os.stat(args.bundle).st_dev == os.stat(args.out.parent).st_dev else shutil.copy2,
-        )
+        shutil.copytree(args.bundle, copy, copy_function=os.link if link else shutil.copy2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     soak = Soak(port, read_prompts(args.prompts, 40), args.new_tokens, Checks(args.bundle))
@@ -206,21 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, most = "\n".join(soak.prompts), bundle.manifest.capacity - 1
         tokens = bundle.tokenizer.encode(text, add_special_tokens=False).ids
         soak.fill((tokens * -(-most // len(tokens)))[:most], args.streams)
-        started = monotonic()
-        until = started + 60 * args.minutes
-        clients = [threading.Thread(target=soak.client, args=(seed, until)) for seed in range(args.clients)]
-        for client in clients:
-            client.start()
-        renamed = False
-        while any(client.is_alive() for client in clients):
-            sleep(_SAMPLE_SECONDS)
-            soak.sample(monotonic() - started)
-            if not renamed and monotonic() > (started + until) / 2:
-                served.rename(args.out / "before")
-                other.rename(served)
-                renamed = True
-        sleep(2)
-        soak.sample(monotonic() - started)
+        run(soak, args.clients, args.minutes, lambda: (served.rename(args.out / "before"), other.rename(served)))
         process.send_signal(signal.SIGTERM)
         status = process.wait(60)
     finally:

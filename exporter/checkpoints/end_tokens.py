@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.decoding.text.template_files import templates
 from runtime.errors import GumihoError
-from runtime.text.template_files import templates
 
 _SPELLED = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
@@ -55,7 +55,7 @@ def end_of_turn(folder: Path, tokenizer: Any, named: Mapping[str, str]) -> int |
     """
     if not templates(folder):
         return None
-    from runtime.text.chat_template import ChatTemplate
+    from runtime.decoding.text.chat_template import ChatTemplate
 
     template, said = ChatTemplate.of(folder, named), "gumiho"
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]

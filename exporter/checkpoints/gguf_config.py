@@ -80,21 +80,27 @@ def config(
             )
     if field("expert_count", 0) != 0:
         raise InputError(f"'{source}' is a mixture of experts, which is not supported: name another target")
-    scaling, factor = field("rope.scaling.type", "linear"), field("rope.scaling.factor", field("rope.scale_linear", 0.0))
+    factor = field("rope.scaling.factor", field("rope.scale_linear", 0.0))
+    if scaling := _rope_scaling(field("rope.scaling.type", "linear"), factor, factors, found["rope_theta"], source):
+        found["rope_scaling"] = scaling
+    return found
+
+
+def _rope_scaling(scaling: Any, factor: Any, factors: np.ndarray | None, theta: Any, source: str) -> dict[str, Any] | None:
+    """``rope_scaling`` of config.json, None without one."""
     factor = 1.0 if factor == 0 else factor
     if scaling not in ("none", "linear"):
         raise InputError(
             f"'{source}' has rotary scaling {shown(scaling)}, expected none, linear or llama3: name another target"
         )
-    if factors is not None:
-        found["rope_scaling"] = _llama3(factors, found["rope_theta"], source)
-    if scaling == "linear" and factor != 1.0:
-        if factors is not None:
-            raise InputError(
-                f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported: name another target"
-            )
-        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return found
+    linear = scaling == "linear" and factor != 1.0
+    if factors is None:
+        return {"rope_type": "linear", "factor": factor} if linear else None
+    if linear:
+        raise InputError(
+            f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported: name another target"
+        )
+    return _llama3(factors, theta, source)
 
 
 def _llama3(factors: np.ndarray, theta: Any, source: str) -> dict[str, Any]:

@@ -169,29 +169,33 @@ def llama_fields(
     if head_dim % 2:
         raise refuse("head_dim", head_dim, "an even number, for the rotary embedding")
 
+    fields["rope_parameters"] = _rope_parameters(read, raw, where, fields.get("max_position_embeddings", 2048))
+    return fields
+
+
+def _rope_parameters(read: _Reader, raw: Mapping[str, Any], where: str, positions: int) -> dict[str, Any]:
+    """positions: trained ones, if the rotary embedding's own fields do not say so, as in transformers."""
     rotary: Any = {}
     for key in ("rope_parameters", "rope_scaling"):  # the older field wins, as in transformers
         rotary = raw.get(key) or rotary
         if not isinstance(rotary, dict):
-            raise refuse(key, rotary, "an object")
+            raise read.refuse(key, rotary, "an object")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROTARY:
         raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3: name another checkpoint")
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
-    # The default of transformers.
-    rotary = {"original_max_position_embeddings": fields.get("max_position_embeddings", 2048)} | rotary
+    rotary = {"original_max_position_embeddings": positions} | rotary
     values = {"rope_theta": (theta, _THETA)} | {key: (rotary.get(key), bounds) for key, bounds in _ROTARY[kind].items()}
     for key, (value, bounds) in values.items():
         valid = is_whole(value, *bounds) if isinstance(bounds[0], int) else _is_number(value, *bounds)
         if not valid:
-            raise refuse(key, value, f"a number from {bounds[0]:g} to {bounds[1]:g}")
+            raise read.refuse(key, value, f"a number from {bounds[0]:g} to {bounds[1]:g}")
     if kind == "llama3" and rotary["high_freq_factor"] <= rotary["low_freq_factor"]:
-        raise refuse("high_freq_factor", rotary["high_freq_factor"], "more than low_freq_factor")
+        raise read.refuse("high_freq_factor", rotary["high_freq_factor"], "more than low_freq_factor")
     partial = rotary.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise refuse("partial_rotary_factor", partial, "1, as only whole heads can be rotated")
-    fields["rope_parameters"] = {"rope_type": kind, **{key: value for key, (value, _) in values.items()}}
-    return fields
+        raise read.refuse("partial_rotary_factor", partial, "1, as only whole heads can be rotated")
+    return {"rope_type": kind, **{key: value for key, (value, _) in values.items()}}
 
 
 def _is_number(value: object, least: float, most: float) -> bool:

@@ -15,8 +15,8 @@ from graphs.layer import LlamaShape
 from graphs.shared_target import SharedTarget
 from graphs.target import Target
 from graphs.tree import TreeConfig
+from runtime.decoding.text.template_files import special_tokens
 from runtime.errors import InputError
-from runtime.text.template_files import special_tokens
 
 from ..weights.source import Coded, Source, is_matrix
 from .checkpoint import Checkpoint, require_tensors, tensor_indices

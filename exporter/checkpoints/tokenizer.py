@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runtime.bundle.files import read_regular
+from runtime.decoding.text.template_files import templates
 from runtime.errors import DamageError, GumihoError, InputError, UnavailableError, reason, unreadable
-from runtime.text.template_files import templates
 
 from .json_config import document, is_whole, shown
 from .llama import LlamaConfig, transformers_config

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.command import run
+from runtime.cli.command import run
 from runtime.errors import GumihoError, InputError, UnavailableError
-from runtime.interruption import INTERRUPTED
+from runtime.errors.interruption import INTERRUPTED
 
 from ..checkpoints.families import EAGLE, GUMIHO, family
 from .interruption import Interruption

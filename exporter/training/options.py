@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from runtime.command import argument_parser
+from runtime.cli.command import argument_parser
 from runtime.errors import InputError, reason
 
 from ..checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL

@@ -7,9 +7,9 @@ from typing import ClassVar, Protocol
 
 from ..bundle.graphs import Form
 from ..bundle.reader import Bundle
-from ..devices import Array, Call, Device
+from ..engines.devices import Array, Call, Device
 from ..errors import InputError
-from ..interruption import delayed
+from ..errors.interruption import delayed
 from .memory import Free, MemoryNeeds
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from ..bundle.graphs import Form, Graph, Weight
 from ..bundle.reader import Bundle
-from ..devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging, require_buffers
-from ..devices.hip import Hip, advice
+from ..engines.devices import Accelerator, Array, Call, Device, DeviceArray, Host, Staging, require_buffers
+from ..engines.devices.hip import Hip, advice
 from ..errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 from .memory import IGNORE, Free, MemoryNeeds, Space, buffers, size
 from .migraphx_compile import Job, compile_apart

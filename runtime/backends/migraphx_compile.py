@@ -89,7 +89,7 @@ def _compile(job: Job, progress: Callable[[str], object]) -> None:
     import migraphx
 
     if job.target == "gpu":
-        from ..devices import hip
+        from ..engines.devices import hip
 
         hip.Hip(job.index).enter()
     for name, graph in job.graphs.items():

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ..bundle.graphs import SHARED, Form
 from ..bundle.reader import Bundle
-from ..devices import Device, Host
+from ..engines.devices import Device, Host
 from ..errors import InputError, UnavailableError
 from . import Engine as AnyEngine
 from .memory import Free, MemoryNeeds, Space

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..bundle.graphs import Form, TensorSpec, Weight
 from ..bundle.reader import Bundle
-from ..devices import Accelerator, Array, Device, DeviceArray, Staging
+from ..engines.devices import Accelerator, Array, Device, DeviceArray, Staging
 from ..errors import GumihoError, InputError, MisuseError, UnavailableError
 from .memory import Free, MemoryNeeds, Space, buffers
 from .onnxruntime_engine import failed_run, open_session, ort, session_options
@@ -40,7 +40,7 @@ class Cuda:
                 f"backend cuda needs the package onnxruntime-gpu, and the installed onnxruntime {ort.__version__} lacks CUDA: "
                 f"pip uninstall -y onnxruntime, then {INSTALL_CUDA}{JETSON if platform.machine() == 'aarch64' else ''}"
             )
-        from ..devices.cuda import Cuda as Gpu
+        from ..engines.devices.cuda import Cuda as Gpu
 
         ort.preload_dlls()
         os.environ.setdefault(_COPYING_ATTENTION, "1")

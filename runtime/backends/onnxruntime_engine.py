@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bundle.reader import Bundle
-from ..devices import Array, require_buffers
+from ..engines.devices import Array, require_buffers
 from ..errors import GumihoError, MisuseError, UnavailableError
 from .processor import physical_cores
 

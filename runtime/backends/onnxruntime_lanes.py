@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 
 from ..bundle.graphs import BLOCK, Graph
-from ..devices import Array, require_buffers
+from ..engines.devices import Array, require_buffers
 from ..errors import GumihoError, MisuseError
 from .onnxruntime_engine import Call, Engine, failed_run, ort
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bundle.graphs import Form, Weight
 from ..bundle.reader import Bundle
-from ..devices import Accelerator
+from ..engines.devices import Accelerator
 from ..errors import DamageError
 
 _ALIGNMENT = 256  # bytes

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..bundle.graphs import Form, Graph
 from ..bundle.reader import Bundle
-from ..devices import Array, Call, Device, DeviceArray, Staging
+from ..engines.devices import Array, Call, Device, DeviceArray, Staging
 from ..errors import DamageError, GumihoError, InputError, MisuseError, UnavailableError
 from .memory import Free, MemoryNeeds, Space, buffers
 
@@ -55,7 +55,7 @@ class TensorRT:
             raise InputError(f"there is no device '{device}' of backend tensorrt: give the index of a GPU")
         if _version() < _OLDEST:
             raise UnavailableError(f"TensorRT {trt.__version__} is too old: install 10.3 or newer (10.15 for fused attention)")
-        from ..devices.cuda import Cuda
+        from ..engines.devices.cuda import Cuda
 
         self._device = Cuda(int(device or 0))
         self._device.close()  # only for questions about the device; ``open`` makes another one for the engines

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 
-from ..devices import Array, Device
+from ..engines.devices import Array, Device
 from .hashes import Count
 from .records import Bounds, OneOf, Pattern
 

@@ -10,7 +10,7 @@ from ..backends import Engine
 from ..bundle.graphs import Form, of_drafter
 from ..bundle.manifest import Manifest
 from ..bundle.reader import Bundle
-from ..devices import Device
+from ..engines.devices import Device
 from ..errors import DamageError, MisuseError
 from .acceptance import accept
 from .checks import check

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..devices import Array, Device
+from ..engines.devices import Array, Device
 from .noise import blocks, high_bits, products
 from .sampling import Sampler
 from .settings import Settings

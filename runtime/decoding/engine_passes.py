@@ -8,7 +8,7 @@ import numpy as np
 from ..backends import Engine, close
 from ..bundle.graphs import Form
 from ..bundle.manifest import Manifest
-from ..devices import Array, Call, Device
+from ..engines.devices import Array, Call, Device
 from .cycle import Tree
 from .kv_cache import KVCache
 

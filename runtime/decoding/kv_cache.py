@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ..bundle.graphs import BLOCK, Graph
-from ..devices import Array, Device
+from ..engines.devices import Array, Device
 from ..errors import DamageError
 
 

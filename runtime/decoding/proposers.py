@@ -7,7 +7,7 @@ them. A new proposer needs no change in the others.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..devices import Call
+from ..engines.devices import Call
 from .cycle import Tree
 from .draft_history import DraftHistory
 from .draft_noise import DraftNoise

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..bundle.manifest import Manifest
-from ..text.stream import TextStream
 from .grammar_matcher import GrammarMatcher
 from .logprobs import TokenLogprobs
 from .sampling import Sampler
 from .settings import Settings
+from .text.stream import TextStream
 
 
 class TokenSelector:

@@ -19,13 +19,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .. import doctor
 from ..backends import DEVICES, NAMES
 from ..bundle.files import read_regular, replaced
 from ..bundle.locks import locked
 from ..bundle.records import Damage, parse, sealed, unsealed
-from ..command import argument_parser
-from ..command import run as run_command
+from ..cli.checks import doctor
+from ..cli.command import argument_parser
+from ..cli.command import run as run_command
 from ..engines.store import RECORD, find_engines
 from ..errors import DamageError, GumihoError, InputError, reason
 from . import pieces as device_pieces

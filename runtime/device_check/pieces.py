@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from .. import doctor, selftest
+from ..api.loader import load
+from ..api.model import Model
 from ..backends import Backend, backend
 from ..bundle.reader import Bundle
+from ..cli.checks import doctor, selftest
 from ..engines import golden_replay as golden
 from ..engines.store import compile_engines, find_engines
 from ..errors import GumihoError
-from ..loader import load
-from ..model import Model
 from .memory import memory_in_use
 from .prompts import prompts
 

@@ -1,7 +1,7 @@
 """The 40 prompts of ``runtime.device_check``; they are the same in every run and need no data file."""
 
-from ..model import Model
-from ..selftest import prompts as random_prompts
+from ..api.model import Model
+from ..cli.checks.selftest import prompts as random_prompts
 
 _LONG = 512  # most tokens of a long prompt
 _EVERY = 8  # one prompt in so many is long

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from .. import selftest
+from ..cli.checks import selftest
 from ..decoding.decoder import Decoder
 from ..engines.pass_times import timed
 from .memory import memory_in_use

@@ -5,15 +5,15 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from .. import selftest
+from ..api.loader import load
+from ..api.model import Model
 from ..backends import backend
+from ..cli.checks import selftest
+from ..cli.checks.lossless import NEAR, Difference, differences
 from ..decoding.stats import Stats
 from ..engines import golden_replay as golden
 from ..engines.store import compile_engines, find_engines
 from ..errors import GumihoError
-from ..loader import load
-from ..lossless import NEAR, Difference, differences
-from ..model import Model
 from .pieces import Check, Findings, Skip
 from .prompts import prompts
 

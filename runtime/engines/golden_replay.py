@@ -12,8 +12,8 @@ from ..backends import Backend, Engine, close
 from ..bundle.graphs import SHARED, Form, of_drafter
 from ..bundle.reader import Bundle
 from ..decoding.kv_cache import KVCache
-from ..devices import Array, Call, Device
 from ..errors import GumihoError
+from .devices import Array, Call, Device
 from .golden_difference import chain_difference, choice_difference, relative, score_error, tree_difference
 from .golden_file import TREE, Drafted, noise, read
 

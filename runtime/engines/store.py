@@ -20,9 +20,9 @@ from ..bundle.locks import locked
 from ..bundle.reader import Bundle
 from ..bundle.records import Damage, Pattern, checked, parse, sealed, unsealed
 from ..decoding.decoder import Decoder
-from ..devices import Device
 from ..errors import DamageError, GumihoError, UnavailableError, reason, remedy
 from . import golden_replay as golden
+from .devices import Device
 from .memory_check import require
 from .pass_times import measure
 from .thread_count import OtherPrograms, fewer_threads, text_time

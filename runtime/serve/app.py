@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from ..api.model import Model
 from ..decoding.grammar import Grammar, GrammarError
-from ..model import Model
 from .allocator import return_regularly
 from .answers import Answer, ChatAnswer, Part, TextAnswer
 from .bodies import Body, ChatBody, CompletionBody

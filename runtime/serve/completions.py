@@ -8,13 +8,13 @@ from time import perf_counter
 
 from tokenizers.decoders import DecodeStream
 
+from ..api.generation import Generation
+from ..api.model import Model
+from ..cli.trace_page import source
 from ..decoding.checks import check, check_settings
 from ..decoding.cycle import Cycle
 from ..decoding.settings import Settings
 from ..decoding.stats import Stats
-from ..generation import Generation
-from ..model import Model
-from ..trace_page import source
 from .answers import Part, Usage
 from .metrics import Metrics
 from .slots import Slots, Turn

@@ -10,11 +10,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from ..api.loader import load
 from ..backends import DEVICES, NAMES
-from ..command import argument_parser, read_text
-from ..command import run as run_command
+from ..cli.command import argument_parser, read_text
+from ..cli.command import run as run_command
 from ..errors import InputError, UnavailableError
-from ..loader import load
 from .allocator import share_arena
 
 _log = logging.getLogger("gumiho.serve")
@@ -116,6 +116,14 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: serve(args))
 
 
+def _begin_log() -> None:
+    logging.raiseExceptions = False  # where the log cannot be written, serving goes on
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
     _check(args)
@@ -131,11 +139,7 @@ def serve(args: argparse.Namespace) -> int:
     share_arena()
     # A pass that ends waits so long for threads that write to clients: Python's 5 ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    logging.raiseExceptions = False  # where the log cannot be written, serving goes on
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _begin_log()
     hosts = {"localhost", "127.0.0.1", "[::1]", args.host.lower(), f"[{args.host.lower()}]", *map(str.lower, args.allow_host)}
     checked = args.allow_host or (not keys and _local(args.host))
     access = Access(keys, args.allow_origin, sorted(hosts) if checked else None)

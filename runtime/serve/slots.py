@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..stream import Stream
+from ..api.stream import Stream
 from .problems import Problem
 
 _LEAST_KEPT = (

@@ -21,9 +21,9 @@ from runtime.bundle import graphs
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
+from runtime.cli.checks.lossless import differences
 from runtime.engines import golden_replay
 from runtime.errors import DamageError
-from runtime.lossless import differences
 from tests.conftest import DEMO, MakeBundle
 from tests.end_to_end.test_quantized import CPU4, INT8, ODD, WHOLE
 from tests.pairs import RandomPair

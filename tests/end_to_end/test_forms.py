@@ -18,10 +18,10 @@ import pytest
 from runtime import GumihoError, Model, load
 from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
-from runtime.devices import Device, Host
-from runtime.devices.accelerator import Recorded
+from runtime.engines.devices import Device, Host
+from runtime.engines.devices.accelerator import Recorded
+from runtime.engines.loaded import LoadedBundle
 from runtime.engines.store import compile_engines
-from runtime.loaded import LoadedBundle
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
 from tests.pairs import RandomPair

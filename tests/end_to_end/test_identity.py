@@ -20,7 +20,7 @@ from runtime import Generation, Model, load
 from runtime.decoding.cycle import Cycle
 from runtime.decoding.grammar import Grammar
 from runtime.decoding.noise import noise
-from runtime.devices import DeviceArray
+from runtime.engines.devices import DeviceArray
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end import llama
 from tests.end_to_end.test_forms import opened

@@ -48,7 +48,7 @@ _TYPES = {
 
 
 class Hip(Lazy):
-    """In place of ``runtime.devices.hip.Hip``."""
+    """In place of ``runtime.engines.devices.hip.Hip``."""
 
     streams = 7
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from runtime.devices import hip
+from runtime.engines.devices import hip
 from tests.stand_ins import migraphx
 
 hip.Hip = migraphx.Hip  # type: ignore[assignment,misc]

@@ -1,0 +1,1 @@
+"""What programs import, by way of ``runtime``: a model, its generations and sessions."""

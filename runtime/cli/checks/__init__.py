@@ -1,0 +1,1 @@
+"""Commands and functions that check a bundle on a machine."""

@@ -1,0 +1,70 @@
+"""Whether the rows of a pass have the same logits as in passes of their own, bit for bit."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...api.model import Model
+from ...decoding.cycle import Tree
+from ...decoding.decoder import Decoder
+
+_LONG = 330  # tokens; two blocks of positions are settled for their last rows (graphs.dialects.exact)
+_SHORT = 12  # tokens of the texts whose trees are computed again row by row
+
+
+def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
+    """Computes the rows of a text's trees again, each in a pass of its own. Lossless output relies on identical rows, and these
+    on kernels that differ between processors.
+
+    Returns the number of rows, and the number of those whose logits are not bitwise equal.
+    """
+    prompts = [prompt]
+    if model.decoder.passes.graphs["target"].open_caches:  # whose passes compute something else behind a long text
+        prompts.append(
+            list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
+        )
+    trees = [tree for own in prompts for tree in _trees(model, own)]
+    unequal = 0
+    with model.exclusive() as decoder:
+        for text, tree, logits in trees:
+            decoder.clear()
+            decoder.prefill(text, speculate=False)
+            paths = [[0]]
+            for row in range(1, len(tree.tokens)):
+                paths.append([*paths[tree.parents[row]], row])
+            for path, tree_logits in zip(paths, logits, strict=True):
+                decoder.passes.target_cache.length[0] = len(text)
+                for row in path:
+                    decoder.feed([tree.tokens[row]])
+                unequal += not np.array_equal(decoder.passes.row(0), tree_logits)
+    return sum(len(logits) for _, _, logits in trees), unequal
+
+
+def _trees(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:
+    return _drafted(model, prompt) if model.bundle.manifest.has_drafter else [_chain(model, prompt)]
+
+
+def _drafted(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:
+    """The trees of a text: the tokens before each, its rows and their logits [rows, V]."""
+    text, trees = list(prompt), list[tuple[list[int], Tree, np.ndarray]]()
+    for cycle in model.generate(prompt, _SHORT, rows=model.bundle.manifest.rows, trace=True).cycles():
+        if cycle.tree:
+            trees.append((text[:-1], cycle.tree, _logits(model.decoder, cycle.tree)))
+        text += cycle.tokens
+    return trees
+
+
+def _chain(model: Model, prompt: Sequence[int]) -> tuple[list[int], Tree, np.ndarray]:
+    """A pass as over looked-up tokens, here the prompt's own: the tokens before it, its rows and their logits [rows, V]."""
+    manifest = model.bundle.manifest
+    tree = Tree.chain([prompt[i % len(prompt)] for i in range(min(manifest.rows, manifest.capacity - len(prompt)))])
+    with model.exclusive() as decoder:
+        decoder.clear()
+        decoder.prefill(prompt, speculate=False)
+        decoder.feed(tree.tokens)
+        return list(prompt), tree, _logits(decoder, tree)
+
+
+def _logits(decoder: Decoder, tree: Tree) -> np.ndarray:
+    return np.stack([decoder.passes.row(row) for row in range(len(tree.tokens))])

@@ -1,0 +1,37 @@
+"""Compiles a bundle's engines for this machine and checks them against the golden run."""
+
+import signal
+import sys
+
+from ..backends import DEVICES, NAMES, backend, require
+from ..bundle.reader import Bundle
+from ..engines.store import compile_engines
+from .command import argument_parser, run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argument_parser("compile", __doc__)
+    parser.add_argument("bundle", help="folder made by gumiho-export")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to compile for: {', '.join(NAMES)} (default: the bundle's first)"
+    )
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument("--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed, as at Ctrl-C
+        try:
+            bundle = Bundle(args.bundle)
+            name = args.backend or bundle.manifest.default
+            require(name)
+            bundle.manifest.form(name)
+            folder, errors = compile_engines(
+                bundle, backend(name, args.device), args.tune, lambda step: print(f"{step} ...", file=sys.stderr)
+            )
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
+        return 0
+
+    return run(work, interrupted="earlier engines are unchanged, and no new ones were kept")
