@@ -18,6 +18,7 @@ if _TYPE_CHECKING:
     from .api.loader import load
     from .api.model import Model
     from .api.session import Session
+    from .api.stream import Stream
     from .decoding.cycle import Cycle
     from .decoding.grammar import Grammar
     from .decoding.logprobs import TokenLogprobs
@@ -35,6 +36,7 @@ else:
         "Session": "api.session",
         "Settings": "decoding.settings",
         "Stats": "decoding.stats",
+        "Stream": "api.stream",
         "TokenLogprobs": "decoding.logprobs",
         "load": "api.loader",
     }
@@ -67,6 +69,7 @@ __all__ = [
     "Session",
     "Settings",
     "Stats",
+    "Stream",
     "TokenLogprobs",
     "UnavailableError",
     "__version__",

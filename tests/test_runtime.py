@@ -181,7 +181,7 @@ def test_cycles_bind_and_allocate_nothing(demo_bundle: Path, monkeypatch: pytest
     import tracemalloc
 
     with load(demo_bundle) as model:
-        cycles = model.generate([0, 5, 6, 7], 900)._cycles
+        cycles = model.generate([0, 5, 6, 7], 900)._steps
         for _ in range(20):
             next(cycles)
 

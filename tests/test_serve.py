@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import ValidationError
 
-from runtime import Model, load
+from runtime import Model, Stream, load
 from runtime.decoding.settings import Settings
 from runtime.decoding.text.encode import encode
 from runtime.errors import GumihoError, UnavailableError
@@ -266,8 +266,8 @@ def test_long_work_does_not_keep_others_waiting(model: Model, api: OpenAI, monke
 
         return watched
 
-    monkeypatch.setattr("runtime.api.model.encode", outside(encode))
-    monkeypatch.setattr(Model, "selector", outside(Model.selector))
+    monkeypatch.setattr("runtime.api.stream.encode", outside(encode))
+    monkeypatch.setattr(Stream, "selector", outside(Stream.selector))
     api.chat.completions.create(model="demo", messages=USER, max_tokens=1)  # type: ignore[arg-type]
     api.completions.create(model="demo", prompt="a", max_tokens=1)
     assert (seen.count("encode"), seen.count("selector")) == (2, 4)
@@ -385,7 +385,7 @@ def test_a_prompt_that_another_stream_has_read_is_copied(model: Model, alone: Mo
     assert generation.ids == [
         token for cycle in alone.generate([*prompt[:100], 5, 6, 7], 20).cycles() for token in cycle.tokens
     ]
-    with first._held(turn=False):  # as while it reads a prompt
+    with first._locked():  # as while it reads a prompt
         found = []
         thread = threading.Thread(target=lambda: found.append(second.adopt(first, prompt)))
         thread.start()
@@ -612,7 +612,7 @@ def test_a_full_queue_is_told(model: Model) -> None:
 
 
 def held(model: Model) -> Any:
-    return model._loaded.teams.of(-1)
+    return model._loaded.loop.exclusive()
 
 
 def streaming(address: str, body: dict[str, Any]) -> http.client.HTTPConnection:
@@ -715,7 +715,7 @@ def test_failures_are_told_without_their_insides(model: Model, address: str, err
 
     body = {"model": "demo", "prompt": "a", "stream": stream}
     with pytest.MonkeyPatch.context() as patch, logged() as lines:
-        patch.setattr(Model, "start", failing)
+        patch.setattr(Stream, "start", failing)
         connection = streaming(address, body)
         response = connection.getresponse()
         content = response.read()

@@ -127,7 +127,7 @@ def test_the_template_is_told_of_tools_and_results(servers: dict[str, tuple[Mode
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.api.model.encode", watched)
+        patch.setattr("runtime.api.stream.encode", watched)
         api.chat.completions.create(model="demo", messages=messages, tools=[WEATHER], max_tokens=1)  # type: ignore[arg-type]
         api.chat.completions.create(model="demo", messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=1)  # type: ignore[arg-type]
     assert json.loads(told[0].split("<tools>")[1].split("</tools>")[0]) == WEATHER

@@ -1,10 +1,7 @@
 """Passes over rows of several streams: what each row gets is what a pass of its own would give, and none is lost or waits for nothing."""
 
-import math
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,11 @@ from graphs.tree import TreeConfig
 from runtime import gumiho, load
 from runtime.backends import onnxruntime
 from runtime.backends.onnxruntime import Cpu
-from runtime.backends.onnxruntime_lanes import Lanes, Pass
+from runtime.backends.onnxruntime_lanes import Lanes
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import check_shared
 from runtime.engines.memory_check import require
-from runtime.engines.shared_passes import InTurn
-from runtime.engines.shared_passes import SharedTarget as StreamsTarget
 from runtime.engines.store import find_engines
-from runtime.engines.teams import Teams
-from runtime.engines.turns import Turns
 from runtime.errors import DamageError, GumihoError, MisuseError
 from tests.conftest import DEMO, MakeBundle, examples
 from tests.end_to_end.test_quantized import WHOLE
@@ -248,137 +241,6 @@ def test_lanes_that_differ_fail_the_golden_run(bundle: Path, monkeypatch: pytest
     monkeypatch.setattr(Lanes, "run", wrong)
     with pytest.raises(GumihoError, match="the compiled shared engine is discarded"):
         check_shared(read, made, folder)
-
-
-class Recorded:
-    """Stands for ``Lanes``: notes what is run together. interrupted: how many runs a Ctrl-C breaks off."""
-
-    count, seconds = 3, 0.0
-
-    def __init__(self, interrupted: int = 0) -> None:
-        self.runs, self.interrupted = list[list[str]](), interrupted
-
-    def bind(self, buffers: Any) -> Any:
-        made = Pass.__new__(Pass)
-        made.buffers, made.failure, made.ns, made.done, made.rows = buffers, None, 1.0, False, buffers.get("rows", 1)
-        return made
-
-    def run(self, passes: Any, beside: bool = False) -> None:
-        self.runs.append([one.buffers["name"] for one in passes])
-        if self.interrupted:
-            self.interrupted -= 1
-            raise KeyboardInterrupt
-        for one in passes:
-            one.done = True
-
-
-def queued(turns: Turns, threads: list[threading.Thread], streams: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    """Threads, each of which waits for a turn before the next one starts."""
-    threads += [threading.Thread(target=work) for work in streams]
-    for number, thread in enumerate(threads):
-        thread.start()
-        while len(turns._waiting) <= number:
-            pass
-    return threads
-
-
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_whoever_waits_is_served_in_the_next_passes(interrupted: int) -> None:
-    """In the order in which they came; and again by themselves, if the thread that ran their pass was interrupted."""
-    lanes, teams, done = Recorded(interrupted), Teams(), list[str]()
-    turns = teams.turns(9)
-    turns.take(9)
-
-    def stream(number: int) -> None:
-        call = StreamsTarget(lanes, teams, number).bind({"name": f"{number}"})  # type: ignore[arg-type]
-        try:
-            assert call() == 1.0
-            done.append(f"{number}")
-        except KeyboardInterrupt:
-            done.append("interrupted")
-
-    threads = queued(turns, [], [partial(stream, number) for number in range(5)])
-    turns.give()
-    for thread in threads:
-        thread.join()
-    assert lanes.runs[0] == ["0", "1", "2"]
-    assert sorted(done) == (["0", "1", "2", "3", "4"] if not interrupted else ["1", "2", "3", "4", "interrupted"])
-    assert sorted(name for names in lanes.runs[interrupted:] for name in names) == [str(n) for n in range(interrupted, 5)]
-    assert turns.holder is None
-    assert not turns._waiting
-
-
-def test_a_stream_that_is_about_to_come_again_is_waited_for() -> None:
-    turns = Turns()
-    turns.take(1)
-    turns.did(1, ())
-    turns.give()
-    assert turns.take(2)
-    claimed, arrived = [], threading.Event()
-
-    def late() -> None:
-        arrived.wait()
-        assert not turns.take(1, "its pass")
-
-    thread = threading.Thread(target=late)
-    thread.start()
-    assert turns.claim(1, 0.0) == []  # no patience
-    arrived.set()
-    claimed = turns.claim(1, 60.0)
-    assert [place.wanted for place in claimed] == ["its pass"]
-    turns.did(2, claimed)
-    turns.give()
-    thread.join()
-    turns.forget(1)
-    turns.take(2)
-    assert turns.claim(1, 60.0) == []  # nobody to wait for
-
-
-def test_drafts_come_before_passes_which_their_streams_then_share() -> None:
-    """Whoever came first: its pass waits for the drafts of the others, and for their passes after these."""
-    lanes, teams, drafts, threads = Recorded(), Teams(), list[int](), list[threading.Thread]()
-    turns = teams.turns(9)
-    turns.take(9)
-
-    class Draft:
-        def bind(self, stream: int) -> Callable[[], None]:
-            return lambda: drafts.append(stream)
-
-    def verify(stream: int) -> None:
-        StreamsTarget(lanes, teams, stream).bind({"name": f"{stream}"})()  # type: ignore[arg-type,dict-item]
-
-    def draft(stream: int) -> None:
-        InTurn(Draft(), teams, stream).bind(stream)()  # type: ignore[arg-type]
-        while turns.holder != threads[0].ident and not lanes.runs:  # comes late
-            pass
-        verify(stream)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.engines.shared_passes._SHARE", math.inf)  # however slow this machine is
-        patch.setattr("runtime.engines.shared_passes._PATIENCE", 60.0)
-        queued(turns, threads, [partial(verify, 0), partial(draft, 1), partial(draft, 2)])
-        turns.give()
-        for thread in threads:
-            thread.join()
-    assert drafts == [1, 2]
-    assert [sorted(names) for names in lanes.runs] == [["0", "1", "2"]]
-
-
-def test_prompts_are_read_one_after_the_other_with_the_rows_of_others() -> None:
-    """Chunks of several prompts in one pass would delay the others for as long as all of them take."""
-    lanes, teams = Recorded(), Teams()
-    turns = teams.turns(9)
-    turns.take(9)
-    rows = 128, 1, 128, 5
-
-    def stream(number: int) -> None:
-        StreamsTarget(lanes, teams, number).bind({"name": f"{number}", "rows": rows[number]})()  # type: ignore[arg-type,dict-item]
-
-    threads = queued(turns, [], [partial(stream, number) for number in range(4)])
-    turns.give()
-    for thread in threads:
-        thread.join()
-    assert lanes.runs == [["0", "1", "3"], ["2"]]
 
 
 # --- bundles -------------------------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from runtime import InputError, MisuseError, Model, UnavailableError, load
 from runtime.backends import memory
 from runtime.backends.memory import buffers
 from runtime.bundle.reader import Bundle
-from runtime.engines.teams import Teams
-from runtime.engines.turns import Turns
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle, examples
 from tests.end_to_end.test_forms import opened
 
@@ -64,7 +62,7 @@ def together(bundle: Path) -> Iterator[Model]:
 def at_once(bundle: Path) -> Iterator[Model]:
     """Two such passes at once."""
     with load(bundle, "cpu", threads=2, streams=3) as model:
-        assert len(model._loaded.teams._turns) == 2
+        assert len(model._loaded.loop._threads) == 2
         yield model
 
 
@@ -177,57 +175,8 @@ def test_sessions_of_streams_keep_their_caches(model: Model) -> None:
     assert turn.ids == finished(model.streams[2], turn.prompt, 8, {})
 
 
-def test_turns_go_to_those_who_wait_longest() -> None:
-    teams, order, ready = Teams(), list[int](), threading.Semaphore(0)
-    turns = teams.turns(0)
-    teams.take(0)
-
-    def want(number: int) -> None:
-        ready.release()
-        with teams.of(number):
-            order.append(number)
-
-    threads = []
-    for number in range(1, 6):
-        threads.append(threading.Thread(target=want, args=(number,)))
-        threads[-1].start()
-        ready.acquire()
-        while len(turns._waiting) < number:
-            pass
-    teams.yield_turn(0)
-    assert order == [1, 2, 3, 4, 5]  # all of them, before the one that had it gets it again
-    teams.give()
-    for thread in threads:
-        thread.join()
-    assert turns.holder is None
-    assert teams.shared(0)
-    assert not Teams().shared(0)
-
-
-def test_turns_survive_an_interruption_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted:
-        """A lock whose second ``acquire``, the one that waits, is interrupted."""
-
-        acquired = 0
-
-        def acquire(self) -> None:
-            self.acquired += 1
-            if self.acquired == 2:
-                raise KeyboardInterrupt
-
-    turns = Turns()
-    thread = threading.Thread(target=turns.take, args=(1,))
-    thread.start()
-    thread.join()  # it never gives its turn back
-    monkeypatch.setattr(threading, "Lock", Interrupted)
-    with pytest.raises(KeyboardInterrupt), turns.of(2):
-        pytest.fail("there was no turn to take")
-    assert not turns._waiting
-    assert turns.holder == thread.ident
-
-
 def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a prompt is read, another stream's tokens come between its passes; and those become shorter if passes are slow."""
+    """While a prompt is read, another stream's tokens come between its passes."""
     long, other = by_turns.streams[1:3]
     events, sizes = list[str](), list[int]()
     feed = long.decoder.feed
@@ -238,7 +187,7 @@ def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: p
         first = feed(tokens, last)
         if len(sizes) == 1:
             started.set()
-            while not long._loaded.teams.turns(long._number)._waiting:  # the other stream asks for its turn
+            while not long._loaded.loop._queue:  # the other stream waits for the engines
                 pass
         return first
 
@@ -264,7 +213,7 @@ def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: p
 def test_passes_over_a_prompt_shrink_while_others_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = model.decoder
     for shares, speed, expected in ((False, 0, 128), (True, 0, 8), (True, 3, 8), (True, 50, 50), (True, 10**6, 128)):
-        monkeypatch.setattr(decoder, "_shares", shares)
+        monkeypatch.setattr(decoder, "shares", shares)
         monkeypatch.setattr(decoder, "_rows_in_time", speed)
         assert decoder._chunk() == expected == min(expected, decoder.form.chunk)
 

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Protocol
@@ -24,10 +23,10 @@ class _Model(Protocol):
     """The part of a model that a generation uses."""
 
     bundle: Bundle
-    thread: Executor
 
-    def _start(self, generation: "Generation", selector: TokenSelector, resume: bool) -> Iterator[Cycle]: ...
-    def _advance(self, generation: "Generation", cycles: Iterator[Cycle]) -> Cycle | None: ...
+    def _use_thread(self) -> None: ...
+    def _start(self, generation: "Generation", selector: TokenSelector, resume: bool) -> Iterator[Cycle | None]: ...
+    def _advance(self, generation: "Generation", steps: Iterator[Cycle | None]) -> Cycle | None: ...
 
 
 class Generation:
@@ -45,7 +44,7 @@ class Generation:
         self.broken = False  # an error came out of it, and it cannot go on
         self._pieces_lock = threading.RLock()
         self._model, self._selector = model, selector
-        self._cycles = model._start(self, selector, resume)
+        self._steps = model._start(self, selector, resume)
 
     def __repr__(self) -> str:
         return f"<Generation, {len(self.ids)} tokens, {self.finish_reason or 'running'}>"
@@ -91,25 +90,26 @@ class Generation:
 
     def move(self, stream: _Model) -> None:
         """Goes on on another stream over the same engines, which reads what its caches lack of the text so far. Between two cycles."""
-        self._model, self._cycles = stream, stream._start(self, self._selector, True)
+        self._model, self._steps = stream, stream._start(self, self._selector, True)
 
     def cycles(self) -> Iterator[Cycle]:
         """The cycles of the generation, the prefill first, each with the token ids it emitted.
 
         Threads may share it; each cycle goes to one of them.
         """
-        return iter(lambda: self._model._advance(self, self._cycles), None)
+        return iter(lambda: self._model._advance(self, self._steps), None)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text without special tokens; none ends inside a character or a stop string. Threads may share it."""
         return self.pieces()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        """``__iter__`` for asyncio. The text is computed in the model's thread; leaving the loop cancels the generation, which ends
+        """``__iter__`` for asyncio. The text is computed in other threads; leaving the loop cancels the generation, which ends
         after the running cycle."""
-        pieces, loop = iter(self), asyncio.get_running_loop()
+        self._model._use_thread()
+        pieces = iter(self)
         try:
-            while (piece := await loop.run_in_executor(self._model.thread, next, pieces, None)) is not None:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield piece
         finally:
             self.cancel()

@@ -6,11 +6,12 @@ from operator import index
 from pathlib import Path
 from time import perf_counter
 
-from ..backends import backend, close, require
+from ..backends import backend, require
 from ..bundle.reader import Bundle
-from ..engines.loaded import Loaded
+from ..engines.loaded import LoadedBundle
 from ..errors import InputError
 from .model import Model
+from .stream import Stream
 
 _log = logging.getLogger("gumiho.model")
 _MAX_THREADS_PER_CPU = 4  # more only wait for each other, and some thousands never finish
@@ -39,13 +40,14 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     if threads and not chosen.THREADS:
         raise InputError(f"threads is {threads}, and engines of {name} do not compute with CPU threads: leave it out")
     opened.verify(quick=True)
-    loaded = Loaded.open(opened, chosen, threads, streams)
+    loaded = LoadedBundle.open(opened, chosen, threads, streams)
     try:
         model = Model(loaded)
-        model._kept = tuple(Model(loaded, model) for _ in range(streams - 1))
-        model.warm_up()
+        model._kept = tuple(Stream(loaded, model) for _ in range(streams - 1))
+        for stream in model.streams:
+            stream.warm_up()
     except BaseException:
-        close(loaded.engines, loaded.device)
+        loaded.close()
         raise
     prices = "measured" if all(loaded.costs.values()) else "no"
     _log.info("loaded %s for %s in %.2f s, with %s prices", opened.path, name, perf_counter() - started, prices)

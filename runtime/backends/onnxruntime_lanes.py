@@ -45,7 +45,7 @@ class Pass:
 class Lanes:
     """The engine of the graph ``shared``. Implements ``backends.Engine``, with the buffers of the graph ``target``.
 
-    count: streams that a pass may have. at_once: passes that may run at once. seconds: of the last pass.
+    count: streams that a pass may have. at_once: passes that may run at once.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Lanes:
         """alone: the engine of ``target``, if passes of a single stream are to use it."""
         self._alone = alone
         self._session: ort.InferenceSession | None = session
-        self.count, self.at_once, self.seconds = shared.lanes, at_once, 0.0
+        self.count, self.at_once = shared.lanes, at_once
         self._inputs = [tensor.name for tensor in target.inputs]
         caches = [tensor.name for tensor in target.caches]
         self._caches = [
@@ -88,8 +88,7 @@ class Lanes:
                 self._run(self._session, sorted(passes, key=lambda one: one.key.ctypes.data))
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             failure = error if isinstance(error, GumihoError) else failed_run(error)
-        self.seconds = seconds = perf_counter() - started  # another pass may end just now
-        weight = sum(_SAME + one.rows for one in passes)
+        seconds, weight = perf_counter() - started, sum(_SAME + one.rows for one in passes)
         for one in passes:
             one.done, one.failure, one.ns = True, failure, seconds * 1e9 * (_SAME + one.rows) / weight
 

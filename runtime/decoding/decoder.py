@@ -1,6 +1,6 @@
 """The decode loop: propose, verify, accept, commit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from time import perf_counter_ns
 
@@ -33,17 +33,16 @@ _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
-    planners: of likeliest and of drawn texts, which accept differently; None without costs. text: the token ids whose rows the
-    caches hold: a prompt, and what was emitted after it, which still grows. valid_target_length: rows of the target's cache, from
-    the first, that are as in plain decoding.
+    shares: whether other streams want passes now; set by whoever drives the decoder. planners: of likeliest and of drawn texts,
+    which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt, and what was emitted
+    after it, which still grows. valid_target_length: rows of the target's cache, from the first, that are as in plain decoding.
     """
 
     def __init__(
         self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False, sibling: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
+        sibling: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """costs: measured on this device, for the planner; without them every tree is verified whole. others: called between the
-        passes over a prompt; lets other streams use the engines, and says whether there are any. sibling: a decoder of the same
+        """costs: measured on this device, for the planner; without them every tree is verified whole. sibling: a decoder of the same
         target with another drafter, whose passes of the target this one uses: one of them decodes at a time, see ``take``.
         draft_tokens: see ``Bundle.draft_tokens``; None for trees without noise."""
         self.manifest, self.form, self.engines, self.device = manifest, form, engines, device
@@ -54,8 +53,8 @@ class Decoder:
         padded = 0 if self.target.splits else form.chunk
         shape = manifest.depth, padded, manifest.has_drafter, form.static
         self.planners = [Planner(costs, *shape) if costs else None for _ in range(2)]
-        self._draws = self._shares = False  # whether the running text is drawn; whether there are other streams now
-        self._others = others
+        self.shares = False
+        self._draws = False  # whether the running text is drawn
         self._rows_in_time = 0  # of a pass over a prompt that takes _PATIENCE_NS, as far as the last one shows
         self.selector: TokenSelector | None = None
         self.text: tuple[Sequence[int], Sequence[int]] = (), ()
@@ -64,13 +63,13 @@ class Decoder:
     @classmethod
     def with_drafter(
         cls, drafter: str, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        others: Callable[[], bool] = lambda: False, sibling: "Decoder | None" = None,
+        sibling: "Decoder | None" = None,
     ) -> "Decoder":  # fmt: skip
         """A decoder with one of a bundle's drafters; "" for the first. bundle, form, engines: with all of them. Raises DamageError."""
         own, suffix = bundle.of(drafter), bundle.manifest.suffix(drafter)
         own_engines = of_drafter(engines, suffix)
         tokens = own.draft_tokens() if own.manifest.noisy else None
-        return cls(own.manifest, form.of(suffix), own_engines, device, costs, others, sibling, tokens)
+        return cls(own.manifest, form.of(suffix), own_engines, device, costs, sibling, tokens)
 
     @property
     def planner(self) -> Planner | None:
@@ -79,8 +78,9 @@ class Decoder:
 
     # --- the loop --------------------------------------------------------------------------------------------------------
 
-    def generate(self, selector: TokenSelector, stats: Stats, resume: bool = False) -> Iterator[Cycle]:
-        """Continues a selector's text, one cycle at a time, the prefill first. resume: reuse the cached rows of the common prefix.
+    def generate(self, selector: TokenSelector, stats: Stats, resume: bool = False) -> Iterator[Cycle | None]:
+        """Continues a selector's text, one cycle at a time, the prefill first; None between two passes over a prompt, where other streams
+        can have the engines. resume: reuse the cached rows of the common prefix.
 
         Raises InputError for a prompt that is empty or does not fit.
         """
@@ -88,7 +88,7 @@ class Decoder:
         stats.prompt_tokens, stats.seed, stats.finish_reason = len(selector.prompt), selector.seed, selector.finish_reason
         if selector.finish_reason:
             return
-        self._read_prompt(selector, stats, resume)
+        yield from self._read_prompt(selector, stats, resume)
         cycle, host_ns = _cycle(selector, len(selector.ids) - stats.tokens, (0, stats.prefill_ns, 0)), 0
         proposer = Proposer(self.target, self.draft, self.history, self._ids, self.planner, selector)
         while True:
@@ -96,8 +96,7 @@ class Decoder:
             yield cycle
             self._clock.start()
             if not cycle.rows and self.selector is selector and selector.settings.speculate and not selector.ended():
-                self.device.enter()
-                self.catch_up(self._pause(selector))  # with the prompt, after the first token, so that it does not delay it
+                yield from self._catch_up_with_prompt(selector)  # after the first token, so that it does not delay it
             if selector.ended():
                 stats.finish_reason = selector.finish_reason
                 return
@@ -161,8 +160,8 @@ class Decoder:
 
     # --- the prompt ------------------------------------------------------------------------------------------------------
 
-    def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> None:
-        """Reads the part of the prompt and of what was emitted that is not cached, and emits the next token."""
+    def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> Iterator[None]:
+        """Reads the part of the prompt and of what was emitted that is not cached, and emits the next token. Pauses between passes."""
         text, settings, started = [*selector.prompt, *selector.ids], selector.settings, perf_counter_ns()
         selector.begin()
         self.device.enter()
@@ -173,44 +172,54 @@ class Decoder:
         self.selector, self.text, self._draws = selector, (selector.prompt, selector.ids), settings.temperature > 0
         if self.planner:
             self.planner.begin(text if settings.looks_up else ())
-        last = self.prefill(text, settings.speculate, self._pause(selector))
-        if last is not None:
+        last, left = 0, True
+        while left and not selector.interrupted():
+            last, left = self._read_chunk(text, settings.speculate)
+            if left:
+                yield
+                self.device.enter()
+        if not left:
             self.next_token(last)
             self.history.accept(Accepted((last,), tuple(selector.ids[-1:])))
         stats.prefill_ns += perf_counter_ns() - started
 
-    def prefill(self, prompt: Sequence[int], speculate: bool, interrupted: Callable[[], bool] = lambda: False) -> int | None:
+    def _catch_up_with_prompt(self, selector: TokenSelector) -> Iterator[None]:
+        """The drafter reads what it is to read of the prompt. Pauses between passes."""
+        self.device.enter()
+        while self.history.pending:
+            self.history.catch_up(self._ids, once=True)
+            if not self.history.pending or selector.interrupted():
+                return
+            yield
+            self.device.enter()
+
+    def prefill(self, prompt: Sequence[int], speculate: bool) -> int:
         """Reads the rest of a prompt into the target's cache, in chunks; the drafter reads it later.
 
-        Returns which row of the last pass's outputs is the prompt's last, or None if it was interrupted between two chunks.
+        Returns which row of the last pass's outputs is the prompt's last.
         """
-        start, row = self.target.length, -1
-        while start < len(prompt):
-            if interrupted():
-                return None
-            part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.target.waited_ns
-            n = len(part)
-            first = self.feed(part, last=True)
-            # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts with drafts.
-            end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
-            if self.draft.extends and start < end:
-                self.history.record(start, end - start, range(start, end), first)
-            took = perf_counter_ns() - self.target.waited_ns - started
-            start, row, self._rows_in_time = start + n, first + n - 1, int(n * _PATIENCE_NS / took)
+        row, left = -1, self.target.length < len(prompt)
+        while left:
+            row, left = self._read_chunk(prompt, speculate)
         return row
+
+    def _read_chunk(self, prompt: Sequence[int], speculate: bool) -> tuple[int, bool]:
+        """One pass over a prompt. Returns which row of its outputs is the last, and whether more of the prompt is left."""
+        start = self.target.length
+        part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.target.waited_ns
+        n = len(part)
+        first = self.feed(part, last=True)
+        # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts with drafts.
+        end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
+        if self.draft.extends and start < end:
+            self.history.record(start, end - start, range(start, end), first)
+        took = perf_counter_ns() - self.target.waited_ns - started
+        self._rows_in_time = int(n * _PATIENCE_NS / took)
+        return first + n - 1, start + n < len(prompt)
 
     def _chunk(self) -> int:
         """How many tokens of a prompt the next pass reads: fewer if other streams would wait for it too long."""
-        return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self._shares else self.form.chunk
-
-    def _pause(self, selector: TokenSelector) -> Callable[[], bool]:
-        """What to call between two passes over a prompt; returns whether the text has been interrupted."""
-
-        def pause() -> bool:
-            self._shares = self._others()
-            return selector.interrupted()
-
-        return pause
+        return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self.shares else self.form.chunk
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> int:
         """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``TargetPasses.causal``. Returns which row
@@ -219,9 +228,9 @@ class Decoder:
         self.target.commit(len(tokens), range(len(tokens)))
         return self.target.first(len(tokens), last)
 
-    def catch_up(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def catch_up(self) -> None:
         """The drafter reads what it has missed; see ``DraftHistory.catch_up``."""
-        self.history.catch_up(self._ids, interrupted)
+        self.history.catch_up(self._ids)
 
     # --- what the caches hold --------------------------------------------------------------------------------------------
 

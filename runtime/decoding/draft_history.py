@@ -97,10 +97,10 @@ class DraftHistory:
             self.pending = [*self.pending, *range(begin, end)][-_MOST_DEFERRED:]
         self.accepted = self.accepted.last(kept)
 
-    def catch_up(self, text: Callable[[], Sequence[int]], interrupted: Callable[[], bool] = lambda: False) -> int:
-        """The drafter reads what is pending, until it is interrupted between two chunks. What ``accept`` has set stays for the next draft.
+    def catch_up(self, text: Callable[[], Sequence[int]], once: bool = False) -> int:
+        """The drafter reads what is pending. What ``accept`` has set stays for the next draft.
 
-        text: gives all token ids so far. Returns the nanoseconds of the passes.
+        text: gives all token ids so far. once: one chunk only. Returns the nanoseconds of the passes.
         """
         if not self.pending:
             return 0
@@ -110,6 +110,6 @@ class DraftHistory:
             took += self._draft.extend(self.hidden_history, chunk, [token_ids[position + 1] for position in chunk])
             self.committed("extend", chunk)
             self.pending = self.pending[len(chunk) :]
-            if self.pending and interrupted():
+            if once:
                 break
         return took

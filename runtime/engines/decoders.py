@@ -1,29 +1,27 @@
 """The decoders of one stream: one for each of the bundle's drafters that its texts have used."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
-from ..backends import close
 from ..decoding.decoder import Decoder
 from ..decoding.settings import Settings
-from .loaded import Loaded
+from .loaded import LoadedBundle
 
 
 class Decoders:
     """They share the target's cache, and one of them at a time goes on with it. drafter: the name of that one's, "" if the bundle has one
     drafter at most."""
 
-    def __init__(self, loaded: Loaded, stream: int, others: Callable[[], bool]) -> None:
-        """stream: its number. others: see ``Decoder``."""
-        self._loaded, self._stream, self._others = loaded, stream, others
+    def __init__(self, loaded: LoadedBundle, stream: int) -> None:
+        """stream: its number."""
+        self._loaded, self._stream = loaded, stream
         self.drafter = loaded.bundle.manifest.each[0]
         self._made = dict[str, Decoder]()
         self._made[self.drafter] = self._make(self.drafter, None)
 
     def _make(self, drafter: str, sibling: Decoder | None) -> Decoder:
-        teams = self._loaded.teams
-        with nullcontext() if teams.mine else teams.of(self._stream):
-            return self._loaded.decoder(drafter, self._stream, self._others, sibling)
+        loop = self._loaded.loop
+        with nullcontext() if loop.mine else loop.exclusive():
+            return self._loaded.decoder(drafter, self._stream, sibling)
 
     @property
     def current(self) -> Decoder:
@@ -45,9 +43,7 @@ class Decoders:
             settings.drafter or (self._loaded.choices[settings.temperature > 0].next() if settings.speculate else self.drafter)
         )
 
-    def close(self, engines: bool) -> None:
-        """See ``Decoder.close``; engines: all of the bundle's."""
+    def close(self) -> None:
+        """Frees buffers."""
         for decoder in self._made.values():
             decoder.close(engines=False)
-        if engines:
-            close(self._loaded.engines, self._loaded.device)

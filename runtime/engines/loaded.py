@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
-from ..backends import Backend, Engine
+from ..backends import Backend, Engine, close
 from ..backends.processor import physical_cores
 from ..bundle.graphs import SHARED, Form
 from ..bundle.reader import Bundle
@@ -17,11 +18,11 @@ from ..decoding.drafter_choice import DrafterChoice
 from ..decoding.grammar import GrammarMatchers
 from ..decoding.prices import Costs
 from ..errors import GumihoError
-from .devices import Device
-from .memory_check import require
-from .shared_passes import InTurn, SharedTarget
+from .devices import Device, Host
+from .loop import EngineLoop
+from .memory_check import require, require_stream
+from .queued import QueuedEngine, QueuedTarget
 from .store import find_engines
-from .teams import Teams
 
 if TYPE_CHECKING:
     from ..backends.onnxruntime_lanes import Lanes
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedBundle:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the target take rows of several streams; otherwise each
-    stream takes a turn for a whole cycle. numbers: of streams to come. closed: the engines are freed.
+    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the target take rows
+    of several streams; otherwise each stream has the engines for a whole step, a cycle or a part of its prompt. numbers: of streams to
+    come. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -44,27 +46,46 @@ class Loaded:
     costs: Mapping[str, Costs | None] = field(default_factory=dict)
     backend: Backend | None = None
     shares: bool = False
-    teams: Teams = field(default_factory=Teams)
+    loop: EngineLoop = field(default_factory=EngineLoop)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.loop.stop)
+
+    def use_thread(self) -> None:
+        """From now on the loop's own threads use the engines: to share passes, and since recordings of an accelerator belong to a thread."""
+        if self.shares or not isinstance(self.device, Host):
+            self.loop.start()
+
+    def require_stream(self) -> None:
+        """Raises UnavailableError if memory does not hold another stream's caches."""
+        if self.backend:
+            require_stream(self.bundle, self.backend)
+
+    def close(self) -> None:
+        """Frees engines and device, after all streams have freed their buffers."""
+        self.closed = True
+        self.loop.stop()
+        close(self.engines, self.device)
 
     @cached_property
     def choices(self) -> tuple[DrafterChoice, DrafterChoice]:
         return DrafterChoice(self.bundle.manifest.each), DrafterChoice(self.bundle.manifest.each)
 
-    def decoder(self, drafter: str, stream: int, others: Callable[[], bool], sibling: Decoder | None = None) -> Decoder:
-        """A stream's decoder with one drafter. stream: its number; others, sibling: see ``Decoder``."""
+    def decoder(self, drafter: str, stream: int, sibling: Decoder | None = None) -> Decoder:
+        """A stream's decoder with one drafter. stream: its number; sibling: see ``Decoder``."""
         engines, costs = self.engines_of(stream), self.costs.get(drafter)
-        return Decoder.with_drafter(drafter, self.bundle, self.form, engines, self.device, costs, others, sibling)
+        return Decoder.with_drafter(drafter, self.bundle, self.form, engines, self.device, costs, sibling)
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""
         if not self.shares:
             return self.engines
         return {
-            name: SharedTarget(cast("Lanes", engine), self.teams, stream)
+            name: QueuedTarget(cast("Lanes", engine), self.loop, stream)
             if name == "target"
-            else InTurn(engine, self.teams, stream)
+            else QueuedEngine(engine, self.loop, stream)
             for name, engine in self.engines.items()
         }
 
@@ -88,7 +109,7 @@ class Loaded:
         return GrammarMatchers(self.bundle.tokenizer.to_str(), manifest.vocabulary, manifest.eos_token_ids)
 
     @staticmethod
-    def open(bundle: Bundle, backend: Backend, threads: int, streams: int) -> Loaded:
+    def open(bundle: Bundle, backend: Backend, threads: int, streams: int) -> LoadedBundle:
         """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the caches of so many
         streams."""
         while True:
@@ -103,8 +124,11 @@ class Loaded:
                 measured = first.threads_on(physical_cores()) if first else 0
                 engines, device = backend.open(bundle, folder, threads or measured, streams)
                 shares = streams > 1 and SHARED in form.graphs
-                teams = Teams(cast("Lanes", engines["target"]).at_once if shares else 1)
-                return Loaded(bundle, form, engines, device, costs, backend, shares, teams)
+                loop = EngineLoop(cast("Lanes", engines["target"]) if shares else None)
+                loaded = LoadedBundle(bundle, form, engines, device, costs, backend, shares, loop)
+                if streams > 1:
+                    loaded.use_thread()
+                return loaded
             except GumihoError:
                 if folder.exists():
                     raise  # otherwise a compile has just replaced them

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..api.model import Model
+from ..api.stream import Stream
 from .problems import Problem
 
 _LEAST_KEPT = (
@@ -18,11 +18,10 @@ _T = TypeVar("_T")
 
 
 class Slot:
-    """A stream, and the thread that drives it."""
+    """A stream, and the thread of its work outside the engines."""
 
-    def __init__(self, stream: Model) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream, self._thread = stream, ThreadPoolExecutor(1, "gumiho-stream")
-        self._thread.submit(stream.warm_up)
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Work in the slot's thread, after what it has begun before."""
@@ -45,7 +44,7 @@ class Turn:
         self._slot: Slot | None = None
 
     @property
-    def stream(self) -> Model:
+    def stream(self) -> Stream:
         assert self._slot
         return self._slot.stream
 
@@ -79,7 +78,7 @@ class Slots:
     Texts with a grammar leave one of several slots to others, since a grammar may take long for every token.
     """
 
-    def __init__(self, streams: Sequence[Model], longest_queue: int) -> None:
+    def __init__(self, streams: Sequence[Stream], longest_queue: int) -> None:
         self._free = [Slot(stream) for stream in streams]  # the least recently used one first
         self._all, self._longest_queue = tuple(self._free), longest_queue
         self._waiting, self._admitted = list[_Waiting](), 0

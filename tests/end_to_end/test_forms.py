@@ -20,7 +20,7 @@ from runtime.backends.onnxruntime import Cpu
 from runtime.bundle.reader import Bundle
 from runtime.engines.devices import Device, Host
 from runtime.engines.devices.accelerator import Recorded
-from runtime.engines.loaded import Loaded
+from runtime.engines.loaded import LoadedBundle
 from runtime.engines.store import compile_engines
 from tests.accelerator import Lazy, LazyEngine
 from tests.conftest import DEMO, EVERY_BACKEND, ODD, SIZES, MakeBundle
@@ -80,7 +80,7 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
         _compiled[bundle, form, spare] = folder
     engines, device = made.open(read, folder)
     assert isinstance(device, Lazy if lazy else Host)
-    model = Model(Loaded(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
+    model = Model(LoadedBundle(read, read.manifest.form(form), engines, device))  # type: ignore[arg-type]
     model.warm_up()  # as loading does
     return model
 
