@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..decoding.checks import check, check_settings
@@ -257,12 +258,12 @@ class Stream:
     def _locked(self, closed: bool = False, timeout: float = -1) -> Iterator[None]:
         """Locks the stream for this thread. closed: allow a closed stream. timeout: seconds after which a stream that another thread still
         holds raises MisuseError, -1 to wait."""
-        if self._holder == threading.get_ident() or self._loaded.loop.mine or not self._lock.acquire(timeout=timeout):
+        if self._holder == get_ident() or self._loaded.loop.mine or not self._lock.acquire(timeout=timeout):
             raise MisuseError(BUSY)
         try:
             if not closed:
                 self._require_open()
-            self._holder = threading.get_ident()
+            self._holder = get_ident()
             yield
         finally:
             self._holder = None

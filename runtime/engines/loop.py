@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,7 @@ class Work:
     __slots__ = "call", "done", "error", "part", "ready", "result", "stream", "thread"
 
     def __init__(self, stream: int, call: Callable[[bool], Any] | None, part: Pass | None) -> None:
-        self.stream, self.call, self.part, self.thread = stream, call, part, threading.get_ident()
+        self.stream, self.call, self.part, self.thread = stream, call, part, get_ident()
         self.done, self.result, self.error = False, None, None  # type: bool, Any, BaseException | None
         self.ready = threading.Lock()
         self.ready.acquire()
@@ -54,7 +55,8 @@ class EngineLoop:
         self._lanes = lanes
         self._most, self._workers = (lanes.count, lanes.at_once) if lanes else (1, 1)
         self._threads = frozenset[int]()
-        self._changed = threading.Condition()  # of all below
+        self._lock = threading.RLock()  # reentrant, since garbage that is collected meanwhile may call ``stop``
+        self._changed = threading.Condition(self._lock)
         self._queue = deque[Work]()
         self._running, self._holder, self._stopped = 0, None, False  # type: int, int | None, bool
         self._last = dict[int, float]()  # when each stream last wanted something
@@ -66,18 +68,21 @@ class EngineLoop:
     @property
     def mine(self) -> bool:
         """Whether this thread has the engines."""
-        return (thread := threading.get_ident()) == self._holder or thread in self._threads
+        return (thread := get_ident()) == self._holder or thread in self._threads
 
     def run(self, stream: int, call: Callable[[bool], _T], part: Pass | None = None) -> _T:
         """Has work done, and returns what ``call`` returns, or None for a pass that was run with others'. See ``Work``."""
         if self.mine:
             return call(False)
         if not self._threads:
-            self._last[stream] = monotonic()
-            with self.exclusive():
+            try:
+                self._last[stream] = monotonic()
+                self._take()
                 return call(self.shared(stream))
+            finally:
+                self._give()
         work = Work(stream, None if part else call, part)
-        with self._changed:
+        with self._lock:
             self._last[stream] = monotonic()
             self._expected.pop(stream, None)
             self._queue.append(work)
@@ -92,27 +97,33 @@ class EngineLoop:
     def exclusive(self) -> Iterator[None]:
         """This thread has the engines for itself while the context is open."""
         try:
-            work = None
-            with self._changed:
-                if self._holder is None and not self._running and not self._queue:
-                    self._holder = threading.get_ident()
-                else:
-                    self._queue.append(work := Work(-1, None, None))
-                    self._admit()
-            if work:
-                self._wait(work)
+            self._take()
             yield
         finally:
-            with self._changed:
-                if self._holder == threading.get_ident():
-                    self._holder = None
-                    self._admit()
+            self._give()
+
+    def _take(self) -> None:
+        with self._lock:
+            if free := self._holder is None and not self._running and not self._queue:
+                self._holder = get_ident()
+            else:
+                self._queue.append(work := Work(-1, None, None))
+                self._admit()
+        if not free:
+            self._wait(work)
+
+    def _give(self) -> None:
+        """Does nothing if this thread does not have the engines, since it was interrupted while it waited."""
+        with self._lock:
+            if self._holder == get_ident():
+                self._holder = None
+                self._admit()
 
     def _wait(self, work: Work) -> None:
         try:
             work.ready.acquire()
         except BaseException:  # Ctrl-C while it waits
-            with self._changed:
+            with self._lock:
                 waits = work in self._queue
                 if waits:
                     self._queue.remove(work)
@@ -131,7 +142,7 @@ class EngineLoop:
 
     def forget(self, stream: int) -> None:
         """The stream has come to the end of a text, or is closed."""
-        with self._changed:
+        with self._lock:
             self._last.pop(stream, None)
             self._expected.pop(stream, None)
             self._changed.notify_all()
@@ -140,7 +151,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """From now on, threads of the loop do all work: always the same one, or two where two passes run at once."""
-        with self._changed:
+        with self._lock:
             if not self._threads and not self._stopped:
                 threads = [
                     threading.Thread(target=self._loop, name="gumiho-engines", daemon=True) for _ in range(self._workers)
@@ -151,7 +162,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Ends the threads. Nothing may wait."""
-        with self._changed:
+        with self._lock:
             self._threads, self._stopped = frozenset(), True
             self._changed.notify_all()
 
@@ -176,7 +187,7 @@ class EngineLoop:
 
     def _schedule(self) -> list[Work]:
         """Waits for what is to be run next: a pass of several streams, or one other thing."""
-        with self._changed:
+        with self._lock:
             while not self._stopped:
                 batch, seconds = self._choose()
                 if batch:
@@ -205,7 +216,7 @@ class EngineLoop:
         return batch, None
 
     def _hand_back(self, batch: list[Work], seconds: float) -> None:
-        with self._changed:
+        with self._lock:
             self._running -= 1
             if batch[0].error:  # the others' passes may not have been run
                 self._queue.extendleft(reversed(batch[1:]))
@@ -225,4 +236,5 @@ class EngineLoop:
             work = self._queue.popleft()
             self._holder, work.done = work.thread, True
             work.ready.release()
-        self._changed.notify_all()
+        if self._threads:
+            self._changed.notify_all()
