@@ -29,9 +29,10 @@ __all__ = ["DraftTree", "ExportConfig", "export"]
 def export(config: "ExportConfig") -> Path:
     """Writes a bundle, or the drafter for vLLM, and returns its folder. Progress is shown on standard error.
 
-    The folder is written completely or not at all; after an interruption the same call continues. Raises InputError for a config
-    that cannot be exported, DamageError for damaged checkpoints, for engines that compute something else than PyTorch, and if
-    ``validate`` finds errors above their limits, and UnavailableError if the disk is too small or another export writes the folder.
+    The folder is written completely or not at all; after an interruption the same call continues. Raises InputError for
+    a config that cannot be exported, DamageError for damaged checkpoints, for engines that compute something else than
+    PyTorch, and if ``validate`` finds errors above their limits, and UnavailableError if the disk is too small or
+    another export writes the folder.
     """
     from .exporting import exported
 

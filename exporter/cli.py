@@ -25,7 +25,8 @@ def _export(config: ExportConfig, dry: bool) -> int:
                 _write(config)
     except ModuleNotFoundError as error:
         raise GumihoError(
-            f"exporting needs the package '{error.name}', which the runtime does not install: pip install 'gumiho-export[export]'"
+            f"exporting needs the package '{error.name}', which the runtime does not install: pip install "
+            "'gumiho-export[export]'"
         ) from None
     except KeyboardInterrupt:
         print(f"error: interrupted, {_after_interruption(config)}", file=sys.stderr)

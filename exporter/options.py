@@ -15,9 +15,21 @@ from .recipe.precision import PERPLEXITIES
 
 # What a first export needs: --help lists these, --help-all every option.
 _FIRST = {
-    "--help", "--help-all", "--version", "--ckpt", "--target", "--out", "--overwrite", "--backend", "--preset", "--weights",
-    "--draft-weights", "--capacity", "--dry-run", "--validate",
-}  # fmt: skip
+    "--help",
+    "--help-all",
+    "--version",
+    "--ckpt",
+    "--target",
+    "--out",
+    "--overwrite",
+    "--backend",
+    "--preset",
+    "--weights",
+    "--draft-weights",
+    "--capacity",
+    "--dry-run",
+    "--validate",
+}
 _TREES = {
     "dynamic": DraftTree(),
     "chain": DraftTree(policy="chain"),
@@ -43,7 +55,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
     _precision(parser.add_argument_group("backends and precision"))
     _tree(parser.add_argument_group("the tree"))
     _eagle_3(
-        parser.add_argument_group("what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output")
+        parser.add_argument_group(
+            "what an EAGLE-3's config.json may not say, or say wrongly; none of it changes the output"
+        )
     )
     _sizes(parser.add_argument_group("size and memory"))
     _checks(parser.add_argument_group("checks"))
@@ -55,40 +69,54 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
 
 def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument(
-        "--ckpt", nargs="+", default=[],
-        help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as amd/Gumiho-llama3-8b; or several, over "
-        "the same target, of which each text uses one (default: none; the bundle then decodes plainly and by prompt lookup)",
-    )  # fmt: skip
+        "--ckpt",
+        nargs="+",
+        default=[],
+        help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as "
+        "amd/Gumiho-llama3-8b; or several, over "
+        "the same target, of which each text uses one (default: none; the bundle then decodes plainly and by prompt "
+        "lookup)",
+    )
     files.add_argument(
-        "--family", choices=CHOICES["family"],
+        "--family",
+        choices=CHOICES["family"],
         help="what kind of drafter it is, if its tensors do not tell (default: what they tell)",
-    )  # fmt: skip
+    )
     files.add_argument(
         "--target",
-        help="target model: a folder, a GGUF file, or on the hub owner/name or owner/name/file.gguf (default: known for the released "
+        help="target model: a folder, a GGUF file, or on the hub owner/name or owner/name/file.gguf (default: known "
+        "for the released "
         "drafters)",
     )
     files.add_argument(
-        "--out", type=Path,
+        "--out",
+        type=Path,
         help="folder to write (default: NAME-BACKEND, from --ckpt, or else --target, and the first --backend)",
-    )  # fmt: skip
+    )
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
 
 def _precision(numbers: argparse._ArgumentGroup) -> None:
     numbers.add_argument(
-        "--backend", nargs="+", choices=CHOICES["backend"], default=["cpu"], metavar="NAME",
-        help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in vLLM's format "
+        "--backend",
+        nargs="+",
+        choices=CHOICES["backend"],
+        default=["cpu"],
+        metavar="NAME",
+        help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in "
+        "vLLM's format "
         "(default: cpu)",
-    )  # fmt: skip
+    )
     numbers.add_argument("--device", default="", help=DEVICES)
     numbers.add_argument(
-        "--preset", choices=CHOICES["preset"],
-        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, which on x86 needs VNNI; --weights "
-        "int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; full: the target is not quantized, so that the output is "
-        f"exactly the checkpoint's. --weights and --draft-weights override it. Both fast and small change the output: {PERPLEXITIES} "
-        "(default: full)",
-    )  # fmt: skip
+        "--preset",
+        choices=CHOICES["preset"],
+        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, which on x86 "
+        "needs VNNI; --weights "
+        "int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; full: the target is not "
+        "quantized, so that the output is exactly the checkpoint's. --weights and --draft-weights override it. Both "
+        f"fast and small change the output: {PERPLEXITIES} (default: full)",
+    )
     numbers.add_argument(
         "--dtype",
         choices=CHOICES["dtype"],
@@ -96,43 +124,55 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         "(default: fp32 on the CPU, fp16 elsewhere; for vllm as in the checkpoint)",
     )
     numbers.add_argument(
-        "--weights", choices=CHOICES["weights"],
-        help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they also round "
-        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, on x86 with VNNI; int8 "
-        "weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that verifying more rows costs "
-        f"little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a target "
-        "in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what "
-        "--preset says; else as-is on the CPU if the target holds most matrices so, or none)",
-    )  # fmt: skip
+        "--weights",
+        choices=CHOICES["weights"],
+        help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they "
+        "also round "
+        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, on x86 with "
+        "VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that "
+        f"verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a target "
+        "in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else as-is on the CPU if "
+        "the target holds most matrices so, or none)",
+    )
     numbers.add_argument(
-        "--other-weights", choices=CHOICES["other_weights"],
-        help="with --weights as-is, quantize the matrices that the target holds in another way, or turn them into floats, which makes "
+        "--other-weights",
+        choices=CHOICES["other_weights"],
+        help="with --weights as-is, quantize the matrices that the target holds in another way, or turn them into "
+        "floats, which makes "
         "every pass slower (default: int8)",
-    )  # fmt: skip
+    )
     numbers.add_argument(
-        "--draft-weights", choices=CHOICES["draft_weights"],
+        "--draft-weights",
+        choices=CHOICES["draft_weights"],
         help="quantize the drafter's matrices, its lm_head included; never changes the output "
         "(default: int4 on the CPU, none elsewhere)",
-    )  # fmt: skip
+    )
     numbers.add_argument(
-        "--calibrate", type=Path, metavar="FILE",
-        help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu and cuda, and for "
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu "
+        "and cuda, and for "
         "int8 and w8a8 on the CPU alone (default: a page of English and code)",
-    )  # fmt: skip
+    )
 
 
 def _tree(tree: argparse._ArgumentGroup) -> None:
     tree.add_argument(
-        "--draft-tree", choices=_TREES,
-        help="dynamic: the rows that the drafter finds most likely; chain: one token a level, as vLLM; static: the fixed tree of the code of "
-        "EAGLE-1, Medusa or Hydra; reference: exactly the official code's trees, the two quirks of Gumiho's included. Python's "
-        "exporter.DraftTree has their numbers (default: dynamic)",
-    )  # fmt: skip
+        "--draft-tree",
+        choices=_TREES,
+        help="dynamic: the rows that the drafter finds most likely; chain: one token a level, as vLLM; static: the "
+        "fixed tree of the code of "
+        "EAGLE-1, Medusa or Hydra; reference: exactly the official code's trees, the two quirks of Gumiho's included. "
+        "Python's exporter.DraftTree has their numbers (default: dynamic)",
+    )
     tree.add_argument(
-        "--rows", type=int, metavar="R",
+        "--rows",
+        type=int,
+        metavar="R",
         help="rows that the target verifies in one pass, root included; without a drafter those of looked-up tokens "
         "(default: 8 on the CPU, 64 elsewhere, or 16 there with --weights int4)",
-    )  # fmt: skip
+    )
     tree.add_argument("--policy", choices=POLICIES, help=argparse.SUPPRESS)
     tree.add_argument("--compat", choices=("reference",), help=argparse.SUPPRESS)
     for name in _NUMBERS:
@@ -141,50 +181,72 @@ def _tree(tree: argparse._ArgumentGroup) -> None:
 
 def _eagle_3(drafter: argparse._ArgumentGroup) -> None:
     drafter.add_argument(
-        "--taps", nargs="+", default=[], metavar="N",
-        help="layers of the target whose inputs it reads; or 'output', if the numbers in its config.json are of layers whose outputs are "
+        "--taps",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="layers of the target whose inputs it reads; or 'output', if the numbers in its config.json are of layers "
+        "whose outputs are "
         "meant (default: config.json's, else the official code's: 2, half of the layers, and three before the last)",
-    )  # fmt: skip
+    )
     drafter.add_argument(
         "--norm-before-residual",
         choices=("yes", "no"),
         help="whether its layer adds to the normed features (default: config.json's)",
     )
     drafter.add_argument(
-        "--draft-rope-theta", type=float, metavar="BASE", help="base of the drafter's rotary embedding (default: config.json's)"
+        "--draft-rope-theta",
+        type=float,
+        metavar="BASE",
+        help="base of the drafter's rotary embedding (default: config.json's)",
     )
 
 
 def _sizes(sizes: argparse._ArgumentGroup) -> None:
     sizes.add_argument(
-        "--capacity", type=int, metavar="S",
-        help=f"positions of the KV caches (default: the target's maximum or sliding window, but at most {DEFAULT_CAPACITY})",
-    )  # fmt: skip
+        "--capacity",
+        type=int,
+        metavar="S",
+        help="positions of the KV caches (default: the target's maximum or sliding window, but at most "
+        f"{DEFAULT_CAPACITY})",
+    )
     sizes.add_argument(
-        "--draft-vocab", type=int, metavar="N",
+        "--draft-vocab",
+        type=int,
+        metavar="N",
         help="draft only the N most frequent tokens, which makes the drafter's lm_head smaller "
         "(default: the checkpoint's token_map, or all tokens)",
-    )  # fmt: skip
+    )
     sizes.add_argument(
-        "--draft-text", nargs="+", type=Path, default=[], metavar="FILE",
+        "--draft-text",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
         help="text in which --draft-vocab counts tokens: text files, or .jsonl with 'prompt', 'text' or 'turns' "
         "(default: none; --draft-vocab then takes the tokens that the tokenizer learned first)",
-    )  # fmt: skip
+    )
     sizes.add_argument(
-        "--link-weights", action="store_true",
-        help="hard-link the checkpoint's .safetensors files instead of copying the tensors that the backends can read directly "
+        "--link-weights",
+        action="store_true",
+        help="hard-link the checkpoint's .safetensors files instead of copying the tensors that the backends can read "
+        "directly "
         "(default: copy)",
-    )  # fmt: skip
+    )
 
 
 def _checks(checks: argparse._ArgumentGroup) -> None:
     checks.add_argument(
-        "--dry-run", action="store_true", help="print what would be written and the memory and disk it needs; write nothing"
+        "--dry-run",
+        action="store_true",
+        help="print what would be written and the memory and disk it needs; write nothing",
     )
     checks.add_argument(
-        "--validate", action="store_true",
-        help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed their limits",
-    )  # fmt: skip
+        "--validate",
+        action="store_true",
+        help="run the bundle against eager PyTorch and print the largest errors; exit with status 1 if they exceed "
+        "their limits",
+    )
 
 
 def asked(argv: Sequence[str] | None) -> tuple[ExportConfig, bool]:
@@ -195,7 +257,9 @@ def asked(argv: Sequence[str] | None) -> tuple[ExportConfig, bool]:
         options.error("nothing to export: name a drafter with --ckpt, or a model without a drafter with --target")
     if args.draft_tree and (args.policy or args.compat):
         options.error("--policy and --compat are earlier spellings of --draft-tree: leave them out")
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()
+    }
     for line in _renamed(given):
         print(f"note: {line}, and goes with the next release", file=sys.stderr)
     given["backend"] = tuple(dict.fromkeys(given["backend"]))

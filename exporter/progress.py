@@ -1,5 +1,5 @@
-"""The one progress display of an export, on standard error: a live line on a terminal, else one line for each finished phase, and one
-whenever nothing else was said for some seconds."""
+"""The one progress display of an export, on standard error: a live line on a terminal, else one line for each finished
+phase, and one whenever nothing else was said for some seconds."""
 
 import sys
 from contextlib import suppress
@@ -18,13 +18,22 @@ _REFRESH = 1.0  # seconds between two states of the live line, if no work is cou
 class Progress:
     """What an export is doing. The phases follow one another: ``start`` ends the phase before it.
 
-    The time left is that of the phase, from the work done so far; a phase whose work cannot be counted shows the time since it began.
+    The time left is that of the phase, from the work done so far; a phase whose work cannot be counted shows the time
+    since it began.
     """
 
     def __init__(self) -> None:
         self._live = bool(sys.stderr and sys.stderr.isatty())
         self._bar: tqdm | None = None
-        self._phase, self._step, self._unit, self._began, self._said, self._total, self._done = "", "", "", 0.0, 0.0, 0, 0
+        self._phase, self._step, self._unit, self._began, self._said, self._total, self._done = (
+            "",
+            "",
+            "",
+            0.0,
+            0.0,
+            0,
+            0,
+        )
         self._lock = Lock()  # workers of the golden run count their work too
         self._over, self._beats = Event(), Thread(target=self._keep_talking, name="progress", daemon=True)
 
@@ -32,7 +41,9 @@ class Progress:
         self._beats.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._beats.join()
         self._end(finished=kind is None)
@@ -70,7 +81,9 @@ class Progress:
                 return
             layout = _MEASURED if total else _UNMEASURED
             own = "B" if unit == "B" else f" {unit}"
-            self._bar = tqdm(total=total or None, unit=own, unit_scale=unit == "B", desc=phase, bar_format=layout, leave=False)
+            self._bar = tqdm(
+                total=total or None, unit=own, unit_scale=unit == "B", desc=phase, bar_format=layout, leave=False
+            )
 
     def advance(self, work: int) -> None:
         """Counts finished work. What exceeds the phase's total, which may be an estimate, does not count."""

@@ -1,4 +1,5 @@
-"""Writes a folder completely or not at all, one process at a time. Imports nothing slow, to handle interruptions early."""
+"""Writes a folder completely or not at all, one process at a time. Imports nothing slow, to handle interruptions
+early."""
 
 import ctypes
 import errno
@@ -24,8 +25,9 @@ _FINGERPRINT = f"{NOTES}/same"  # identifies the export that an unfinished folde
 def interruptible() -> Iterator[Callable[[], None]]:
     """Within this context SIGINT and SIGTERM raise KeyboardInterrupt.
 
-    Libraries may swallow that exception or raise another one instead. So the function that it yields raises KeyboardInterrupt
-    again after a signal, and every other exception that leaves the block after a signal becomes KeyboardInterrupt.
+    Libraries may swallow that exception or raise another one instead. So the function that it yields raises
+    KeyboardInterrupt again after a signal, and every other exception that leaves the block after a signal becomes
+    KeyboardInterrupt.
     """
     received: list[int] = []
 
@@ -70,9 +72,9 @@ def staged(
     """Yields a folder next to ``out``, which gets the name ``out`` if the block succeeds and is deleted if it fails.
 
     replaceable: whether an existing folder may be replaced. fingerprint: identifies the export. If it is given, an
-    interruption, a full disk or a kill leaves the packed weights, and the next run with the same fingerprint continues with
-    them. Raises InputError if ``out`` exists and may not be replaced, UnavailableError if writing fails, and GumihoError
-    while another process writes ``out``.
+    interruption, a full disk or a kill leaves the packed weights, and the next run with the same fingerprint continues
+    with them. Raises InputError if ``out`` exists and may not be replaced, UnavailableError if writing fails, and
+    GumihoError while another process writes ``out``.
     """
     partial, resume = unfinished(out), False
     busy = f"another export is writing '{out}': wait for it, or name another folder with --out"
@@ -129,7 +131,9 @@ def _require_replaceable(out: Path, overwrite: bool, replaceable: Callable[[Path
     if out.exists() and not overwrite:
         raise InputError(f"'{out}' exists: name another folder with --out, or replace it with --overwrite")
     if out.exists() and not replaceable(out) and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"'{out}' was not written by this command, so it is not replaced: name another folder with --out")
+        raise InputError(
+            f"'{out}' was not written by this command, so it is not replaced: name another folder with --out"
+        )
 
 
 def _finish(partial: Path, out: Path) -> None:
@@ -176,9 +180,9 @@ def _recover(folder: Path) -> None:
 def replace_folder(new: Path, folder: Path) -> None:
     """Renames the folder ``new`` to ``folder``. If ``folder`` exists, it is replaced and deleted.
 
-    On Linux the two folders exchange their names in one step, so a complete folder has the name at any time. Elsewhere no
-    folder has it for a moment; if the process is killed then, the next ``staged`` restores the old one. Raises OSError and then
-    leaves ``folder`` unchanged.
+    On Linux the two folders exchange their names in one step, so a complete folder has the name at any time. Elsewhere
+    no folder has it for a moment; if the process is killed then, the next ``staged`` restores the old one. Raises
+    OSError and then leaves ``folder`` unchanged.
     """
     if not folder.exists():
         new.rename(folder)

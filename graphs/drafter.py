@@ -28,9 +28,18 @@ class Drafter(nn.Module):
     token_ids: nn.Parameter | None
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, layers: Sequence[Layer], ops: type[Plain],
-        schemes: Schemes, trimmed: int | None, embeds: bool = True, one_head: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        layers: Sequence[Layer],
+        ops: type[Plain],
+        schemes: Schemes,
+        trimmed: int | None,
+        embeds: bool = True,
+        one_head: bool = True,
+    ) -> None:
         """shape: that of the layers. tree: None for the graph that only extends the caches. schemes: how its matrices
         are quantized, by parameter name. trimmed: size of the draft vocabulary, None if the drafter may propose every
         token. lm_head then has only these rows, and ``token_ids``, int64 [trimmed], their ids. embeds: whether it reads

@@ -34,7 +34,9 @@ class LlamaShape:
     qk_norm: bool = False
 
 
-def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
+def matrix(
+    shape: tuple[int, ...], scheme: Scheme | None
+) -> tuple[nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
     """Parameters of matrices [..., N, K]: codes, scales and zero points (None without) if the scheme fits the shape;
     else the values, None and None."""
     if scheme is None or not scheme.fits(shape[-1]):
@@ -44,7 +46,11 @@ def matrix(shape: tuple[int, ...], scheme: Scheme | None) -> tuple[nn.Parameter,
         return nn.Parameter(torch.empty(shape, dtype=scheme.codes), requires_grad=False)
 
     codes, scales = scheme.shapes(shape)
-    return integers(codes), nn.Parameter(torch.empty(scales)), integers(scheme.zeros_shape(shape)) if scheme.zeros else None
+    return (
+        integers(codes),
+        nn.Parameter(torch.empty(scales)),
+        integers(scheme.zeros_shape(shape)) if scheme.zeros else None,
+    )
 
 
 class Linear(nn.Module):
@@ -137,7 +143,11 @@ class Attention(nn.Module):
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Each head of x [n, heads * head dim] normed, if there is a norm."""
-        return x if norm is None else norm(x.reshape(-1, x.shape[1] // self.head_dim, self.head_dim)).reshape(-1, x.shape[1])
+        return (
+            x
+            if norm is None
+            else norm(x.reshape(-1, x.shape[1] // self.head_dim, self.head_dim)).reshape(-1, x.shape[1])
+        )
 
 
 class MLP(nn.Module):

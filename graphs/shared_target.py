@@ -25,9 +25,15 @@ class SharedTarget(Target):
     """
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, depth: Tensor, counts: Tensor, wanted: Tensor, masks: list[Tensor], past_lengths: list[Tensor],
+        self,
+        tokens: Tensor,
+        depth: Tensor,
+        counts: Tensor,
+        wanted: Tensor,
+        masks: list[Tensor],
+        past_lengths: list[Tensor],
         caches: list[Tensor],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """One pass.
 
         tokens, depth: int64 [R], lane by lane; counts: int64 [LANES], rows of each lane; wanted: as in ``Target``;
@@ -38,11 +44,17 @@ class SharedTarget(Target):
         depths = _split(depth, counts, masks)
         positions = [length + own for length, own in zip(past_lengths, depths, strict=True)]
         position, filled, width = _join(positions, depth), [count > 0 for count in counts.split(1)], 2 * len(masks)
-        seen = [self.ops.attention_mask(*lane) for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)]
+        seen = [
+            self.ops.attention_mask(*lane)
+            for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)
+        ]
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, at in zip(self.layers, range(0, len(caches), width), strict=True):
-            rows, own = self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype)), caches[at : at + width]
+            rows, own = (
+                self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype)),
+                caches[at : at + width],
+            )
             parts = zip(*(_split(y, counts, masks) for y in (rows.q, rows.k, rows.v)), positions, strict=True)
             lanes: list[Sequence[Tensor]] = []
             for i, part in enumerate(parts):
@@ -103,4 +115,6 @@ def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tenso
     if not is_traced():
         return then if condition else otherwise
     dtypes, shapes = [x.dtype for x in then], [list(x.shape) for x in then]
-    return ops.symbolic_multi_out("gumiho::Either", [condition, *then, *otherwise], {}, dtypes=dtypes, shapes=shapes, version=1)
+    return ops.symbolic_multi_out(
+        "gumiho::Either", [condition, *then, *otherwise], {}, dtypes=dtypes, shapes=shapes, version=1
+    )

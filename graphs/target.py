@@ -37,9 +37,14 @@ class Target(nn.Module):
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         returns: Features = NORMED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
@@ -50,7 +55,13 @@ class Target(nn.Module):
         self.lm_head = Linear(shape.hidden, shape.vocabulary, False, ops, schemes["lm_head.weight"])
 
     def forward(
-        self, tokens: Tensor, depth: Tensor, mask: Tensor, wanted: Tensor | None, past_length: Tensor, caches: list[Tensor]
+        self,
+        tokens: Tensor,
+        depth: Tensor,
+        mask: Tensor,
+        wanted: Tensor | None,
+        past_length: Tensor,
+        caches: list[Tensor],
     ) -> tuple[Tensor, ...]:
         """One pass.
 

@@ -4,8 +4,8 @@ The score of a node is its cumulative log-probability under the drafter. Each le
 ``beam`` nodes of a serial level are expanded. The tree consists of the root and the best R - 1 nodes of all levels,
 best first. Two facts make this exact:
 
-- A node's score never exceeds its parent's, and ties go to the lower index. So a parent always comes before its children,
-  and every prefix of the rows is itself the best tree of that size.
+- A node's score never exceeds its parent's, and ties go to the lower index. So a parent always comes before its
+  children, and every prefix of the rows is itself the best tree of that size.
 - A chosen node of depth d has d - 1 chosen ancestors, so only the best R - d nodes of each level can be chosen. Keeping
   those makes the choice exact over all candidates at every R: the best ``top_k`` nodes of the serial levels, or every
   continuation of the expanded nodes, and every continuation of those by the heads.
@@ -57,7 +57,9 @@ class TreeConfig:
         levels, top_k = max(map(len, paths)), 1 + max(map(max, paths))
         expanded = Counter(len(parent) for parent in {path[:-1] for path in paths})
         steps = (0, levels) if heads else (levels, 0)
-        return TreeConfig(1 + len(paths), *steps, top_k, top_k if heads else 1, beam=max(expanded.values()), paths=tuple(paths))
+        return TreeConfig(
+            1 + len(paths), *steps, top_k, top_k if heads else 1, beam=max(expanded.values()), paths=tuple(paths)
+        )
 
     def static_level(self, depth: int) -> list[Path]:
         """The paths of one level; those with children come first."""
@@ -154,9 +156,15 @@ class _Nodes:
 
 
 def grow(
-    tree: TreeConfig, pending: Tensor, hidden: Tensor, log_probs: Callable[[Tensor, int], Tensor], step: Step, heads: Heads,
-    token_ids: Tensor | None = None, ops: type[Plain] = Plain,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tree: TreeConfig,
+    pending: Tensor,
+    hidden: Tensor,
+    log_probs: Callable[[Tensor, int], Tensor],
+    step: Step,
+    heads: Heads,
+    token_ids: Tensor | None = None,
+    ops: type[Plain] = Plain,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grows the draft tree from the pending token.
 
     pending: int64 [1]; hidden: [1, H], the drafter's prediction at the pending token; log_probs: [n, H] and the level
@@ -189,7 +197,9 @@ class _Levels:
     """Adds levels to the candidates. origin: for each node of the last level, the rank of the node in the level above
     whose token and row the heads read."""
 
-    def __init__(self, tree: TreeConfig, nodes: _Nodes, root: _Level, ops: type[Plain], token_ids: Tensor | None) -> None:
+    def __init__(
+        self, tree: TreeConfig, nodes: _Nodes, root: _Level, ops: type[Plain], token_ids: Tensor | None
+    ) -> None:
         self._tree, self._nodes, self._last, self._ops, self._token_ids = tree, nodes, root, ops, token_ids
         self._device = root.token.device
         self._above = root.token, root.drafted_by  # tokens of the level above the last, and the rows that drafted them
@@ -215,7 +225,11 @@ class _Levels:
         for depth in range(2, min(tree.serial_steps, tree.depth) + 1):
             last, width = self._last, tree.expanded_nodes(depth - 1)
             siblings = torch.ones(width, width, dtype=torch.bool, device=self._device)
-            siblings = siblings.tril() if tree.reference else siblings & torch.eye(width, dtype=torch.bool, device=self._device)
+            siblings = (
+                siblings.tril()
+                if tree.reference
+                else siblings & torch.eye(width, dtype=torch.bool, device=self._device)
+            )
             ancestors = torch.ones_like(visible[:width]) if tree.reference else visible[:width]
             visible = torch.cat((ancestors, siblings), dim=1)
             y = step(last.token[:width], last.drafted_by[:width], visible)

@@ -47,7 +47,14 @@ def main(argv: list[str] | None = None) -> int:
 def _usage() -> str:
     lines = [f"  {name:<14}{help}" for name, (_, _, help) in COMMANDS.items()]
     return "\n".join(
-        ["usage: gumiho COMMAND ...", "", "commands:", *lines, "", "gumiho COMMAND --help lists the options of a command"]
+        [
+            "usage: gumiho COMMAND ...",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "gumiho COMMAND --help lists the options of a command",
+        ]
     )
 
 

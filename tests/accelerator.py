@@ -1,7 +1,8 @@
 """An accelerator made of host memory whose stream does nothing until it is waited for.
 
-What runs on it shows two kinds of mistake that a processor hides: a buffer read on the wrong side, since its memory is a copy of
-its own, and a buffer that the host changes before the device has read it, since everything happens as late as it may.
+What runs on it shows two kinds of mistake that a processor hides: a buffer read on the wrong side, since its memory is
+a copy of its own, and a buffer that the host changes before the device has read it, since everything happens as late as
+it may.
 """
 
 import ctypes
@@ -49,7 +50,9 @@ class Lazy(Accelerator):
         assert self.thread == get_ident(), "the thread has not entered the device"
         self.queue.append(lambda: ctypes.memmove(destination, source, nbytes))
 
-    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+    def copy_strided(
+        self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
         assert width <= min(pitch, source_pitch)
         for i in range(height):
             self.copy(destination + i * pitch, source + i * source_pitch, width)

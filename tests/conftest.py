@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests run; see below
-# Machines are shared, so no test is timed. `make test-all` draws as many examples as hypothesis does by default, new ones every
-# time; `make test` gives the same verdict on the same commit.
+# Machines are shared, so no test is timed. `make test-all` draws as many examples as hypothesis does by default, new
+# ones every time; `make test` gives the same verdict on the same commit.
 settings.register_profile("exhaustive", deadline=None)
 settings.register_profile("representative", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("representative")
@@ -90,8 +90,8 @@ def seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True, scope="session")
 def whole_trees() -> Iterator[None]:
-    """Engines are compiled without measuring their passes, so that no cycle depends on what the machine does beside; where plans
-    are tested, costs are given."""
+    """Engines are compiled without measuring their passes, so that no cycle depends on what the machine does beside;
+    where plans are tested, costs are given."""
 
     class Unmeasured:
         def save(self, folder: Path, suffix: str = "") -> None:
@@ -121,8 +121,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_bundle(shared: Path) -> MakeBundle:
-    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``. drafter=False leaves the
-    drafter out. Each is exported once a session, whichever of its processes wants it first."""
+    """(RandomPair or folder of a pair, option, ...) -> a bundle; the pair's folder is its sibling ``pair``.
+    drafter=False leaves the drafter out. Each is exported once a session, whichever of its processes wants it first."""
     made: dict[tuple[str, ...], Path] = {}
 
     def make(pair: RandomPair | Path, *options: str, drafter: bool = True) -> Path:
@@ -131,7 +131,9 @@ def make_bundle(shared: Path) -> MakeBundle:
             root = shared / f"bundle-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
             with locked(root.with_suffix(".lock"), "another process exports this bundle", wait=lambda _: None):
                 if not (root / "out").exists():
-                    export(pair, root, ["--ckpt", str(root / "pair/drafter"), *numbers(options)] if drafter else options)
+                    export(
+                        pair, root, ["--ckpt", str(root / "pair/drafter"), *numbers(options)] if drafter else options
+                    )
             made[key] = root / "out"
         return made[key]
 

@@ -20,8 +20,9 @@ LAYOUTS = "SafeAILab", "vLLM", "speculators"
 class RandomEagle3:
     """A random target (``RandomPair``), and a drafter for it.
 
-    taps: the layers whose inputs it reads. drafted: tokens of the draft vocabulary, None for all, without a ``d2t``. hidden: of its layer,
-    None for the target's. layers: of which the others are Llama's own. embedding, own_head: whether it has one, and an lm_head. qk_norm, bias: of its queries and keys; biases of all three.
+    taps: the layers whose inputs it reads. drafted: tokens of the draft vocabulary, None for all, without a ``d2t``.
+    hidden: of its layer, None for the target's. layers: of which the others are Llama's own. embedding, own_head:
+    whether it has one, and an lm_head. qk_norm, bias: of its queries and keys; biases of all three.
     """
 
     pair: RandomPair
@@ -57,9 +58,14 @@ class RandomEagle3:
         if self.embedding:
             state["embed_tokens.weight"] = torch.randn(vocabulary, h, generator=draw)
         sizes = {
-            "self_attn.q": (heads * d, 2 * h), "self_attn.k": (kv_heads * d, 2 * h), "self_attn.v": (kv_heads * d, 2 * h),
-            "self_attn.o": (h, heads * d), "mlp.gate": (ffn, h), "mlp.up": (ffn, h), "mlp.down": (h, ffn),
-        }  # fmt: skip
+            "self_attn.q": (heads * d, 2 * h),
+            "self_attn.k": (kv_heads * d, 2 * h),
+            "self_attn.v": (kv_heads * d, 2 * h),
+            "self_attn.o": (h, heads * d),
+            "mlp.gate": (ffn, h),
+            "mlp.up": (ffn, h),
+            "mlp.down": (h, ffn),
+        }
         state |= {f"midlayer.{name}_proj.weight": matrix(*size) for name, size in sizes.items()}
         for part in "qkv" if self.bias else "":
             state[f"midlayer.self_attn.{part}_proj.bias"] = torch.randn(sizes[f"self_attn.{part}"][0], generator=draw)
@@ -71,14 +77,20 @@ class RandomEagle3:
                 f"layers.{i}.{n}_proj.weight": matrix(r, c // 2 if n[-1] in "qkv" and "attn" in n else c)
                 for n, (r, c) in sizes.items()
             }
-            state |= {f"layers.{i}.{name}.weight": torch.rand(h, generator=draw) + 0.5 for name in ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+            state |= {
+                f"layers.{i}.{name}.weight": torch.rand(h, generator=draw) + 0.5
+                for name in ("input_layernorm", "post_attention_layernorm")
+            }
         for part in "qk" if self.qk_norm else "":
             state[f"midlayer.self_attn.{part}_norm.weight"] = torch.rand(d, generator=draw) + 0.5
         return state
 
     def config(self) -> dict[str, Any]:
         """Of SafeAILab's layout. Like some of theirs, it does not say that queries, keys and values have biases."""
-        made = drafter_config(self.pair.config(), 1) | {"tie_word_embeddings": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps)}}  # fmt: skip
+        made = drafter_config(self.pair.config(), 1) | {
+            "tie_word_embeddings": True,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps)},
+        }
         made |= {"hidden_size": self.hidden} if self.hidden else {}
         return made | ({"draft_vocab_size": self.drafted} if self.drafted else {})
 
@@ -94,7 +106,10 @@ class RandomEagle3:
         else:
             state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
             if layout == "vLLM":
-                state = {f"model.{n}".replace("model.d2t", "draft_id_to_target_id").replace("model.lm_head", "lm_head"): t for n, t in state.items()}  # fmt: skip
+                state = {
+                    f"model.{n}".replace("model.d2t", "draft_id_to_target_id").replace("model.lm_head", "lm_head"): t
+                    for n, t in state.items()
+                }
             else:
                 taps = config.pop("eagle_config")
                 nested = {name: config.pop(name) for name in list(config) if name != "draft_vocab_size"}

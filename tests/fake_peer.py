@@ -1,4 +1,5 @@
-"""A peer of the benchmark that needs no packages: it counts on from the prompt's last token, and fails where it is told to."""
+"""A peer of the benchmark that needs no packages: it counts on from the prompt's last token, and fails where it is told
+to."""
 
 import os
 import time
@@ -49,7 +50,11 @@ class Loaded:
         if setting.get("wrong"):
             tokens[2] = 0
         return Text(
-            tokens, 0.001 + (count - 1) * 0.01 / self.step + setting.get("wait", 0.0), 0.001, 1, (count - 1) // self.step
+            tokens,
+            0.001 + (count - 1) * 0.01 / self.step + setting.get("wait", 0.0),
+            0.001,
+            1,
+            (count - 1) // self.step,
         )
 
 

@@ -11,15 +11,30 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from tests.pairs import head_dim
 
 _NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     """``LlamaModel.permute`` of llama.cpp's convert_hf_to_gguf.py."""
-    return weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+    return (
+        weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weights.shape)
+    )
 
 
 def name_of(parameter: str) -> str:
@@ -30,20 +45,31 @@ def name_of(parameter: str) -> str:
     return f"blk.{layer}.{_NAMES[inner]}.{end}"
 
 
-def write(model: PreTrainedModel, path: Path, kind: str = "F32", fields: dict[str, Any] | None = None,
-          architecture: str = "", raw: dict[str, tuple[np.ndarray, str]] | None = None) -> Path:  # fmt: skip
-    """kind: of the matrices; vectors stay in F32, as the converter has them. fields: more metadata, or other. raw: tensors already
-    quantized, as bytes [rows, bytes of a row] with their kind, by parameter name. architecture: the converter's by default."""
+def write(
+    model: PreTrainedModel,
+    path: Path,
+    kind: str = "F32",
+    fields: dict[str, Any] | None = None,
+    architecture: str = "",
+    raw: dict[str, tuple[np.ndarray, str]] | None = None,
+) -> Path:
+    """kind: of the matrices; vectors stay in F32, as the converter has them. fields: more metadata, or other. raw:
+    tensors already quantized, as bytes [rows, bytes of a row] with their kind, by parameter name. architecture: the
+    converter's by default."""
     config: PretrainedConfig = model.config
     qwen, size = config.model_type.startswith("qwen"), head_dim(config)
     architecture = architecture or (config.model_type if qwen else "llama")
     writer = GGUFWriter(path, architecture)
     metadata: dict[str, Any] = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-    }  # fmt: skip
+    }
     if not qwen:
         metadata |= {"vocab_size": config.vocab_size, "rope.dimension_count": size}
     if config.model_type != "qwen2":
@@ -91,7 +117,11 @@ def _llama3_factors(config: LlamaConfig) -> np.ndarray:
     """``LlamaModel.generate_extra_tensors`` of llama.cpp's converter."""
     scaling, size = config.rope_parameters, config.head_dim
     frequencies = 1.0 / scaling["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float64) / size)
-    low, high, old = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+    low, high, old = (
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+    )
     factors = []
     for wavelength in 2 * np.pi / frequencies:
         if wavelength < old / high:

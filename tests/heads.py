@@ -63,9 +63,9 @@ class RandomMedusa:
             renamed = dict[str, Tensor]()
             for name, tensor in state.items():
                 i, j, *part = name.split(".")
-                renamed[f"medusa_heads.blocks.{i}.layers.{j}.{part[1]}" if part[0] == "linear" else f"lm_heads.{i}.weight"] = (
-                    tensor
-                )
+                renamed[
+                    f"medusa_heads.blocks.{i}.layers.{j}.{part[1]}" if part[0] == "linear" else f"lm_heads.{i}.weight"
+                ] = tensor
             save_file(renamed, where / "model.safetensors")
         (where / "config.json").write_text(json.dumps(config))
         return ["--ckpt", str(where), "--target", str(where if layout == "v1.0" else folder / "target")]
@@ -75,7 +75,8 @@ class RandomMedusa:
 
 
 class NaiveMedusa:
-    """Implements ``naive.Model`` with levels as serial steps: head d reads the last row, whatever the path. A feature is the level."""
+    """Implements ``naive.Model`` with levels as serial steps: head d reads the last row, whatever the path. A feature
+    is the level."""
 
     def __init__(self, state: dict[str, Tensor], blocks: int) -> None:
         self.state, self.blocks, self.row = state, blocks, torch.zeros(0)
@@ -122,7 +123,10 @@ class RandomHydra:
         for i in range(self.heads):
             place = f"hydra_mlp.{i}.{int(self.prefix)}"
             for part in ("linear", "res_connection"):
-                state |= {f"{place}.{part}.weight": matrix(h, (i + 2) * h), f"{place}.{part}.bias": 0.1 * matrix(1, h)[0]}
+                state |= {
+                    f"{place}.{part}.weight": matrix(h, (i + 2) * h),
+                    f"{place}.{part}.bias": 0.1 * matrix(1, h)[0],
+                }
             block = {"weight": matrix(h, h), "bias": 0.1 * matrix(1, h)[0]}
             for j in range(self.blocks):
                 number = 2 * j + 3 if self.prefix else j + 1
@@ -136,7 +140,11 @@ class RandomHydra:
         if self.prefix:
             layer = LlamaDecoderLayer(config, 0)
             for name, parameter in layer.state_dict().items():
-                made = matrix(*parameter.shape) if parameter.dim() == 2 else torch.rand(parameter.shape, generator=draw) + 0.5
+                made = (
+                    matrix(*parameter.shape)
+                    if parameter.dim() == 2
+                    else torch.rand(parameter.shape, generator=draw) + 0.5
+                )
                 state[f"prefix_embeding_layer.layers.0.{name}"] = made
             state["prefix_embeding_layer.norm.weight"] = torch.rand(h, generator=draw) + 0.5
             state["prefix_embeding_layer.embed_tokens.weight"] = torch.zeros(config.vocab_size, h)
@@ -173,7 +181,11 @@ class NaiveHydra:
             config._attn_implementation = "eager"
             self.layer, self.norm = LlamaDecoderLayer(config, 0), LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.rotary = LlamaRotaryEmbedding(config)
-            named = {n.removeprefix(f"{start}layers.0."): t for n, t in self.state.items() if n.startswith(f"{start}layers.0.")}
+            named = {
+                n.removeprefix(f"{start}layers.0."): t
+                for n, t in self.state.items()
+                if n.startswith(f"{start}layers.0.")
+            }
             self.layer.load_state_dict(named)
             self.norm.load_state_dict({"weight": self.state[f"{start}norm.weight"]})
 
@@ -185,7 +197,10 @@ class NaiveHydra:
             n = len(hidden)
             where, mask = torch.arange(n)[None], torch.full((n, n), float("-inf")).triu(1)[None, None]
             x = self.layer(
-                hidden[None], attention_mask=mask, position_ids=where, position_embeddings=self.rotary(hidden[None], where)
+                hidden[None],
+                attention_mask=mask,
+                position_ids=where,
+                position_embeddings=self.rotary(hidden[None], where),
             )
             self.row = self.norm(x[0] if isinstance(x, tuple) else x)[0, -1]
         return self

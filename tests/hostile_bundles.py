@@ -1,7 +1,7 @@
 """Spoiled bundles for ``tests.mutations``: what the commands of the runtime make of them.
 
-A file that was changed must be noticed. A change that was sealed again may take effect, since it says what it means; then nothing
-may crash, hang, or reach out of the bundle.
+A file that was changed must be noticed. A change that was sealed again may take effect, since it says what it means;
+then nothing may crash, hang, or reach out of the bundle.
 """
 
 import json
@@ -27,7 +27,8 @@ from tests.mutations import Apply, captured, dumped, general, spoil
 from tests.seal import edit, update
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}"
+    "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<A>{% endif "
+    "%}"
 )
 _PROMPTS = (["--prompt", "ABCAB"], ["--chat", "--prompt", "AB", "--temperature", "1", "--seed", "3"])
 _whole: dict[str, Any] = {}
@@ -47,7 +48,8 @@ def prepare(folder: Path) -> None:
 
 
 def attempt(folder: Path) -> str:
-    """Runs every command. Returns ``refused``, ``whole`` for the same output, or ``changed`` where the change was sealed."""
+    """Runs every command. Returns ``refused``, ``whole`` for the same output, or ``changed`` where the change was
+    sealed."""
     records = _records(folder)
     sealed = records != _whole["records"]
     outcome = "changed" if sealed else "whole"
@@ -55,7 +57,9 @@ def attempt(folder: Path) -> str:
     if None in texts:
         outcome = "refused" if texts == [None] * len(texts) else "refused in part"
     if not sealed:
-        differ = [(text, whole) for text, whole in zip(texts, _whole["texts"], strict=True) if text not in (None, whole)]
+        differ = [
+            (text, whole) for text, whole in zip(texts, _whole["texts"], strict=True) if text not in (None, whole)
+        ]
         assert not differ, f"damage is used silently: {differ}"
     run(doctor.main, ["--backend", "cpu", str(folder)], quiet=False)
     copy = folder.parent / "compiled"
@@ -76,7 +80,9 @@ def attempt(folder: Path) -> str:
 
 def _texts(folder: Path) -> list[str | None]:
     """What each prompt is continued by; None where that was refused."""
-    return [run(generate.main, [str(folder), *prompt, "--max-new-tokens", "8", "--threads", "1"]) for prompt in _PROMPTS]
+    return [
+        run(generate.main, [str(folder), *prompt, "--max-new-tokens", "8", "--threads", "1"]) for prompt in _PROMPTS
+    ]
 
 
 def _use(folder: Path) -> None:
@@ -93,7 +99,9 @@ def _records(folder: Path) -> list[Any]:
     found = []
     for file in (folder / MANIFEST, *sorted(folder.glob(f"engines/*/{RECORD}"))):
         try:
-            found.append(unsealed(parse(file.read_bytes())) if file.is_file() and file.stat().st_size < 1 << 20 else None)
+            found.append(
+                unsealed(parse(file.read_bytes())) if file.is_file() and file.stat().st_size < 1 << 20 else None
+            )
         except (Damage, AttributeError, ValueError):
             found.append(None)
     return found
@@ -105,13 +113,16 @@ def one_line(error: str) -> None:
 
 
 def run(main: Callable[[list[str]], int], argv: list[str], quiet: bool = True) -> str | None:
-    """What a command prints; None where it ends with status 1, having said why in one line. quiet: whether that line must be there."""
+    """What a command prints; None where it ends with status 1, having said why in one line. quiet: whether that line
+    must be there."""
     with captured() as read:
         status = main(argv)
     out, error = read()
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     rest = [
-        line for line in error.splitlines() if line and not line.startswith(("error: ", "note: ")) and not line.endswith(" ...")
+        line
+        for line in error.splitlines()
+        if line and not line.startswith(("error: ", "note: ")) and not line.endswith(" ...")
     ]
     assert status in (0, 1), f"status {status}"
     assert len(lines) == status or (not quiet and not lines), error
@@ -121,7 +132,7 @@ def run(main: Callable[[list[str]], int], argv: list[str], quiet: bool = True) -
     return None if status else out
 
 
-# --- mutations that are sealed again -----------------------------------------------------------------------------------
+# --- mutations that are sealed again ----------------------------------------------------------------------------------
 
 
 def _resealed(whole: Path) -> tuple[Path, bool]:
@@ -205,7 +216,9 @@ def spoil_arrays(parts: dict[str, Any], rng: random.Random) -> str:
     elif way == "value" and array.size and array.dtype.kind in "fi":
         array = parts[name] = array.copy()
         with np.errstate(all="ignore"):
-            array.reshape(-1)[rng.randrange(array.size)] = value if array.dtype.kind == "f" or np.isfinite(value) else -5
+            array.reshape(-1)[rng.randrange(array.size)] = (
+                value if array.dtype.kind == "f" or np.isfinite(value) else -5
+            )
     elif way == "cast":
         with np.errstate(all="ignore"):
             parts[name] = (

@@ -20,13 +20,21 @@ from tests.mutations import Apply, captured
 from tests.pairs import RandomPair
 
 _SMALL = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
     },
-}  # fmt: skip
-OPTIONS = ["--rows", "4", "--capacity", "64",
-            "--draft-weights", "none"]  # fmt: skip
+}
+OPTIONS = ["--rows", "4", "--capacity", "64", "--draft-weights", "none"]
 _traced: dict[Any, Any] = {}
 
 
@@ -39,14 +47,18 @@ def prepare(folder: Path) -> None:
     places = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(state)}
     for file in set(places.values()):
         save_file({n: t for n, t in state.items() if places[n] == file}, target / file)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+    )
     drafted = torch.load(drafter / "pytorch_model.bin")
     torch.save(drafted | {"token_map": torch.arange(40)}, drafter / "pytorch_model.bin")
     words = {token: i for i, token in enumerate(sorted(ByteLevel.alphabet())[:60])}
     tokenizer = Tokenizer(BPE(words | {"".join(sorted(words)[:2]): 60}, [tuple(sorted(words)[:2])]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.save(str(target / "tokenizer.json"))
-    (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}))
+    (target / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"})
+    )
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "temperature": 0.6}))
 
@@ -103,14 +115,23 @@ def _once(module: Any, places: Any, folder: Any, dtype: Any, pinned: Any) -> Any
     """Traces each graph once: tracing takes most of the time of a small export."""
     eps = [float(m.eps) for m in module.modules() if hasattr(m, "eps")]
     key = repr(
-        (type(module), module.ops, getattr(module, "tree", None), module.capacity, eps, sorted(places.items()), dtype, pinned)
+        (
+            type(module),
+            module.ops,
+            getattr(module, "tree", None),
+            module.capacity,
+            eps,
+            sorted(places.items()),
+            dtype,
+            pinned,
+        )
     )
     if key not in _traced:
         _traced[key] = _trace(module, places, folder, dtype, pinned)
     return _traced[key]
 
 
-# --- mutations of tensors ----------------------------------------------------------------------------------------------
+# --- mutations of tensors ---------------------------------------------------------------------------------------------
 
 
 def _tensors(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
@@ -120,7 +141,9 @@ def _tensors(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
     name = rng.choice(sorted(state))
     tensor = state[name]
     value = rng.choice((float("nan"), float("inf"), -float("inf"), 1e30, 0.0))
-    way = rng.choice(("value", "value", "all", "delete", "rename", "dtype", "transpose", "empty", "integer key", "object"))
+    way = rng.choice(
+        ("value", "value", "all", "delete", "rename", "dtype", "transpose", "empty", "integer key", "object")
+    )
     if way == "value" and tensor.is_floating_point():
         tensor.view(-1)[rng.randrange(tensor.numel())] = value
     elif way == "all":
@@ -128,7 +151,14 @@ def _tensors(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
     elif way == "delete":
         del state[name]
     elif way == "rename":
-        odd = ("mlp.999999999.0.linear.weight", "layers.999999999.x", "two\nlines", "", "model.model.fc.weight", "fc.weight")
+        odd = (
+            "mlp.999999999.0.linear.weight",
+            "layers.999999999.x",
+            "two\nlines",
+            "",
+            "model.model.fc.weight",
+            "fc.weight",
+        )
         state[rng.choice(odd)] = state.pop(name)
     elif way == "dtype":
         state[name] = tensor.to(rng.choice((torch.float64, torch.int8, torch.bfloat16, torch.float16, torch.bool)))
@@ -144,7 +174,10 @@ def _tensors(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
         state[name] = rng.choice(
             (3, "text", None, tensor.to_sparse(), torch.nn.Parameter(tensor.float()), tensor.to("meta"), [tensor])
         )
-    return f"{way} of '{name}', {value}", lambda f: save_file(state, f) if f.suffix == ".safetensors" else torch.save(state, f)
+    return (
+        f"{way} of '{name}', {value}",
+        lambda f: save_file(state, f) if f.suffix == ".safetensors" else torch.save(state, f),
+    )
 
 
 WAYS = (_tensors, _tensors, _tensors)

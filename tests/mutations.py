@@ -1,11 +1,13 @@
-"""Damage to files: endless ways to spoil a folder, each drawn from a seed, and a survey of what a program makes of them.
+"""Damage to files: endless ways to spoil a folder, each drawn from a seed, and a survey of what a program makes of
+them.
 
     python -m tests.mutations --kind checkpoint --cases 2000 --seed 1
     python -m tests.mutations --kind checkpoint --seed 1 --case 37      # one of them again
 
-A kind is a module with ``prepare(folder)``, which makes something whole once, and ``attempt(folder)``, which gives a spoiled copy
-of it to the program, returns what came of it in a word, and raises where the program did anything but succeed or say in one line
-why it cannot. It may have ``WAYS``, mutations of its own, or ``mutants`` in place of those here.
+A kind is a module with ``prepare(folder)``, which makes something whole once, and ``attempt(folder)``, which gives a
+spoiled copy of it to the program, returns what came of it in a word, and raises where the program did anything but
+succeed or say in one line why it cannot. It may have ``WAYS``, mutations of its own, or ``mutants`` in place of those
+here.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 Apply = Callable[[Path], None]
-Way = Callable[[Path, random.Random], tuple[str, Apply] | None]  # a whole file, which is only read -> a mutation of its copy
+# a whole file, which is only read -> a mutation of its copy
+Way = Callable[[Path, random.Random], tuple[str, Apply] | None]
 
 KINDS = {
     "checkpoint": "tests.hostile_checkpoints",
@@ -42,14 +45,52 @@ SECONDS = 20  # of the processor that an attempt may take; on a busy machine tha
 
 _RAW = {"@1e400": "1e400", "@deep": "[" * 100_000 + "]" * 100_000, "@open": '{"a":' * 100_000, "@digits": "9" * 6000}
 _HOSTILE: Sequence[Any] = (
-    None, True, False, 0, 1, -1, -5, 2, 7, 2**31, 2**63, 10**9, 10**40, 0.0, 1.0, 1.5, -0.5, -3.0, 1e-300, 1e308, float("nan"),
-    float("inf"), float("-inf"), "", "x", "../../victim", "/etc/passwd", "a" * 5000, "\ud800", "a\0b", "two\nlines", "{{ 1 }}",
-    [], [[]], [None], [1, "a"], {}, {"a": {}}, {"": None}, *_RAW,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    -5,
+    2,
+    7,
+    2**31,
+    2**63,
+    10**9,
+    10**40,
+    0.0,
+    1.0,
+    1.5,
+    -0.5,
+    -3.0,
+    1e-300,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "x",
+    "../../victim",
+    "/etc/passwd",
+    "a" * 5000,
+    "\ud800",
+    "a\0b",
+    "two\nlines",
+    "{{ 1 }}",
+    [],
+    [[]],
+    [None],
+    [1, "a"],
+    {},
+    {"a": {}},
+    {"": None},
+    *_RAW,
+)
 
 
 def mutants(folder: Path, rng: random.Random, ways: Sequence[Way] = ()) -> Iterator[tuple[str, Apply]]:
-    """What a mutation does, and a function that does it to a copy of ``folder``; without end. ways: more than the general ones."""
+    """What a mutation does, and a function that does it to a copy of ``folder``; without end. ways: more than the
+    general ones."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     while True:
         file = rng.choice(files)
@@ -67,11 +108,12 @@ def _apply(apply: Apply, name: Path, copy: Path) -> None:
 
 
 def general(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
-    """A mutation of any file: of its bytes, its name and kind, or of the JSON in it; None where the one drawn does not suit it."""
+    """A mutation of any file: of its bytes, its name and kind, or of the JSON in it; None where the one drawn does not
+    suit it."""
     return rng.choice([*(way for way in GENERAL for _ in range(2)), _json, _json, _json])(file, rng)
 
 
-# --- bytes and names ---------------------------------------------------------------------------------------------------
+# --- bytes and names --------------------------------------------------------------------------------------------------
 
 
 def _edit(change: Callable[[bytearray], object]) -> Apply:
@@ -87,7 +129,9 @@ def _flip(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
     size = file.stat().st_size
     # Headers come first and indexes last, and most of a large file is between them.
     ends = [(0, size), (0, min(size, 600)), (max(0, size - 600), size)]
-    places = [(rng.randrange(*rng.choice(ends)), rng.randrange(8)) for _ in range(rng.choice((1, 1, 3)))] if size else []
+    places = (
+        [(rng.randrange(*rng.choice(ends)), rng.randrange(8)) for _ in range(rng.choice((1, 1, 3)))] if size else []
+    )
 
     def flip(content: bytearray) -> None:
         for at, bit in places:
@@ -127,19 +171,29 @@ def _replace(file: Path, rng: random.Random) -> tuple[str, Apply] | None:
 
     others = sorted(p for p in file.parent.iterdir() if p.is_file() and p != file)
     other = rng.choice(others).name if others else file.name
-    return rng.choice([
-        ("gone", by(lambda f: None)), ("a pipe", by(os.mkfifo)), ("a folder", by(Path.mkdir)),
-        ("a link to itself", by(lambda f: f.symlink_to(f.name))), ("a link to /dev/zero", by(lambda f: f.symlink_to("/dev/zero"))),
-        ("empty", by(Path.touch)), ("deep", by(lambda f: f.write_text("[" * 100_000))), ("null", by(lambda f: f.write_text("null"))),
-        (f"has the content of {other}", by(lambda f: (f.parent / other).exists() and shutil.copyfile(f.parent / other, f))),
-        ("renamed", lambda f: f.rename(f.with_name(f"{f.name}.bak"))),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            ("gone", by(lambda f: None)),
+            ("a pipe", by(os.mkfifo)),
+            ("a folder", by(Path.mkdir)),
+            ("a link to itself", by(lambda f: f.symlink_to(f.name))),
+            ("a link to /dev/zero", by(lambda f: f.symlink_to("/dev/zero"))),
+            ("empty", by(Path.touch)),
+            ("deep", by(lambda f: f.write_text("[" * 100_000))),
+            ("null", by(lambda f: f.write_text("null"))),
+            (
+                f"has the content of {other}",
+                by(lambda f: (f.parent / other).exists() and shutil.copyfile(f.parent / other, f)),
+            ),
+            ("renamed", lambda f: f.rename(f.with_name(f"{f.name}.bak"))),
+        ]
+    )
 
 
 GENERAL: Sequence[Way] = (_flip, _flip, _overwrite, _truncate, _append, _replace)
 
 
-# --- JSON --------------------------------------------------------------------------------------------------------------
+# --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def spoil(content: Any, rng: random.Random) -> str:
@@ -197,7 +251,7 @@ def void(_: object) -> None:
     pass
 
 
-# --- the survey --------------------------------------------------------------------------------------------------------
+# --- the survey -------------------------------------------------------------------------------------------------------
 
 
 class Hang(BaseException):
@@ -206,8 +260,8 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Raises Hang after so many seconds of the processor, or ten times as many by the clock, for what waits; where not even that gets
-    through, ends the process with every thread's stack."""
+    """Raises Hang after so many seconds of the processor, or ten times as many by the clock, for what waits; where not
+    even that gets through, ends the process with every thread's stack."""
 
     def late(*_: object) -> None:
         raise Hang(f"it ran longer than {seconds} s")
@@ -228,7 +282,8 @@ def deadline(seconds: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[Callable[[], tuple[str, str]]]:
-    """Standard output and error of the process, what libraries write past Python included; for reading when the block has ended."""
+    """Standard output and error of the process, what libraries write past Python included; for reading when the block
+    has ended."""
     kept = [os.dup(1), os.dup(2)]
     streams, python = [tempfile.TemporaryFile() for _ in kept], (sys.stdout, sys.stderr)  # noqa: SIM115
     sys.stdout.flush(), sys.stderr.flush()
@@ -282,7 +337,8 @@ def survey(
         said = []
         for _ in range(rng.choice((1, 1, 1, 2))):
             what, apply = next(drawn)
-            with contextlib.suppress(OSError, IndexError, ValueError):  # the second may find its file gone, shorter, or no JSON
+            # the second may find its file gone, shorter, or no JSON
+            with contextlib.suppress(OSError, IndexError, ValueError):
                 apply(copy)
                 said.append(what)
         began = time.monotonic()

@@ -27,7 +27,8 @@ class Model(Protocol):
         """The prediction at the pending token."""
 
     def serial(self, rows: Sequence[tuple[int, Feature]], depth: Sequence[int]) -> list[Feature]:
-        """Predictions of drafted rows (token, the prediction it was drawn from) behind the context; each sees those before it.
+        """Predictions of drafted rows (token, the prediction it was drawn from) behind the context; each sees those
+        before it.
 
         depth: 0 for the position behind the pending token's, and so on.
         """
@@ -41,7 +42,8 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Noisy:
-    """A drafter whose tokens are drawn: noise, fp32 [levels, V], is added to the logits of each level. steps: levels before the heads'.
+    """A drafter whose tokens are drawn: noise, fp32 [levels, V], is added to the logits of each level. steps: levels
+    before the heads'.
 
     A feature is the model's own and the level that it drafts.
     """
@@ -83,9 +85,10 @@ def brute_force_tree(
 ) -> list[Node]:
     """The best ``rows - 1`` nodes of the whole candidate space, best first; fewer where it is smaller.
 
-    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level's tries the best ``top_k`` are nodes (wide: all of
-    them), and of them the best ``beam`` are carried on, each trying its ``top_k`` tokens; from the last one, each head adds ``head_top_k`` tokens to every path there is.
-    Equal scores go to the shallower node, then to the better parent, then to the likelier token.
+    Level 1 is the ``top_k`` tokens of the first serial step. Of each serial level's tries the best ``top_k`` are nodes
+    (wide: all of them), and of them the best ``beam`` are carried on, each trying its ``top_k`` tokens; from the last
+    one, each head adds ``head_top_k`` tokens to every path there is. Equal scores go to the shallower node, then to the
+    better parent, then to the likelier token.
     """
     features: dict[Path, Feature] = {(): model.first()}
     top_k = min(top_k, len(model.log_probs(features[()])))
@@ -128,11 +131,14 @@ def brute_force_tree(
     return found
 
 
-def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k: int = 14, head_top_k: int = 35) -> list[Node]:
-    """The official code's tree: every level pruned to ``top_k`` (serial) or ``head_top_k`` (heads) nodes, with its two quirks.
+def reference_tree(
+    model: Model, rows: int, serial_steps: int, heads: int, top_k: int = 14, head_top_k: int = 35
+) -> list[Node]:
+    """The official code's tree: every level pruned to ``top_k`` (serial) or ``head_top_k`` (heads) nodes, with its two
+    quirks.
 
-    The rows of the serial steps attend causally to all rows before them, siblings included; and the heads read the last two
-    serial levels' tokens of the same rank, whoever is whose parent.
+    The rows of the serial steps attend causally to all rows before them, siblings included; and the heads read the last
+    two serial levels' tokens of the same rank, whoever is whose parent.
     """
     y = model.first()
     log_probs = model.log_probs(y)
@@ -149,7 +155,9 @@ def reference_tree(model: Model, rows: int, serial_steps: int, heads: int, top_k
         tried = []
         for node, feature in zip(level, made, strict=True):
             log_probs = model.log_probs(feature)
-            tried += [(Node((*node.path, t), np.float32(node.score + log_probs[t])), feature) for t in best(log_probs, top_k)]
+            tried += [
+                (Node((*node.path, t), np.float32(node.score + log_probs[t])), feature) for t in best(log_probs, top_k)
+            ]
         tried.sort(key=lambda one: -one[0].score)
         tried = tried[:top_k]
         level, before = [node for node, _ in tried], inputs
@@ -269,14 +277,19 @@ class NaiveDrafter(Context):
 
 
 class NaiveEagle3(Context):
-    """An EAGLE-3 drafter from the formulas of its paper, behind a context that is read anew for every node. See ``NaiveDrafter``.
+    """An EAGLE-3 drafter from the formulas of its paper, behind a context that is read anew for every node. See
+    ``NaiveDrafter``.
 
-    state: tensors by SafeAILab's names. config: of its layer. A feature is what the layer returns, or the target's tapped rows side by
-    side. normed: ``norm_before_residual``.
+    state: tensors by SafeAILab's names. config: of its layer. A feature is what the layer returns, or the target's
+    tapped rows side by side. normed: ``norm_before_residual``.
     """
 
     def __init__(self, state: dict[str, Tensor], config: LlamaConfig, normed: bool = False) -> None:
-        self.state, self.config, self.normed = {n: t.float() for n, t in state.items() if t.is_floating_point()}, config, normed
+        self.state, self.config, self.normed = (
+            {n: t.float() for n, t in state.items() if t.is_floating_point()},
+            config,
+            normed,
+        )
         self.rotary = LlamaRotaryEmbedding(config)
         super().__init__()
 
@@ -294,14 +307,18 @@ class NaiveEagle3(Context):
         normed = self._norm(s, "midlayer.hidden_norm")
         wide = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), normed), dim=-1)
         x = self._rest("midlayer", normed if self.normed else s, wide, positions)
-        for i in range(1, 1 + max((int(name.split(".")[1]) for name in self.state if name.startswith("layers.")), default=0)):
+        for i in range(
+            1, 1 + max((int(name.split(".")[1]) for name in self.state if name.startswith("layers.")), default=0)
+        ):
             x = self._rest(f"layers.{i}", x, self._norm(x, f"layers.{i}.input_layernorm"), positions)
         return x
 
     def _rest(self, name: str, s: Tensor, read: Tensor, positions: list[int]) -> Tensor:
         """A layer. s: the rows that it adds to; read: those that its attention reads."""
         n = len(s)
-        q, k, v = (self._linear(read, f"{name}.self_attn.{part}_proj").view(n, -1, self.config.head_dim) for part in "qkv")
+        q, k, v = (
+            self._linear(read, f"{name}.self_attn.{part}_proj").view(n, -1, self.config.head_dim) for part in "qkv"
+        )
         if f"{name}.self_attn.q_norm.weight" in self.state:
             q, k = self._norm(q, f"{name}.self_attn.q_norm"), self._norm(k, f"{name}.self_attn.k_norm")
         rotation = self.rotary(s[None], torch.tensor([positions]))

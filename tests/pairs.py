@@ -28,10 +28,18 @@ class RandomPair:
     def config(self) -> PretrainedConfig:
         base = {
             "model_type": "llama",
-            "vocab_size": 1009, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
-            "num_key_value_heads": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1,
+            "vocab_size": 1009,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
             "tie_word_embeddings": False,
-        }  # fmt: skip
+        }
         return AutoConfig.for_model(**{**base, **self.target})
 
     def make_target(self) -> PreTrainedModel:
@@ -59,7 +67,10 @@ class RandomPair:
         def matrix(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, generator=draw) * (1.2 / columns**0.5)
 
-        state = {"embed_tokens.weight": target.model.embed_tokens.weight.detach().clone(), "fc.weight": matrix(h, 2 * h)}
+        state = {
+            "embed_tokens.weight": target.model.embed_tokens.weight.detach().clone(),
+            "fc.weight": matrix(h, 2 * h),
+        }
         if self.fc_bias:
             state["fc.bias"] = torch.randn(h, generator=draw) * 0.1
         for i in range(self.layers):
@@ -95,12 +106,22 @@ def head_dim(config: PretrainedConfig) -> int:
 def drafter_config(target: PretrainedConfig, layers: int) -> dict[str, Any]:
     """A drafter's config.json as the official repository spells it (old rotary spelling, ``bias`` wrong on purpose)."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "bias": False,
-        "hidden_size": target.hidden_size, "intermediate_size": target.intermediate_size, "num_hidden_layers": layers,
-        "num_attention_heads": target.num_attention_heads, "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": head_dim(target), "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
-        "max_position_embeddings": 2048, "rope_theta": target.rope_parameters["rope_theta"], "rope_scaling": None,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "bias": False,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": head_dim(target),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": 2048,
+        "rope_theta": target.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+    }
 
 
 def write_drafter(folder: Path, state: dict[str, Tensor], config: dict[str, Any], safetensors: bool = False) -> Path:

@@ -14,8 +14,13 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def printed(code: str, *argv: object) -> str:
     """What code prints that may call ``peak()``: KiB that its process has held at most."""
     done = subprocess.run(
-        [sys.executable, "-c", _BEFORE + code, *map(str, argv)], cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-        timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", _BEFORE + code, *map(str, argv)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,5 @@
-"""Counts the processor time of the suite and of its tests, those of its processes and theirs included, and holds it to a budget."""
+"""Counts the processor time of the suite and of its tests, those of its processes and theirs included, and holds it to
+a budget."""
 
 import json
 import os
@@ -60,7 +61,9 @@ class ProcessorTime:
             terminalreporter.write_line(f"{seconds:6.1f} s {name}")
         terminalreporter.write_line(f"{self.minutes:6.1f} minutes in all, of at most {self._budget:g}")
         if self.minutes > self._budget:
-            terminalreporter.write_line("the suite takes more processor time than it may: see CONTRIBUTING.md", red=True)
+            terminalreporter.write_line(
+                "the suite takes more processor time than it may: see CONTRIBUTING.md", red=True
+            )
         if self._record is not None:
             self._record.write_text(json.dumps(dict(self._of_tests.most_common()), indent=1), "utf-8")
 
@@ -69,7 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--processor-minutes", type=float, default=float("inf"), help="fail if the suite takes more processor time"
     )
-    parser.addoption("--processor-record", type=Path, help="write the processor seconds of every test to this file, as JSON")
+    parser.addoption(
+        "--processor-record", type=Path, help="write the processor seconds of every test to this file, as JSON"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 
 class Rounding(nn.Linear):
-    """Rounds what it multiplies as MatMulNBits of accuracy_level 4 does, and w8a8: each block of a row to whole steps of its largest
-    number / 127."""
+    """Rounds what it multiplies as MatMulNBits of accuracy_level 4 does, and w8a8: each block of a row to whole steps
+    of its largest number / 127."""
 
     block: int
 

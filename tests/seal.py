@@ -15,7 +15,8 @@ from runtime.engines.store import RECORD
 
 
 def edit(record: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a sealed JSON file, or a bundle's manifest, and seals it again. The file is written anew: it may be a hard link."""
+    """Changes a sealed JSON file, or a bundle's manifest, and seals it again. The file is written anew: it may be a
+    hard link."""
     file = record / MANIFEST if record.is_dir() else record
     raw = json.loads(file.read_text("utf-8"))
     raw.pop(SEAL)
@@ -39,7 +40,8 @@ def edit_golden(bundle: Path, change: Callable[[dict[str, Any]], object]) -> Non
 
 
 def update(bundle: Path, *names: str) -> None:
-    """Takes the files' new sizes and hashes into the manifest, and into the keys of the engines that were compiled from them."""
+    """Takes the files' new sizes and hashes into the manifest, and into the keys of the engines that were compiled from
+    them."""
     files = {name: File.of(bundle / name) for name in names}
     edit(bundle, lambda raw: raw["files"].update({name: asdict(file) for name, file in files.items()}))
     hashes = {name: file.sha256 for name, file in files.items()}

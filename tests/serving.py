@@ -14,7 +14,10 @@ from runtime.serve.app import Limits, Server
 from runtime.serve.guard import Access
 from runtime.serve.idle import ImpatientProtocol
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>{{ style }}{{ reasoning_effort }}{{ messages[-1].mood }}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>{{ style }}{{ reasoning_effort }}{{ "
+    "messages[-1].mood }}"
+)
 
 
 @contextmanager
@@ -24,7 +27,9 @@ def served(model: Model, limits: Limits | None = None, access: Access | None = N
     app = Server(model, "demo", limits, access or Access(), **options).app()
     protocol = type("Protocol", (ImpatientProtocol,), {"PATIENCE": limits.patience})
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=protocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        uvicorn.Config(
+            app, port=0, http=protocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=5
+        )
     )
     thread = threading.Thread(target=server.run)
     thread.start()

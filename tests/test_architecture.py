@@ -1,4 +1,5 @@
-"""The rules of docs/architecture.md: rooms import only what lies below them, no imports form a circle, folders and files stay short."""
+"""The rules of docs/architecture.md: rooms import only what lies below them, no imports form a circle, folders and
+files stay short."""
 
 import ast
 import subprocess
@@ -12,8 +13,18 @@ ROOT = Path(__file__).parent.parent
 RUNTIME = ["errors", "engines.devices", "bundle", "backends", "decoding.text", "decoding", "engines", "api", "cli"]
 MOST_ENTRIES = {"runtime": 16, "exporter": 16}
 EXPORTER = [
-    "weights", "tracing", "checkpoints", "backends", "disk", "staging", "progress", "config", "recipe", "training", "writing",
-]  # fmt: skip
+    "weights",
+    "tracing",
+    "checkpoints",
+    "backends",
+    "disk",
+    "staging",
+    "progress",
+    "config",
+    "recipe",
+    "training",
+    "writing",
+]
 MOST_LINES = 400
 
 
@@ -25,7 +36,8 @@ def tracked(*folders: str) -> list[Path]:
 
 
 FILES = {
-    ".".join(file.with_suffix("").parts).removesuffix(".__init__"): file for file in tracked("runtime", "exporter", "graphs")
+    ".".join(file.with_suffix("").parts).removesuffix(".__init__"): file
+    for file in tracked("runtime", "exporter", "graphs")
 }
 
 

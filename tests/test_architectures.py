@@ -1,4 +1,5 @@
-"""Targets that are no Llama: configurations and windows as transformers has them, bundles that generate its text, GGUF files."""
+"""Targets that are no Llama: configurations and windows as transformers has them, bundles that generate its text, GGUF
+files."""
 
 import json
 import shutil
@@ -67,7 +68,7 @@ def planned(target: Path, *options: str) -> Any:
     return recipe_of(config_of(["--target", str(target), "--out", "nowhere", *options]))
 
 
-# --- what they generate --------------------------------------------------------------------------------------------------
+# --- what they generate -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,12 +84,26 @@ def test_greedy_text_is_that_of_transformers(bundles: Callable[..., tuple[Path, 
                 llama.assert_same(target, prompt, ended(model.generate(prompt, 50, speculate)).ids, expected)
 
 
-QUANTIZED = [("qwen3", "w8a8"), *(pytest.param(kind, how, marks=pytest.mark.exhaustive) for kind, how in
-             (("qwen3", "int4"), ("qwen3", "int8"), ("qwen2", "int4"), ("qwen2", "int8"), ("qwen2", "w8a8"), ("mistral", "int4")))]  # fmt: skip
+QUANTIZED = [
+    ("qwen3", "w8a8"),
+    *(
+        pytest.param(kind, how, marks=pytest.mark.exhaustive)
+        for kind, how in (
+            ("qwen3", "int4"),
+            ("qwen3", "int8"),
+            ("qwen2", "int4"),
+            ("qwen2", "int8"),
+            ("qwen2", "w8a8"),
+            ("mistral", "int4"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "weights"), QUANTIZED)
-def test_quantized_rows_are_the_same_in_any_pass(bundles: Callable[..., tuple[Path, Path]], kind: str, weights: str) -> None:
+def test_quantized_rows_are_the_same_in_any_pass(
+    bundles: Callable[..., tuple[Path, Path]], kind: str, weights: str
+) -> None:
     _, bundle = bundles(kind, "--weights", weights)
     with load(bundle, threads=1) as model:
         with_lookups(model)
@@ -135,7 +150,7 @@ def test_a_drafters_layers_are_those_of_a_llama(tmp_path: Path) -> None:
     assert not llama_shape(found).qk_norm
 
 
-# --- configurations ------------------------------------------------------------------------------------------------------
+# --- configurations ---------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -150,12 +165,18 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     layer = st.sampled_from(["full_attention", "sliding_attention"])
     optional: dict[str, st.SearchStrategy[Any]] = {
-        "num_key_value_heads": st.sampled_from([1, heads, None]), "head_dim": st.sampled_from([2, 64]),
-        "max_position_embeddings": st.integers(1, 1 << 31), "tie_word_embeddings": st.booleans(), "attention_bias": st.booleans(),
-        "rms_norm_eps": st.floats(1e-12, 0.1), "rope_theta": st.floats(1, 1e7), "sliding_window": st.sampled_from([4, 512, None]),
-        "use_sliding_window": st.booleans(), "max_window_layers": st.integers(0, 5),
+        "num_key_value_heads": st.sampled_from([1, heads, None]),
+        "head_dim": st.sampled_from([2, 64]),
+        "max_position_embeddings": st.integers(1, 1 << 31),
+        "tie_word_embeddings": st.booleans(),
+        "attention_bias": st.booleans(),
+        "rms_norm_eps": st.floats(1e-12, 0.1),
+        "rope_theta": st.floats(1, 1e7),
+        "sliding_window": st.sampled_from([4, 512, None]),
+        "use_sliding_window": st.booleans(),
+        "max_window_layers": st.integers(0, 5),
         "layer_types": st.lists(layer, min_size=3, max_size=3) | st.none(),
-    }  # fmt: skip
+    }
     return raw | draw(st.fixed_dictionaries({}, optional=optional))
 
 
@@ -190,19 +211,31 @@ def test_a_configuration_is_transformers_own(kind: str, raw: dict[str, Any]) -> 
     assert ours.rope_parameters["rope_theta"] == theirs.config.rope_parameters["rope_theta"]
     shape, own = llama_shape(ours), "model.layers.0.self_attn"
     assert (shape.qkv_bias, shape.o_bias, shape.mlp_bias, shape.qk_norm) == (
-        f"{own}.q_proj.bias" in shapes, f"{own}.o_proj.bias" in shapes, "model.layers.0.mlp.up_proj.bias" in shapes,
+        f"{own}.q_proj.bias" in shapes,
+        f"{own}.o_proj.bias" in shapes,
+        "model.layers.0.mlp.up_proj.bias" in shapes,
         f"{own}.q_norm.weight" in shapes,
-    )  # fmt: skip
+    )
     assert shapes[f"{own}.q_proj.weight"][0] == shape.heads * shape.head_dim
 
 
-@pytest.mark.parametrize(("key", "value", "expected"), [
-    ("sliding_window", "4096", "a whole number from 4"), ("sliding_window", 2, "a whole number from 4"),
-    ("use_sliding_window", 1, "true or false"), ("max_window_layers", None, "a whole number from 0"),
-    ("layer_types", ["linear_attention"], "a list of 'full_attention' and 'sliding_attention'"), ("layer_types", 7, "a list of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("sliding_window", "4096", "a whole number from 4"),
+        ("sliding_window", 2, "a whole number from 4"),
+        ("use_sliding_window", 1, "true or false"),
+        ("max_window_layers", None, "a whole number from 0"),
+        ("layer_types", ["linear_attention"], "a list of 'full_attention' and 'sliding_attention'"),
+        ("layer_types", 7, "a list of"),
+    ],
+)
 def test_fields_of_windows(key: str, value: Any, expected: str) -> None:
-    raw = TARGETS["qwen2"].config().to_dict() | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64}
+    raw = TARGETS["qwen2"].config().to_dict() | {
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "sliding_window": 64,
+    }
     raw |= {"layer_types": None, key: value}
     with pytest.raises(InputError, match=f"as '{key}', expected {expected}"):
         llama_fields(raw, "it", ARCHITECTURES["qwen2"])
@@ -214,16 +247,22 @@ def test_yarn_is_refused_by_name() -> None:
         llama_fields(raw, "it", ARCHITECTURES["qwen3"])
 
 
-# --- windows -------------------------------------------------------------------------------------------------------------
+# --- windows ----------------------------------------------------------------------------------------------------------
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
 
 
-@pytest.mark.parametrize(("kind", "fields", "window"), [
-    ("mistral", {"sliding_window": 64}, 64), ("mistral", {"sliding_window": None}, None), ("qwen2", SLIDING, 64),
-    ("qwen3", SLIDING | {"max_window_layers": 1}, None), ("qwen3", SLIDING | {"use_sliding_window": False}, None),
-    ("qwen2", SLIDING | {"max_window_layers": 1, "layer_types": ["sliding_attention"]}, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "fields", "window"),
+    [
+        ("mistral", {"sliding_window": 64}, 64),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", SLIDING, 64),
+        ("qwen3", SLIDING | {"max_window_layers": 1}, None),
+        ("qwen3", SLIDING | {"use_sliding_window": False}, None),
+        ("qwen2", SLIDING | {"max_window_layers": 1, "layer_types": ["sliding_attention"]}, 64),
+    ],
+)
 def test_no_capacity_is_beyond_a_window(tmp_path: Path, kind: str, fields: dict[str, Any], window: int | None) -> None:
     TARGETS[kind].make_target().save_pretrained(tmp_path)
     config = tmp_path / "config.json"
@@ -233,7 +272,9 @@ def test_no_capacity_is_beyond_a_window(tmp_path: Path, kind: str, fields: dict[
     if window is None:
         assert planned(tmp_path, "--capacity", "65").capacity == 65
         return
-    with pytest.raises(GumihoError, match=r"--capacity is 65, but .* a sliding window of 64 .*: give --capacity 64 or less$"):
+    with pytest.raises(
+        GumihoError, match=r"--capacity is 65, but .* a sliding window of 64 .*: give --capacity 64 or less$"
+    ):
         planned(tmp_path, "--capacity", "65")
 
 
@@ -247,7 +288,7 @@ def test_one_position_beyond_a_window_is_not_the_same() -> None:
     assert apart[:20].max() < 1e-4 < apart[20:].min()
 
 
-# --- GGUF ----------------------------------------------------------------------------------------------------------------
+# --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -255,8 +296,13 @@ def test_a_gguf_file_is_the_folder_it_was_made_from(kind: str, tmp_path: Path) -
     model = TARGETS[kind].make_target()
     model.save_pretrained(tmp_path / "folder")
     letters = [chr(ord("a") + i) for i in range(26)] + [f"a{chr(ord('a') + i)}" for i in range(14)]
-    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": letters,
-              "tokenizer.ggml.merges": ["a a", "a b"], "tokenizer.ggml.eos_token_id": 0}  # fmt: skip
+    tokens = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.merges": ["a a", "a b"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
     written = {"llama.attention.sliding_window": CAPACITY} if kind == "mistral" else tokens
     file = gguf_files.write(model, tmp_path / "m.gguf", fields=written)
     targets = [LoneTarget(Checkpoint(str(tmp_path / "folder"), "target")), LoneTarget(GgufCheckpoint(str(file), file))]
@@ -270,14 +316,14 @@ def test_a_gguf_file_is_the_folder_it_was_made_from(kind: str, tmp_path: Path) -
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-# --- training ------------------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 @torch.inference_mode()
 def test_a_drafters_first_layer_reads_as_the_targets_own_does(kind: str) -> None:
-    """Queries and keys of what the target's layer reads, from the features that the drafter's reads. The norms of a Qwen3's heads
-    become one factor for each head, which is right at the median."""
+    """Queries and keys of what the target's layer reads, from the features that the drafter's reads. The norms of a
+    Qwen3's heads become one factor for each head, which is right at the median."""
     model = TARGETS[kind].make_target()
     drafter = Gumiho(start.config(model, 1), 1)
     record = torch.arange(2, 39).numpy().astype("uint32")
@@ -298,7 +344,9 @@ def test_a_drafters_first_layer_reads_as_the_targets_own_does(kind: str) -> None
             assert (apart.median(-1).values - 1).abs().max() < 1e-3
         else:
             assert (apart - 1).abs().max() < 1e-3
-    torch.testing.assert_close(value, attention.v_proj(normed).unflatten(-1, (-1, 16)).transpose(1, 2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        value, attention.v_proj(normed).unflatten(-1, (-1, 16)).transpose(1, 2), rtol=1e-3, atol=1e-3
+    )
     bias = drafter.serial[0].self_attn.o_proj.bias
     if kind == "qwen2":
         assert not bias.any()
@@ -316,14 +364,38 @@ def test_slots_compute_the_logits_of_transformers(kind: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", TARGETS)
-def test_what_training_makes_exports_and_is_lossless(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_training_makes_exports_and_is_lossless(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, out = tmp_path / "target", tmp_path / "drafter"
     fields = TARGETS[kind].target | {"vocab_size": 2048, "num_hidden_layers": 2}
     RandomPair(fields, seed=3).make_target().save_pretrained(target)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO / "target" / name, target / name)
-    arguments = ["--target", str(target), "--out", str(out), "--data", __file__, "--tokens", "2000", "--steps", "2",
-                 "--window", "96", "--batch", "192", "--anchors", "64", "--threads", "1", "--dtype", "fp32", "--heads", "1"]  # fmt: skip
+    arguments = [
+        "--target",
+        str(target),
+        "--out",
+        str(out),
+        "--data",
+        __file__,
+        "--tokens",
+        "2000",
+        "--steps",
+        "2",
+        "--window",
+        "96",
+        "--batch",
+        "192",
+        "--anchors",
+        "64",
+        "--threads",
+        "1",
+        "--dtype",
+        "fp32",
+        "--heads",
+        "1",
+    ]
     assert training.main(arguments) == 0
     bundle = tmp_path / "bundle"
     argv = ["--ckpt", str(out), "--target", str(target), "--out", str(bundle), "--capacity", str(CAPACITY)]

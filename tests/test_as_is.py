@@ -1,4 +1,5 @@
-"""Codes of a target's checkpoint go over code for code: against the gguf package's parser, and transformers over the numbers."""
+"""Codes of a target's checkpoint go over code for code: against the gguf package's parser, and transformers over the
+numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,14 @@ from tests.pairs import RandomPair
 from tests.rounding import Rounding
 
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
     "num_hidden_layers": 3,
-}  # fmt: skip
+}
 KINDS: dict[str, dict[str, Any]] = {"Q8_0": {}, "Q4_0": {}, "mix": {}, "tied": {"tie_word_embeddings": True}}
 
 
@@ -39,8 +45,12 @@ def written(kind: str, folder: Path) -> tuple[Path, LlamaForCausalLM]:
     model = RandomPair({**SIZES, **KINDS[kind]}, seed=3).make_target()
     raw = dict[str, tuple[np.ndarray, str]]()
     if kind == "mix":  # as llama.cpp's mixes have it: other types for lm_head and for some layers
-        for name, own in (("lm_head.weight", "Q5_0"), ("model.layers.1.mlp.down_proj.weight", "Q4_1"), ("model.layers.2.self_attn.v_proj.weight", "Q8_0"),
-                          ("model.embed_tokens.weight", "Q8_0")):  # fmt: skip
+        for name, own in (
+            ("lm_head.weight", "Q5_0"),
+            ("model.layers.1.mlp.down_proj.weight", "Q4_1"),
+            ("model.layers.2.self_attn.v_proj.weight", "Q8_0"),
+            ("model.embed_tokens.weight", "Q8_0"),
+        ):
             raw[name] = quantize(model.state_dict()[name].numpy(), GGMLQuantizationType[own]), own
     base = {"mix": "Q4_0", "tied": "Q8_0"}.get(kind, kind)
     file = gguf_files.write(model, folder / "m.gguf", base, raw=raw)
@@ -58,14 +68,18 @@ def parsed(*argv: str) -> Any:
 
 def stored(bundle: Path) -> dict[str, Tensor]:
     """The parameters of the target's graph, found through the graph itself; its codes as MatMulNBits reads them."""
-    graph = onnx.load(bundle / Bundle(bundle).manifest.forms["cpu"].graphs["target"].file, load_external_data=False).graph
+    graph = onnx.load(
+        bundle / Bundle(bundle).manifest.forms["cpu"].graphs["target"].file, load_external_data=False
+    ).graph
     dtypes = {onnx.TensorProto.UINT8: torch.uint8, onnx.TensorProto.FLOAT: torch.float32}
     found = dict[str, Tensor]()
     for tensor in graph.initializer:
         place = {entry.key: entry.value for entry in tensor.external_data}
         if place:
             at = int(place["offset"]), int(place["length"])
-            found[tensor.name] = Location(place["location"], *at, dtypes[tensor.data_type], tuple(tensor.dims)).mapped(bundle)
+            found[tensor.name] = Location(place["location"], *at, dtypes[tensor.data_type], tuple(tensor.dims)).mapped(
+                bundle
+            )
     return found
 
 
@@ -74,12 +88,15 @@ def ggml_name(name: str) -> str:
 
 
 def rows_of_parser(file: Path, name: str, model: LlamaForCausalLM) -> tuple[np.ndarray, str] | None:
-    """A tensor's bytes by the gguf package's reader, q and k put back in Hugging Face's order by undoing the converter's permutation
-    row by row."""
+    """A tensor's bytes by the gguf package's reader, q and k put back in Hugging Face's order by undoing the
+    converter's permutation row by row."""
     tensor = next((t for t in GGUFReader(file).tensors if t.name == ggml_name(name)), None)
     if tensor is None:
         return None
-    raw, heads = np.array(tensor.data), {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    raw, heads = (
+        np.array(tensor.data),
+        {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads},
+    )
     if (count := heads.get(name.split(".")[-2])) and name.endswith("weight"):
         order = gguf_files.permuted(np.arange(len(raw)), count)
         raw = raw[[order.tolist().index(i) for i in range(len(raw))]]
@@ -108,14 +125,16 @@ def unpacked(codes: Tensor, bits: int) -> list[list[int]]:
     rows = []
     for row in codes.flatten(1).tolist():
         rows.append(
-            [byte - 128 for byte in row] if bits == 8 else [half - 8 for byte in row for half in (byte % 16, byte // 16)]
+            [byte - 128 for byte in row]
+            if bits == 8
+            else [half - 8 for byte in row for half in (byte % 16, byte // 16)]
         )
     return rows
 
 
 def rounding(model: LlamaForCausalLM, parameters: dict[str, Tensor]) -> LlamaForCausalLM:
-    """The model with the rows of its products rounded as the CPU rounds them: in the blocks of its stored scales, or those of the
-    checkpoint."""
+    """The model with the rows of its products rounded as the CPU rounds them: in the blocks of its stored scales, or
+    those of the checkpoint."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             scale = parameters.get(f"{name.removeprefix('model.')}.scale")
@@ -131,7 +150,9 @@ def apart(parameters: dict[str, Tensor], model: LlamaForCausalLM) -> dict[str, T
             if f".{whole}." in name:
                 module = f"model.{name.partition(f'.{whole}.')[0]}"
                 rows = [model.get_parameter(f"{module}.{part}.weight").shape[0] for part in parts]
-                found |= {name.replace(whole, part): own for part, own in zip(parts, found.pop(name).split(rows), strict=True)}
+                found |= {
+                    name.replace(whole, part): own for part, own in zip(parts, found.pop(name).split(rows), strict=True)
+                }
     return found
 
 
@@ -165,7 +186,13 @@ def exported(folder: Path, *argv: str) -> Path:
 
 def test_codes_of_short_rows_are_kept_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 32, where the CPU's int8 has blocks of 64."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 61}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 61,
+    }
     file = gguf_files.write(RandomPair(sizes).make_target(), tmp_path / "m.gguf", "Q8_0")
     assert cli.main(["--target", str(file), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -173,7 +200,9 @@ def test_codes_of_short_rows_are_kept_too(tmp_path: Path, capsys: pytest.Capture
     assert "Not quantized" not in said
 
 
-@pytest.mark.parametrize("kind", ["mix", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("tied", "Q8_0", "Q4_0"))])
+@pytest.mark.parametrize(
+    "kind", ["mix", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("tied", "Q8_0", "Q4_0"))]
+)
 def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, model = written(kind, tmp_path)
     bundle = exported(tmp_path, "--target", str(file), "--validate")
@@ -194,9 +223,9 @@ def test_a_gguf_s_codes_scales_and_logits(kind: str, tmp_path: Path, capsys: pyt
         values = dequantize(parameters[name], scale, bits)
         assert torch.equal(values, model.get_parameter(name if name == "lm_head.weight" else f"model.{name}")), name
     assert f"Kept: the checkpoint's codes and scales of {len(kept) - len(rounded) - 1} matrices" in said
-    assert ("Rounded to int8: layers.1.mlp.down_proj.weight and 1 more (Q4_1, Q5_0); the largest error is 0." in said) == bool(
-        rounded
-    )
+    assert (
+        "Rounded to int8: layers.1.mlp.down_proj.weight and 1 more (Q4_1, Q5_0); the largest error is 0." in said
+    ) == bool(rounded)
     with torch.no_grad():  # what is rounded to int8 is told the model, too
         for name in rounded:
             values = dequantize(parameters[name], parameters[name.replace("weight", "scale")], 8)
@@ -224,12 +253,20 @@ def test_the_default_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixt
     assert parsed("--target", str(file), "--weights", "as-is", "--backend", "cuda").dtype == torch.float16
     others = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "q5.gguf", "Q5_0")
     assert parsed("--target", str(others)).quantized == {}
-    assert len({plan.fingerprint() for plan in (as_is, floats, parsed("--target", str(file), "--weights", "int8"))}) == 3
+    assert (
+        len({plan.fingerprint() for plan in (as_is, floats, parsed("--target", str(file), "--weights", "int8"))}) == 3
+    )
     for argv, said in (
-        (["--target", str(file), "--backend", "tensorrt"], "not for tensorrt, which takes blocks of 64 numbers, and target"),
-        (["--target", str(file), "--backend", "migraphx", "--dtype", "bf16"], "has them in float16, not bfloat16: choose --dtype fp32"),
+        (
+            ["--target", str(file), "--backend", "tensorrt"],
+            "not for tensorrt, which takes blocks of 64 numbers, and target",
+        ),
+        (
+            ["--target", str(file), "--backend", "migraphx", "--dtype", "bf16"],
+            "has them in float16, not bfloat16: choose --dtype fp32",
+        ),
         (["--target", str(others)], "holds none (F32, Q5_0): choose int8 or int4"),
-    ):  # fmt: skip
+    ):
         assert cli.main([*argv, "--weights", "as-is", "--dry-run"]) == 1
         assert said in capsys.readouterr().err
     assert cli.main(["--target", str(file), "--weights", "int4", "--other-weights", "int8", "--dry-run"]) == 1
@@ -274,13 +311,25 @@ def test_a_drafter_reads_the_embedding_s_codes_unless_it_has_one_of_its_own(tmp_
 
 
 def test_codes_for_both_kinds_of_backend_beside_a_drafter(tmp_path: Path) -> None:
-    """MatMulNBits and DequantizeLinear read the same numbers. The drafter's own codes of the same lm_head are others."""
+    """MatMulNBits and DequantizeLinear read the same numbers. The drafter's own codes of the same lm_head are
+    others."""
     file, _ = written("mix", tmp_path)
     _, drafter = RandomPair(SIZES, heads=1, seed=3).write(tmp_path / "pair")
     plan = parsed(
-        "--ckpt", str(drafter), "--target", str(file), "--backend", "cpu", "migraphx", "--dtype", "fp32", "--weights", "as-is",
-        "--draft-weights", "int4",
-    )  # fmt: skip
+        "--ckpt",
+        str(drafter),
+        "--target",
+        str(file),
+        "--backend",
+        "cpu",
+        "migraphx",
+        "--dtype",
+        "fp32",
+        "--weights",
+        "as-is",
+        "--draft-weights",
+        "int4",
+    )
     places = _pack(plan, Packer(tmp_path / "out", plan.dtype, lambda _: None))
     one, two = (places[codes]["target"] for codes in (UNSIGNED, BACKENDS["migraphx"].codes))
     for name, scheme in plan.schemes(UNSIGNED)["target"].own.items():

@@ -1,4 +1,5 @@
-"""What every backend promises of its engines, on every one that can run where the tests are; the others are skipped by name."""
+"""What every backend promises of its engines, on every one that can run where the tests are; the others are skipped by
+name."""
 
 import importlib
 import re
@@ -26,8 +27,8 @@ from tests.seal import update
 
 ROWS, CAPACITY = 8, 200
 RUNNING = [("cpu", ""), ("migraphx", "ref"), ("migraphx", "gpu"), ("cuda", ""), ("tensorrt", "")]
-# Largest difference of two logits, relative to the largest one, that rounding to fp16 may turn around: twice the largest error
-# of fp16 logits over thousands of positions (docs/backends.md).
+# Largest difference of two logits, relative to the largest one, that rounding to fp16 may turn around: twice the
+# largest error of fp16 logits over thousands of positions (docs/backends.md).
 HALF = 2 * 4.7e-3
 
 
@@ -123,7 +124,9 @@ def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
 
 def test_an_input_without_a_buffer_is_refused(bench: Bench) -> None:
     with pytest.raises(GumihoError, match="input 'mask' has no buffer"):
-        bench.engine.bind({**bench.cache.bindings(bench.graph), "tokens": np.zeros(ROWS, np.int64), "depth": np.arange(ROWS)})
+        bench.engine.bind(
+            {**bench.cache.bindings(bench.graph), "tokens": np.zeros(ROWS, np.int64), "depth": np.arange(ROWS)}
+        )
 
 
 def test_a_closed_engine_is_refused(running: tuple[str, str], bundle: Path) -> None:
@@ -143,7 +146,9 @@ def ids(model: Model, prompt: list[int], count: int, speculate: bool = True) -> 
 
 
 def prompts(model: Model, lengths: tuple[int, ...]) -> list[list[int]]:
-    text = model.encode('def main(argv=None):\n    """Run the program."""\n    parser = argparse.ArgumentParser()\n' * 8)
+    text = model.encode(
+        'def main(argv=None):\n    """Run the program."""\n    parser = argparse.ArgumentParser()\n' * 8
+    )
     return [text[i : i + length] for i, length in enumerate(lengths)]
 
 
@@ -168,7 +173,9 @@ def test_an_odd_pairs_tokens_equal_the_cpus(running: tuple[str, str], make_bundl
             assert ids(model, prompt, 24) == ids(cpu, prompt, 24)
 
 
-def test_half_precision_differs_at_near_ties_only(running: tuple[str, str], bundle: Path, make_bundle: MakeBundle) -> None:
+def test_half_precision_differs_at_near_ties_only(
+    running: tuple[str, str], bundle: Path, make_bundle: MakeBundle
+) -> None:
     name, device = running
     if name == "cpu":
         pytest.skip("cpu computes in fp32")
@@ -221,7 +228,9 @@ def test_a_failed_compilation_leaves_nothing(running: tuple[str, str], bundle: P
     assert not [path for path in (copy / "engines").glob("*") if path.is_dir()]
 
 
-def test_an_interrupted_compilation_leaves_nothing(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_compilation_leaves_nothing(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns("engines"))
 
@@ -246,13 +255,16 @@ def test_compile_reports_what_it_needs_and_does(
     assert {"checking the bundle's files ...", "optimizing target ...", "replaying the golden run ..."} <= set(lines)
 
 
-@pytest.mark.parametrize(("name", "device", "message"), [
-    ("cpu", "0", "there is no device '0' of backend cpu"),
-    ("cuda", "", "onnxruntime-gpu"),
-    ("tensorrt", "", "needs the Python module 'tensorrt'"),
-    ("migraphx", "", "'migraphx'|libamdhip64"),
-    ("abacus", "", "there is no backend 'abacus': expected one of cpu, cuda, migraphx, tensorrt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("cpu", "0", "there is no device '0' of backend cpu"),
+        ("cuda", "", "onnxruntime-gpu"),
+        ("tensorrt", "", "needs the Python module 'tensorrt'"),
+        ("migraphx", "", "'migraphx'|libamdhip64"),
+        ("abacus", "", "there is no backend 'abacus': expected one of cpu, cuda, migraphx, tensorrt"),
+    ],
+)
 def test_what_cannot_run_says_what_is_missing(name: str, device: str, message: str) -> None:
     try:
         backend(name, device)
@@ -263,10 +275,13 @@ def test_what_cannot_run_says_what_is_missing(name: str, device: str, message: s
     assert re.search(message, reason), reason
 
 
-@pytest.mark.parametrize("said", [
-    "... Opset 24 is under development ... Current official support for domain ai.onnx is till opset 23.",  # 1.23
-    "... Could not find an implementation for TensorScatter(24) node with name 'node__symbolic_7'",  # 1.24
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        "... Opset 24 is under development ... Current official support for domain ai.onnx is till opset 23.",  # 1.23
+        "... Could not find an implementation for TensorScatter(24) node with name 'node__symbolic_7'",  # 1.24
+    ],
+)
 def test_an_onnxruntime_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """What those versions said of a quantized target for the CPU, word for word."""
 
@@ -298,8 +313,10 @@ def test_two_onnxruntimes_in_one_folder(
     distribution(first, "onnxruntime-gpu")
     importlib.invalidate_caches()
     message = (
-        rf"onnxruntime and onnxruntime-gpu are both installed in {first}/? and .*: pip uninstall -y onnxruntime onnxruntime-gpu, "
-        r"then, for an NVIDIA GPU, pip install 'onnxruntime-gpu\[cuda,cudnn\]>=1\.31' .*, or else pip install onnxruntime$"
+        rf"onnxruntime and onnxruntime-gpu are both installed in {first}/? and .*: pip uninstall -y onnxruntime "
+        rf"onnxruntime-gpu, "
+        r"then, for an NVIDIA GPU, pip install 'onnxruntime-gpu\[cuda,cudnn\]>=1\.31' .*, or else pip install "
+        r"onnxruntime$"
     )
     for name in ("cpu", "cuda"):
         with pytest.raises(GumihoError, match=message):
@@ -310,7 +327,9 @@ def test_two_onnxruntimes_in_one_folder(
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("weights", "mine", "expected"), [("int4", None, "1"), ("int4", "0", None), ("int8", None, None)])
+@pytest.mark.parametrize(
+    ("weights", "mine", "expected"), [("int4", None, "1"), ("int4", "0", None), ("int8", None, None)]
+)
 def test_int4_on_cuda_is_multiplied_as_it_is(
     demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, weights: str, mine: str | None, expected: str | None
 ) -> None:

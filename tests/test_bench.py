@@ -25,7 +25,10 @@ from tools.bench_setup import Prompt, tokenized
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("turns.jsonl", '{"id": 81, "category": "writing", "turns": ["one\\ntwo", "again"]}\n{"id": 82, "turns": ["three"]}\n'),
+        (
+            "turns.jsonl",
+            '{"id": 81, "category": "writing", "turns": ["one\\ntwo", "again"]}\n{"id": 82, "turns": ["three"]}\n',
+        ),
         ("prompts.jsonl", '{"prompt": "one\\ntwo"}\n\n{"prompt": "three"}\n'),
         ("texts.jsonl", '{"text": "one\\ntwo"}\n{"text": "three"}'),
     ],
@@ -37,8 +40,16 @@ def test_prompt_files(tmp_path: Path, name: str, content: str) -> None:
 
 def test_questions_go_through_the_chat_template_and_are_never_cut(tmp_path: Path) -> None:
     shutil.copytree(DEMO / "target", tmp_path / "target")
-    args = Namespace(pair=tmp_path, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=True, count=1, new_tokens=24, longest=300,
-                     contexts=None)  # fmt: skip
+    args = Namespace(
+        pair=tmp_path,
+        bundles=[],
+        prompts=[tmp_path / "a.jsonl"],
+        chat=True,
+        count=1,
+        new_tokens=24,
+        longest=300,
+        contexts=None,
+    )
     asked = ["word " * 500, "import os", "import re", "import json", "import abc"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
     with pytest.raises(InputError, match="no chat template: leave out --chat"):
@@ -54,18 +65,28 @@ def test_questions_go_through_the_chat_template_and_are_never_cut(tmp_path: Path
 
 
 def test_pieces_of_given_lengths(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"import {word} as name"}) + "\n" for word in range(50)))
-    args = Namespace(pair=DEMO, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=False, count=2, new_tokens=24, longest=60)
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"import {word} as name"}) + "\n" for word in range(50))
+    )
+    args = Namespace(
+        pair=DEMO, bundles=[], prompts=[tmp_path / "a.jsonl"], chat=False, count=2, new_tokens=24, longest=60
+    )
     args.contexts = [16, 5]
     prompts, tuning, cut = tokenized(args)
     assert [(prompt.set, prompt.number, len(prompt.ids)) for prompt in prompts] == [
-        ("5 positions", 0, 5), ("5 positions", 1, 5), ("16 positions", 0, 16), ("16 positions", 1, 16),
-    ]  # fmt: skip
+        ("5 positions", 0, 5),
+        ("5 positions", 1, 5),
+        ("16 positions", 0, 16),
+        ("16 positions", 1, 16),
+    ]
     assert ([len(prompt.ids) for prompt in tuning], cut) == ([5, 5], 0)
     tokenizer = Tokenizer.from_file(str(DEMO / "target/tokenizer.json"))
     whole = [token for word in range(50) for token in tokenizer.encode(f"import {word} as name").ids]
     assert prompts[2].ids + prompts[3].ids == whole[:32]
-    for contexts, said in (([61], "at most 60"), ([60], "needs 240 tokens of text for 2 prompts and 2 to choose settings")):
+    for contexts, said in (
+        ([61], "at most 60"),
+        ([60], "needs 240 tokens of text for 2 prompts and 2 to choose settings"),
+    ):
         args.contexts = contexts
         args.prompts = [tmp_path / "b.jsonl"]
         args.prompts[0].write_text('{"prompt": "import os"}\n')
@@ -87,8 +108,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def run(folder: Path) -> dict[str, dict[str, Any]]:
     (folder / "pair/target").mkdir(parents=True, exist_ok=True)
     (folder / "pair/target/config.json").write_text("{}")
-    args = Namespace(pair=folder / "pair", draft_model=None, envs=folder, models=folder / "models", out=folder, threads=1,
-                     new_tokens=5, rounds=2)  # fmt: skip
+    args = Namespace(
+        pair=folder / "pair",
+        draft_model=None,
+        envs=folder,
+        models=folder / "models",
+        out=folder,
+        threads=1,
+        new_tokens=5,
+        rounds=2,
+    )
     made = Bench(args)
     made.add("fake", fake_peer, fake_peer.ways())
     saved = list[int]()
@@ -106,7 +135,11 @@ def test_round_trip(found: dict[str, dict[str, Any]]) -> None:
         ("a", 1, 2),
         ("b", 0, 1),
     ]
-    assert [text["tokens"] for text in plain["texts"]] == [[8, 9, 10, 11, 12], [21, 22, 23, 24, 25], [31, 32, 33, 34, 35]]
+    assert [text["tokens"] for text in plain["texts"]] == [
+        [8, 9, 10, 11, 12],
+        [21, 22, 23, 24, 25],
+        [31, 32, 33, 34, 35],
+    ]
     assert plain["versions"] == {"fake": "1.0"}
     assert 1 < plain["peak_mb"] < 1000
 
@@ -157,7 +190,13 @@ def test_peers_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.Monk
 
 def whole(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     about = {"new tokens": 5}
-    return {"about": about, "prompts": {"a": 2, "b": 1}, "lengths": [], "reference": "plain", "ways": list(found.values())}
+    return {
+        "about": about,
+        "prompts": {"a": 2, "b": 1},
+        "lengths": [],
+        "reference": "plain",
+        "ways": list(found.values()),
+    }
 
 
 def test_without_memory_for_two_processes(
@@ -207,7 +246,8 @@ def texts(speeds: list[tuple[int, float]], factor: float = 1.0) -> list[dict[str
 
 @given(Speeds, st.floats(0.1, 10))
 def test_ratios(speeds: list[tuple[int, float]], factor: float) -> None:
-    """Everything faster by a factor is by that factor, whatever the texts are, and so are single texts that vary around it."""
+    """Everything faster by a factor is by that factor, whatever the texts are, and so are single texts that vary around
+    it."""
     plain, fast = texts(speeds), texts(speeds, factor)
     assert report.ratio(fast, plain) == pytest.approx(factor)
     assert report.speed(*plain) == pytest.approx(sum(n - 1 for n, _ in speeds) / sum(spent for _, spent in speeds))
@@ -231,15 +271,22 @@ def test_differences(ours: list[int], theirs: list[int]) -> None:
 def test_plots(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
     report.plot(whole(found), tmp_path)
     assert {file.name for file in tmp_path.glob("bench-*") if file.stat().st_size > 1000} == {
-        "bench-a.png", "bench-a.svg", "bench-b.png", "bench-b.svg", "bench-all-sets.png", "bench-all-sets.svg",
-    }  # fmt: skip
+        "bench-a.png",
+        "bench-a.svg",
+        "bench-b.png",
+        "bench-b.svg",
+        "bench-all-sets.png",
+        "bench-all-sets.svg",
+    }
 
 
 @pytest.mark.exhaustive
 def test_lengths_are_plotted_and_not_added_up(tmp_path: Path, found: dict[str, dict[str, Any]]) -> None:
     run = whole(found) | {"prompts": {"1 positions": 2, "7 positions": 1}, "lengths": [1, 7]}
     names_of = {"a": "1 positions", "b": "7 positions"}
-    run["ways"] = [{**way, "texts": [{**text, "set": names_of[text["set"]]} for text in way["texts"]]} for way in run["ways"]]
+    run["ways"] = [
+        {**way, "texts": [{**text, "set": names_of[text["set"]]} for text in way["texts"]]} for way in run["ways"]
+    ]
     report.plot(run, tmp_path)
     names = {"bench-1-positions", "bench-7-positions", "bench-lengths"}
     assert {file.stem for file in tmp_path.glob("bench-*") if file.stat().st_size > 1000} == names
@@ -268,7 +315,9 @@ def test_ours_beside_transformers(
     ways = json.loads((tmp_path / "bench.json").read_text())["ways"]
     target = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     ids = torch.tensor([Tokenizer.from_file(str(DEMO / "target/tokenizer.json")).encode("def read_lines(path):\n").ids])
-    wanted = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    wanted = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[
+        0, ids.shape[1] :
+    ]
     assert [way["texts"][0]["tokens"] for way in ways] == [wanted.tolist()] * 3
     assert ways[2]["texts"][0]["passes"] == 11
     shown = capsys.readouterr().out

@@ -52,15 +52,24 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a graph's file is outside": (lambda raw: graph(raw).update(file="../evil.onnx"), "which is not among the files"),
     "a file is outside": (lambda raw: moved(raw, "golden.npz", "../../etc/passwd"), "not a path inside the bundle"),
     "a file is absolute": (lambda raw: moved(raw, "golden.npz", "/etc/passwd"), "not a path inside the bundle"),
-    "a file is spelled in another way": (lambda raw: moved(raw, "golden.npz", "./golden.npz"), "not a path inside the bundle"),
+    "a file is spelled in another way": (
+        lambda raw: moved(raw, "golden.npz", "./golden.npz"),
+        "not a path inside the bundle",
+    ),
     "a file is an engine": (lambda raw: moved(raw, "golden.npz", "engines/x"), "not a path inside the bundle"),
     "a file has no name": (lambda raw: moved(raw, "golden.npz", ""), "not a path inside the bundle"),
     "no forms": (lambda raw: raw.update(forms={}), "forms is empty"),
     "a backend that is none": (lambda raw: raw["forms"].update(x=raw["forms"]["cpu"]), "forms.*'x', expected one of"),
     "a huge capacity": (lambda raw: raw.update(capacity=2**62), "capacity is .*expected 1 to"),
-    "a capacity the caches lack": (lambda raw: raw.update(capacity=9999), "caches of .* positions, expected 9999 or more"),
+    "a capacity the caches lack": (
+        lambda raw: raw.update(capacity=9999),
+        "caches of .* positions, expected 9999 or more",
+    ),
     "no chunk": (lambda raw: raw["forms"]["cpu"].update(chunk=0), "chunk is 0"),
-    "a chunk below the rows": (lambda raw: raw["forms"]["cpu"].update(static=True, chunk=4), "chunk is 4, expected 8 or more"),
+    "a chunk below the rows": (
+        lambda raw: raw["forms"]["cpu"].update(static=True, chunk=4),
+        "chunk is 4, expected 8 or more",
+    ),
     "another width": (lambda raw: raw.update(hidden=64), r"output is hidden float32 \['rows', 48\], expected hidden"),
     "another vocabulary": (lambda raw: raw.update(vocabulary=2049), "expected logits float32"),
     "another dtype": (lambda raw: raw.update(dtype="float16"), "expected .* float16"),
@@ -71,8 +80,14 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a truth value for a number": (lambda raw: raw.update(depth=True), "depth is True, expected a whole number"),
     "a cache of other heads": (lambda raw: graph(raw)["inputs"][4].update(shape=[1, 99, 128, 8]), "expected past_"),
     "a missing output": (lambda raw: graph(raw)["outputs"].pop(), "outputs are"),
-    "a symbol of no axis": (lambda raw: graph(raw)["inputs"][0].update(shape=["columns"]), "expected the name of an axis"),
-    "a later feature": (lambda raw: raw.update(requires=["ladder"]), "needs 'ladder', which this version does not know"),
+    "a symbol of no axis": (
+        lambda raw: graph(raw)["inputs"][0].update(shape=["columns"]),
+        "expected the name of an axis",
+    ),
+    "a later feature": (
+        lambda raw: raw.update(requires=["ladder"]),
+        "needs 'ladder', which this version does not know",
+    ),
     "a hash that is none": (lambda raw: raw["files"]["golden.npz"].update(sha256="0"), "expected one of|SHA-256"),
 }
 
@@ -122,7 +137,8 @@ def test_other_formats_are_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["weights/target.bin", "weights/draft.bin", "golden.npz", "graphs/cpu/target.onnx", "generation_config.json"]
+    "name",
+    ["weights/target.bin", "weights/draft.bin", "golden.npz", "graphs/cpu/target.onnx", "generation_config.json"],
 )
 @pytest.mark.parametrize("damage", ["zeros", "a bit", "cut off"])
 def test_damaged_files_are_refused_when_loading(copy: Path, name: str, damage: str) -> None:
@@ -132,12 +148,16 @@ def test_damaged_files_are_refused_when_loading(copy: Path, name: str, damage: s
     content = bytearray(file.read_bytes())
     middle = len(content) // 2
     content[middle] ^= 1
-    file.write_bytes({"zeros": bytes(len(content)), "a bit": bytes(content), "cut off": bytes(content[:middle])}[damage])
+    file.write_bytes(
+        {"zeros": bytes(len(content)), "a bit": bytes(content), "cut off": bytes(content[:middle])}[damage]
+    )
     with pytest.raises(GumihoError, match=name.rsplit("/")[-1]):
         load(copy)
 
 
-def test_large_files_are_sampled_when_loading_and_read_whole_when_asked(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_sampled_when_loading_and_read_whole_when_asked(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zeros show in a sample; a flipped bit between samples shows once every byte is read."""
     monkeypatch.setattr("runtime.bundle.hashes._READ_WHOLE", 0)
     file = copy / "weights/target.bin"

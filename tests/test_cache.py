@@ -20,10 +20,14 @@ def graph(name: str, layers: int, kv_heads: int, capacity: int, head_dim: int, r
 
     def tensors(prefix: str, positions: int) -> list[TensorSpec]:
         shape = (1, kv_heads, positions, head_dim)
-        return [TensorSpec(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")]
+        return [
+            TensorSpec(f"{prefix}_{part}.{i}", "float32", shape) for i in range(layers) for part in ("key", "value")
+        ]
 
     written = tensors("new", rows) if rows else tensors("present", capacity)
-    return Graph(name, 0, 0, "float32", (TensorSpec("tokens", "int64", ("rows",)), *tensors("past", capacity)), tuple(written))
+    return Graph(
+        name, 0, 0, "float32", (TensorSpec("tokens", "int64", ("rows",)), *tensors("past", capacity)), tuple(written)
+    )
 
 
 def write(device: Device, array: object, values: np.ndarray) -> None:
@@ -43,7 +47,9 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
     layers, heads, capacity, dim = (data.draw(st.integers(1, n)) for n in (3, 3, 40, 4))
     device, kept, stamp = make(), [], 0
     # Two graphs share the cache; each pass is made by either.
-    graphs = [graph(name, layers, heads, capacity, dim, rows if appends else None) for name, rows in (("a", ROWS), ("b", 4))]
+    graphs = [
+        graph(name, layers, heads, capacity, dim, rows if appends else None) for name, rows in (("a", ROWS), ("b", 4))
+    ]
     cache = KVCache(device, *graphs)
     names = [tensor.name for tensor in graphs[0].caches]
     while len(kept) < capacity and data.draw(st.booleans()):
@@ -71,13 +77,17 @@ def test_keeping_paths_equals_a_list(make: type[Host | Lazy], appends: bool, dat
 
 @given(st.data())
 def test_caches_of_any_length_keep_what_fits(data: st.DataObject) -> None:
-    """Whatever is asked for, in whatever order: positions stay where they were, and what is read beside them stays little."""
+    """Whatever is asked for, in whatever order: positions stay where they were, and what is read beside them stays
+    little."""
     layers, heads, dim = (data.draw(st.integers(1, 3)) for _ in range(3))
     capacity = data.draw(st.integers(1, 40 * BLOCK))
     spec = graph("x", layers, heads, capacity, dim)
-    spec = replace(spec, inputs=tuple(
-        replace(t, shape=(1, heads, "positions", dim)) if t.name.startswith("past") else t for t in spec.inputs
-    ))  # fmt: skip
+    spec = replace(
+        spec,
+        inputs=tuple(
+            replace(t, shape=(1, heads, "positions", dim)) if t.name.startswith("past") else t for t in spec.inputs
+        ),
+    )
     cache, kept = KVCache(Host(), spec, capacity=capacity), np.zeros((layers * 2 * heads, 0, dim), np.float32)
     assert cache.capacity == -(-capacity // BLOCK) * BLOCK
     assert spec.cache_bytes(capacity) == cache.capacity * layers * 2 * heads * dim * 4
@@ -92,7 +102,10 @@ def test_caches_of_any_length_keep_what_fits(data: st.DataObject) -> None:
         assert wanted <= positions <= min(cache.capacity, 2 * (wanted + 2 * BLOCK))
         assert (cache.moves == moves) == (cache.data is before)
         np.testing.assert_array_equal(cache.rows(kept.shape[1]), kept)
-        new = np.full((kept.shape[0], wanted - kept.shape[1], dim), stamp, np.float32) + np.arange(len(kept))[:, None, None]
+        new = (
+            np.full((kept.shape[0], wanted - kept.shape[1], dim), stamp, np.float32)
+            + np.arange(len(kept))[:, None, None]
+        )
         kept = np.concatenate((kept, new), axis=1)
         cache.data[:, :wanted] = kept
         for i, tensor in enumerate(spec.caches):

@@ -1,4 +1,5 @@
-"""Int4 codes with zero points, chosen by what the inputs of a matrix look like: against loops, brute force and transformers."""
+"""Int4 codes with zero points, chosen by what the inputs of a matrix look like: against loops, brute force and
+transformers."""
 
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from tests.pairs import RandomPair
 
 BLOCK = 32
 ZEROS = [Scheme(BLOCK, codes, zeros=True) for codes in (torch.uint8, torch.int8)]
-SMALL = RandomPair({"hidden_size": 96, "intermediate_size": 64, "vocab_size": 301, "attention_bias": True}, heads=1, seed=3)
+SMALL = RandomPair(
+    {"hidden_size": 96, "intermediate_size": 64, "vocab_size": 301, "attention_bias": True}, heads=1, seed=3
+)
 
 
 def numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -38,17 +41,26 @@ def error(values: Tensor, made: Tensor, importance: Tensor | None = None) -> flo
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 3), st.integers(2, 3), st.sampled_from(ZEROS), st.sampled_from([torch.float32, torch.float16]),
-    st.sampled_from(["normal", "positive", "negative", "zero", "small", "spike"]), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(2, 3),
+    st.sampled_from(ZEROS),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from(["normal", "positive", "negative", "zero", "small", "spike"]),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_codes_with_zero_points_against_loops(
     rows: int, blocks: int, scheme: Scheme, dtype: torch.dtype, kind: str, weighted: bool, seed: int
 ) -> None:
     values = numbers(rows, blocks * BLOCK, seed)
     values = {
-        "normal": values, "positive": values.abs(), "negative": -values.abs(), "zero": values * 0, "small": values * 1e-9,
+        "normal": values,
+        "positive": values.abs(),
+        "negative": -values.abs(),
+        "zero": values * 0,
+        "small": values * 1e-9,
         "spike": torch.where(values > 0.1, 3.0, values),
-    }[kind]  # fmt: skip
+    }[kind]
     importance = numbers(1, blocks * BLOCK, seed + 1)[0].square() if weighted else None
     codes, scale, zero = quantize(values, scheme, dtype, importance)
     assert (codes.shape, scale.shape) == scheme.shapes(tuple(values.shape))
@@ -63,7 +75,10 @@ def test_codes_with_zero_points_against_loops(
     for i in range(rows):
         for j in range(blocks):
             own = slice(j * BLOCK, (j + 1) * BLOCK)
-            block, counts = values[i, own].double(), (importance[own] if importance is not None else torch.ones(BLOCK)).double()
+            block, counts = (
+                values[i, own].double(),
+                (importance[own] if importance is not None else torch.ones(BLOCK)).double(),
+            )
             least = min(_brute(block, counts, steps, dtype) for steps in (13.0, 14.0, 15.0, 16.0, 17.0))
             assert error(block, made[i, own], counts) <= least * (1 + 1e-4) + 1e-20
     if kind == "zero":
@@ -134,7 +149,9 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
     inputs: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0][0].square().mean(0)}))
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: inputs.update({name: given[0][0].square().mean(0)})
+            )
     logits = model(ids[None]).logits[0]
     read: list[int] = []  # bytes
     found = observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), 20, True, read.append)
@@ -149,7 +166,8 @@ def test_what_is_observed_is_transformers_own(target: Path) -> None:
     assert sum(read) == 4 * matrices
     read.clear()
     few = observe(LoneTarget(Checkpoint(str(target), "target")), ids.tolist(), progress=read.append)
-    assert sum(read) == 4 * (matrices - model.lm_head.weight.numel())  # nobody asked for what only lm_head's numbers give
+    # nobody asked for what only lm_head's numbers give
+    assert sum(read) == 4 * (matrices - model.lm_head.weight.numel())
     assert few.moments.keys() == wanted.keys()
     assert not few.columns
     assert not few.logits.numel()
@@ -160,7 +178,9 @@ def test_which_exports_have_zero_points(target: Path) -> None:
         made = recipe_of(config_of(["--target", str(target), "--weights", "int4", "--capacity", "100", *options]))
         scheme = made.schemes(made.codes[0])["target"]["layers.0.mlp.up_proj.weight"]
         assert scheme is not None
-        assert scheme.zeros == made.zeros == any(name.endswith(".zero") for name in made.sources()["weights/target.bin"])
+        assert (
+            scheme.zeros == made.zeros == any(name.endswith(".zero") for name in made.sources()["weights/target.bin"])
+        )
         return made.zeros, made.how("target"), len(made.calibration)
 
     assert planned() == (True, "int4, blocks of 32 with zero points, lm_head int8", 100)
@@ -179,12 +199,18 @@ def test_another_text_is_another_plan(tmp_path: Path) -> None:
     assert len(np.unique(usual.calibration)) > 100
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--weights", "none"], "is for --weights int4 on cpu and cuda, and int8 and w8a8 on the CPU alone: leave it out"),
-    (["--weights", "int4", "--backend", "tensorrt"], "is for --weights int4 on cpu and cuda"),
-    (["--weights", "int4", "--calibrate", "nowhere"], "--calibrate nowhere cannot be read"),
-    (["--weights", "int4"], "has 1 tokens: give a text of 512 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--weights", "none"],
+            "is for --weights int4 on cpu and cuda, and int8 and w8a8 on the CPU alone: leave it out",
+        ),
+        (["--weights", "int4", "--backend", "tensorrt"], "is for --weights int4 on cpu and cuda"),
+        (["--weights", "int4", "--calibrate", "nowhere"], "--calibrate nowhere cannot be read"),
+        (["--weights", "int4"], "has 1 tokens: give a text of 512 or more"),
+    ],
+)
 def test_texts_that_cannot_be_used(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "short").write_text("")
     with pytest.raises(GumihoError, match=said):

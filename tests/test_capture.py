@@ -1,6 +1,7 @@
 """What ``exporter.tracing.capture`` records, against what ``torch.onnx.export`` makes of the same modules.
 
-The dialect ``Exact``, whose graphs divide integers, which PyTorch's exporter does as floats, is compared with loops in ``test_ops``.
+The dialect ``Exact``, whose graphs divide integers, which PyTorch's exporter does as floats, is compared with loops in
+``test_ops``.
 """
 
 import contextlib
@@ -79,17 +80,30 @@ def exported(module: Any, sizes: dict[str, int]) -> ir.Model:
     inputs, outputs = signature(module, torch.float32, sizes)
     dims = {d: torch.export.Dim(d) for _, _, axes in inputs for d in axes.values()}
     dynamic = arguments(module, {n: {a: dims[d] for a, d in axes.items()} or None for n, _, axes in inputs})
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         warnings.simplefilter("ignore")
         module.to_empty(device="cpu")
         examples = {name: torch.empty_like(example) for name, example, _ in inputs}
         program = torch.onnx.export(
-            module, tuple(arguments(module, examples)), dynamo=True, opset_version=module.ops.opset, optimize=False,
-            input_names=[name for name, _, _ in inputs], output_names=outputs, dynamic_shapes=tuple(dynamic),
-        )  # fmt: skip
+            module,
+            tuple(arguments(module, examples)),
+            dynamo=True,
+            opset_version=module.ops.opset,
+            optimize=False,
+            input_names=[name for name, _, _ in inputs],
+            output_names=outputs,
+            dynamic_shapes=tuple(dynamic),
+        )
     assert program is not None
-    names = {str(value.shape[axis]): axis_name for value, (_, _, axes) in zip(program.model.graph.inputs, inputs, strict=True)
-             for axis, axis_name in axes.items()}  # fmt: skip
+    names = {
+        str(value.shape[axis]): axis_name
+        for value, (_, _, axes) in zip(program.model.graph.inputs, inputs, strict=True)
+        for axis, axis_name in axes.items()
+    }
     for value in (*program.model.graph.inputs, *(out for node in program.model.graph for out in node.outputs)):
         value.shape = None if value.shape is None else ir.Shape([names.get(str(n), n) for n in value.shape])
     for value in program.model.graph.initializers.values():
@@ -99,7 +113,8 @@ def exported(module: Any, sizes: dict[str, int]) -> ir.Model:
 
 
 def meaning(model: ir.Model) -> dict[str, Any]:
-    """What each output is computed from, whatever the nodes' names and order are. Sizes may be read from any input that has them."""
+    """What each output is computed from, whatever the nodes' names and order are. Sizes may be read from any input that
+    has them."""
     fold_constants(model, onnx_shape_inference=True)
     passes.IdentityEliminationPass()(model)
     inputs = set(model.graph.inputs)
@@ -152,7 +167,11 @@ def meaning(model: ir.Model) -> dict[str, Any]:
             return own[0], str(node.outputs[0].shape)
         if node.op_type.startswith("Reduce"):
             return own[0], tuple(np.ravel(number(node.inputs[1])) % len(node.inputs[0].shape))
-        if node.op_type == "Slice" and node.inputs[0].shape is not None and (axis := number(node.inputs[3])) is not None:
+        if (
+            node.op_type == "Slice"
+            and node.inputs[0].shape is not None
+            and (axis := number(node.inputs[3])) is not None
+        ):
             axis = int(axis[0]) % len(node.inputs[0].shape)
             end, size = number(node.inputs[2]), node.inputs[0].shape[axis]
             last = own[2] if end is None else min(int(end[0]), size) if isinstance(size, int) else int(end[0])
@@ -189,7 +208,15 @@ class Sizes(nn.Module):
         table = torch.eye(3, dtype=torch.bool)
         ranges = torch.arange(rows + wide) // 3, torch.arange(wide // 3)
         ones = torch.ones(rows, 2, dtype=torch.bool) & torch.zeros(rows, 2, dtype=torch.bool)
-        return x.reshape(-1) + 1, *ranges, ones, torch.where(table, 1.5, 2.0), y.expand(rows, -1), torch.cat((y, y), dim=1), x
+        return (
+            x.reshape(-1) + 1,
+            *ranges,
+            ones,
+            torch.where(table, 1.5, 2.0),
+            y.expand(rows, -1),
+            torch.cat((y, y), dim=1),
+            x,
+        )
 
 
 def test_open_sizes_and_constants_in_onnxruntime() -> None:

@@ -1,4 +1,5 @@
-"""Conversations render, and texts encode, as with transformers' tokenizer of the target, on what the exporter writes of it."""
+"""Conversations render, and texts encode, as with transformers' tokenizer of the target, on what the exporter writes of
+it."""
 
 import json
 import re
@@ -34,10 +35,14 @@ from tests.pairs import RandomPair
 
 Message = dict[str, Any]
 SMALL: dict[str, Any] = {
-    "vocab_size": 1021, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "vocab_size": 1021,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
-# --- tokenizers of Llama's kinds ---------------------------------------------------------------------------------------
+# --- tokenizers of Llama's kinds --------------------------------------------------------------------------------------
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind; it's the fox's way.",
@@ -48,19 +53,26 @@ CORPUS = [
 HEADERS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # As in Llama 3's tokenizer.json.
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def byte_level() -> Tokenizer:
     """Llama 3's kind."""
     made = Tokenizer(models.BPE(ignore_merges=True))
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(vocab_size=500, special_tokens=list(HEADERS), initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=list(HEADERS), initial_alphabet=alphabet, show_progress=False
+        ),
     )
     begin = HEADERS[0], made.token_to_id(HEADERS[0])
     template = processors.TemplateProcessing(single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin])
@@ -81,7 +93,9 @@ def sentence_piece() -> Tokenizer:
     strip = decoders.Strip(" ", 1, 0)
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
     made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names[:3]])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
     return made
 
 
@@ -97,9 +111,11 @@ def added(content: str) -> dict[str, Any]:
 
 
 BEGIN_END = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-CLASSIC = {name: added(content) for name, content in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))}
-# What tokenizer_config.json says besides the template. transformers builds its own LlamaTokenizer from the vocabulary alone,
-# with another treatment of spaces than tokenizer.json says.
+CLASSIC = {
+    name: added(content) for name, content in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))
+}
+# What tokenizer_config.json says besides the template. transformers builds its own LlamaTokenizer from the vocabulary
+# alone, with another treatment of spaces than tokenizer.json says.
 KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
     "llama 3": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast", **BEGIN_END}),
     "llama 2": (sentence_piece, {"tokenizer_class": "LlamaTokenizer", "legacy": False, **CLASSIC}),
@@ -110,8 +126,10 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
 # --- templates --------------------------------------------------------------------------------------------------------
 
 LLAMA_2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
-    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = "
+    "messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in "
+    "loop_messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "{% if loop.index0 == 0 and system_message != false %}"
@@ -122,7 +140,8 @@ LLAMA_2 = (
 )
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
+    "'<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -185,51 +204,69 @@ LLAMA_3_2 = """{{- bos_token }}
 {%- endif %}
 """
 VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
-    "{% else %}{% set loop_messages = messages %}{% set system_message = 'A chat between a curious user and an artificial "
-    "intelligence assistant. The assistant gives helpful, detailed, and polite answers to the user\\'s questions.' %}{% endif %}"
-    "{{ bos_token + system_message }}{% for message in loop_messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'].strip() }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = "
+    "messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = 'A chat between a "
+    "curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite answers "
+    "to the user\\'s questions.' %}{% endif %}{{ bos_token + system_message }}{% for message in loop_messages %}{% if "
+    "(message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate "
+    "user/assistant/user/assistant/...') }}{% endif %}{% if message['role'] == 'user' %}{{ ' USER: ' + "
+    "message['content'].strip() }}{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + "
+    "message['content'].strip() + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' "
+    "}}{% endif %}"
 )
 MODELS = [
-    ("llama 3", LLAMA_3), ("llama 3", LLAMA_3_2), ("llama 2", LLAMA_2), ("llama 2, legacy", LLAMA_2), ("llama 2, file", LLAMA_2),
-    ("llama 2", VICUNA), ("llama 2, file", VICUNA),
-]  # fmt: skip
+    ("llama 3", LLAMA_3),
+    ("llama 3", LLAMA_3_2),
+    ("llama 2", LLAMA_2),
+    ("llama 2, legacy", LLAMA_2),
+    ("llama 2, file", LLAMA_2),
+    ("llama 2", VICUNA),
+    ("llama 2, file", VICUNA),
+]
 MODEL_IDS = ["llama 3", "llama 3.2", "llama 2", "llama 2, legacy", "llama 2, file", "vicuna", "vicuna, file"]
 
 FEATURES = {
     "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ messages | tojson(ensure_ascii=True) }}|"
-    "{{ messages[0] | tojson(sort_keys=True, separators=(',', ':')) }}|{{ '<&>\\'' | tojson }}|{{ messages[0] | tojson(True, 2) }}",
-    "generation": "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n    {% generation %}\n      {{ m.content }}\n"
-    "    {% endgeneration %}\n  {% else %}\n{{ m.content }}{% generation -%}  x  {%- endgeneration %}  y\n  {% endif %}\n{% endfor %}",
+    "{{ messages[0] | tojson(sort_keys=True, separators=(',', ':')) }}|{{ '<&>\\'' | tojson }}|{{ messages[0] | "
+    "tojson(True, 2) }}",
+    "generation": "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n    {% generation %}\n      {{ m.content "
+    "}}\n"
+    "    {% endgeneration %}\n  {% else %}\n{{ m.content }}{% generation -%}  x  {%- endgeneration %}  y\n  {% endif "
+    "%}\n{% endfor %}",
     "generation, scope": "{% set a = 'out' %}{% generation %}{{ a }}{% set a = 'in' %}{{ a }}{% endgeneration %}{{ a }}"
     "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}{% endfor %}",
-    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ loop.index }}{{ m.content }}"
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ loop.index }}{{ "
+    "m.content }}"
     "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}",
-    "namespace": "{% set ns = namespace(found=false, n=0, self='s') %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "namespace": "{% set ns = namespace(found=false, n=0, self='s') %}{% for m in messages %}{% if m.role == "
+    "'assistant' %}"
     "{% set ns.found = true %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ ns.found }} {{ ns.n }} {{ ns.self }}"
     "{% set given = namespace({'a': 1}, b=2) %}{{ given.a + given.b }}{{ given.missing is defined }}",
-    "macros": "{% macro turn(m, end='!') %}[{{ m.role }}: {{ caller() if caller else m.content }}{{ end }}]{% endmacro %}"
+    "macros": "{% macro turn(m, end='!') %}[{{ m.role }}: {{ caller() if caller else m.content }}{{ end }}]{% endmacro "
+    "%}"
     "{% for m in messages %}{{ turn(m) }}{{ turn(m, end=eos_token) }}{% call turn(m) %}called{% endcall %}{% endfor %}",
     "blocks": "\n  {# a comment #}\n  {% for m in messages %}\n    {% if loop.first %}\n   first\n    {% endif %}\n"
     "\t{{ m.role }}\n  {%- if loop.last -%}\n  last\n  {%+ endif %}\n  {% endfor %}\n\n  text  \n\n",
     "carriage returns": "{% for m in messages %}\r\n{{ m.content }}\r\n  {% endfor %}\r\nend\r\n",
-    "variables": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token is defined }}{{ additional_special_tokens is defined }}"
-    "{{ extra_special_tokens is defined }}{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ nothing }}"
-    "{{ chat_template is defined }}{{ tokenizer_class is defined }}{{ padding_side is defined }}",
-    "dict": "{% set d = dict(a=1, **{'b': 2}) %}{{ d | tojson }}{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([('x', 1)]).x }}"
+    "variables": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token is defined }}{{ additional_special_tokens "
+    "is defined }}"
+    "{{ extra_special_tokens is defined }}{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ "
+    "nothing }}{{ chat_template is defined }}{{ tokenizer_class is defined }}{{ padding_side is defined }}",
+    "dict": "{% set d = dict(a=1, **{'b': 2}) %}{{ d | tojson }}{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([('x', "
+    "1)]).x }}"
     "{{ dict.mro is defined }}{{ dict.keys is defined }}",
-    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
-    "{% for m in messages if m.content is string %}{{ m.content | trim | upper | replace('A', '&') }}{% endfor %}{{ 1.0 / 3 }}",
-    "slices": "{{ messages[::-1][0].content }}{{ messages[-1]['role'] }}{{ messages[0].get('name', 'none') }}{{ 'name' in messages[0] }}"
+    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') "
+    "| list | length }}"
+    "{% for m in messages if m.content is string %}{{ m.content | trim | upper | replace('A', '&') }}{% endfor %}{{ "
+    "1.0 / 3 }}",
+    "slices": "{{ messages[::-1][0].content }}{{ messages[-1]['role'] }}{{ messages[0].get('name', 'none') }}{{ 'name' "
+    "in messages[0] }}"
     "{{ (messages | first).content[:3] }}{{ messages[0].items() | list }}",
     "formats": "{{ '{0.role} {1}'.format(messages[0], 5) }}{{ '%s-%d' | format('a', 3) }}{{ '%5.2f' % 3.14159 }}",
-    "unsafe, unused": "{{ messages.__class__ }}{{ messages[0]._x }}{{ ''['__class__'] }}{{ messages.append is defined }}",
-    "thoughts": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}|{{ m | tojson }}{% endfor %}",
+    "unsafe, unused": "{{ messages.__class__ }}{{ messages[0]._x }}{{ ''['__class__'] }}{{ messages.append is defined "
+    "}}",
+    "thoughts": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}|{{ m | tojson "
+    "}}{% endfor %}",
     "undefined": "{{ messages[0].missing }}{{ messages[7].content }}",
     "concatenated": "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}",
     "division": "{{ messages | length / (messages | length - 1) }}",
@@ -272,7 +309,10 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "content is a list": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": None}]}],
     "content is a number": said(5, 0.1),
     "a thought": [*said("Hi"), {"role": "assistant", "content": "Hello", "thinking": "A greeting.", "name": "A"}],
-    "another thought": [{"reasoning": "why", "role": "user", "content": "x"}, {"reasoning_content": "", "role": "assistant"}],
+    "another thought": [
+        {"reasoning": "why", "role": "user", "content": "x"},
+        {"reasoning_content": "", "role": "assistant"},
+    ],
 }
 
 
@@ -302,7 +342,8 @@ Export = Callable[..., Exported]
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """(tokenizer, its configuration, chat_template.jinja or "", templates by name with "" for that file, {file: its content}) -> both sides."""
+    """(tokenizer, its configuration, chat_template.jinja or "", templates by name with "" for that file, {file: its
+    content}) -> both sides."""
     pair = tmp_path_factory.mktemp("pair")
     RandomPair(SMALL, heads=2).write(pair)
 
@@ -358,7 +399,8 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(sides: Exported, messages: Sequence[Message], prompt: bool) -> str:
-    """Asserts that both render, and encode, the same, or fail with the same words. Returns the text, or "" for those."""
+    """Asserts that both render, and encode, the same, or fail with the same words. Returns the text, or "" for
+    those."""
     ours = sides.template
     try:
         expected = sides.theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -400,7 +442,9 @@ def test_what_a_template_renders() -> None:
 
     assert rendered(LLAMA_2, "system") == "<s>[INST] <<SYS>>\nYou are terse.\n\n<</SYS>>\n\nWho are you? [/INST]"
     assert rendered(VICUNA, "system") == "<s>You are terse.\n USER: Who are you? ASSISTANT:"
-    assert rendered(LLAMA_3, "edges", False).startswith("<s><|start_header_id|>user<|end_header_id|>\n\ntwo  spaces<|eot_id|>")
+    assert rendered(LLAMA_3, "edges", False).startswith(
+        "<s><|start_header_id|>user<|end_header_id|>\n\ntwo  spaces<|eot_id|>"
+    )
     assert "Today Date: 09 May 2031\n" in rendered(LLAMA_3_2, "one turn")
     assert '"parameters": {"city": "Zürich", "days": [1, 2.5]}' in rendered(LLAMA_3_2, "a tool")
     assert rendered(FEATURES["loop controls"], "system, five turns") == "2a3b"
@@ -413,7 +457,21 @@ CONTENTS = st.lists(
     st.text(max_size=8)
     | st.text(" \n\t▁aA", max_size=4)
     | st.sampled_from(
-        ["the dog", *HEADERS, "<s>", "</s>", "<unk>", "<0x41>", "<|eot_id", "🦊", "e\u0301", "\u200d", "日本", " ", "  "]
+        [
+            "the dog",
+            *HEADERS,
+            "<s>",
+            "</s>",
+            "<unk>",
+            "<0x41>",
+            "<|eot_id",
+            "🦊",
+            "e\u0301",
+            "\u200d",
+            "日本",
+            " ",
+            "  ",
+        ]
     ),
     max_size=6,
 ).map("".join)
@@ -425,13 +483,15 @@ JUMBLED = st.lists(MESSAGE, min_size=1, max_size=4)
 @pytest.mark.parametrize(("name", "template"), MODELS, ids=MODEL_IDS)
 @given(messages=SPOKEN | JUMBLED, system=st.booleans(), prompt=st.booleans())
 @example(said("a <", "[INS", "</s>"[:3] + " "), False, True)  # which read like beginnings of special tokens
-def test_any_conversation(kind: Any, name: str, template: str, messages: list[Message], system: bool, prompt: bool) -> None:
+def test_any_conversation(
+    kind: Any, name: str, template: str, messages: list[Message], system: bool, prompt: bool
+) -> None:
     sides, messages = kind(name, template), SYSTEM * system + messages
     if compare(sides, messages, prompt):
         assert_no_control(sides, messages, prompt)
 
 
-# --- special tokens that contents spell ----------------------------------------------------------------------------------
+# --- special tokens that contents spell -------------------------------------------------------------------------------
 
 
 def special(sides: Exported, assistant: str = "") -> SpecialTokens:
@@ -441,13 +501,16 @@ def special(sides: Exported, assistant: str = "") -> SpecialTokens:
     )
 
 
-def ids_of(sides: Exported, tokens: SpecialTokens, messages: Sequence[Message], prompt: bool = True, **more: Any) -> list[int]:
+def ids_of(
+    sides: Exported, tokens: SpecialTokens, messages: Sequence[Message], prompt: bool = True, **more: Any
+) -> list[int]:
     text, tokenizer = tokens.unmarked(sides.template.render(messages, prompt, written=tokens.marked, **more))
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def assert_no_control(sides: Exported, messages: Sequence[Message], prompt: bool) -> None:
-    """The ids are transformers' for the text between the template's special tokens, each part of it with ``split_special_tokens``."""
+    """The ids are transformers' for the text between the template's special tokens, each part of it with
+    ``split_special_tokens``."""
     known = [token.content for token in sides.tokenizer.get_added_tokens_decoder().values()]
     found = re.compile("|".join(map(re.escape, known)))
     hidden = {content: chr(0xE000 + i) for i, content in enumerate(known)}
@@ -467,7 +530,8 @@ def assert_no_control(sides: Exported, messages: Sequence[Message], prompt: bool
             piece = piece.replace(character, content)
         before = "\n" if first and expected else ""
         ids = [
-            sides.theirs(one, add_special_tokens=False, split_special_tokens=True).input_ids for one in (before, before + piece)
+            sides.theirs(one, add_special_tokens=False, split_special_tokens=True).input_ids
+            for one in (before, before + piece)
         ]
         expected += ids[1][len(ids[0]) :]
     assert ids_of(sides, special(sides), messages, prompt) == expected
@@ -475,7 +539,8 @@ def assert_no_control(sides: Exported, messages: Sequence[Message], prompt: bool
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_earlier_turn_is_the_beginning_of_a_later_one(kind: Any, name: str) -> None:
-    """With and without special tokens in contents, which are encoded by different tokenizers, so that caches are used again."""
+    """With and without special tokens in contents, which are encoded by different tokenizers, so that caches are used
+    again."""
     template = LLAMA_3.replace("<|eot_id|>", "</s>") if "2" in name else LLAMA_3
     sides, tokens = kind(name, template), special(kind(name, template), "</s>" if "2" in name else "<|eot_id|>")
     messages = said("one", "1", "two </s><|eot_id|>", "2 </s><|eot_id|>", "three")
@@ -495,13 +560,31 @@ WRITTEN: dict[str, tuple[str, list[Message], dict[str, Any]]] = {
     "json in ASCII": ("{{ bos_token }}{{ messages | tojson(True) }}", said(f"é🦊{EOT}\x7f"), {}),
     "parts": (
         "{{ bos_token }}{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
-        [{"role": "user", "content": [{"type": "text", "text": text} for text in ("a<|eot", "_id|>", "<|eot_id ", "|>")]}], {},
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": text} for text in ("a<|eot", "_id|>", "<|eot_id ", "|>")],
+            }
+        ],
+        {},
     ),
-    "trimmed ends": ("{{ bos_token }}{{ messages[0].content | trim }}{{ messages[1].content }}", said("<|eot_ \n", "id|>"), {}),
+    "trimmed ends": (
+        "{{ bos_token }}{{ messages[0].content | trim }}{{ messages[1].content }}",
+        said("<|eot_ \n", "id|>"),
+        {},
+    ),
     "overlapping": ("{{ bos_token }}{{ messages[0].content }}", said("<|eot_id|><|eot_id|>|eot_id|>"), {}),
-    "lower": ("{{ bos_token }}{{ messages[0].content | lower }}{{ messages[0].content | length }}", said(f"A{EOT}"), {}),
-    "cut": ("{{ bos_token }}{{ messages[0].content[:12] }}{{ messages[0].content | truncate(9, True) }}", said(f"A{EOT}{EOT}"), {}),
-}  # fmt: skip
+    "lower": (
+        "{{ bos_token }}{{ messages[0].content | lower }}{{ messages[0].content | length }}",
+        said(f"A{EOT}"),
+        {},
+    ),
+    "cut": (
+        "{{ bos_token }}{{ messages[0].content[:12] }}{{ messages[0].content | truncate(9, True) }}",
+        said(f"A{EOT}{EOT}"),
+        {},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRITTEN)
@@ -571,7 +654,10 @@ def test_models_that_know_special_tokens_as_words(model: str) -> None:
 def test_any_text_has_transformers_ids(kind: Any, name: str, text: str) -> None:
     sides = kind(name, "")
     assert sides.tokenizer.encode(text).ids == sides.theirs(text).input_ids
-    assert sides.tokenizer.encode(text, add_special_tokens=False).ids == sides.theirs(text, add_special_tokens=False).input_ids
+    assert (
+        sides.tokenizer.encode(text, add_special_tokens=False).ids
+        == sides.theirs(text, add_special_tokens=False).input_ids
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -593,7 +679,7 @@ def test_a_tokenizer_that_cuts_and_fills_texts(export: Export) -> None:
     compare(sides, CONVERSATIONS["system, five turns"], True)
 
 
-# --- special tokens ----------------------------------------------------------------------------------------------------
+# --- special tokens ---------------------------------------------------------------------------------------------------
 
 SHOWN = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ pad_token }}|{{ mask_token }}|{{ image_token }}|{{ img }}"
 LLAMA = {"tokenizer_class": "LlamaTokenizer"}
@@ -613,7 +699,11 @@ FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
             {"bos_token": "<unk>", "eos_token": "</s>"},
             "<s>||||||",
         ),
-        (FAST | {"image_token": "<i>", "mask_token": "<m>", "extra_special_tokens": {"img": "<j>"}}, None, "||||<m>|<i>|<j>"),
+        (
+            FAST | {"image_token": "<i>", "mask_token": "<m>", "extra_special_tokens": {"img": "<j>"}},
+            None,
+            "||||<m>|<i>|<j>",
+        ),
         (FAST | {"additional_special_tokens": ["<x>", "<y>"]}, None, "||||||"),
     ],
     ids=["class", "class, config", "none", "text", "map", "map, not read", "named", "additional"],
@@ -630,7 +720,11 @@ def test_special_tokens(export: Export, config: dict[str, Any], special: Any, sh
     [
         (CLASSIC, None, "<s>|</s>|<unk>||||"),
         ({"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": None}, None, "<a>|<b>|||||"),
-        ({"bos_token": "<a>", "eos_token": "<b>"}, {"eos_token": "<c>", "img": "<d>", "pad_token": [1]}, "<a>|<c>|||||<d>"),
+        (
+            {"bos_token": "<a>", "eos_token": "<b>"},
+            {"eos_token": "<c>", "img": "<d>", "pad_token": [1]},
+            "<a>|<c>|||||<d>",
+        ),
         (None, {"bos_token": {"content": "<a>"}}, "<a>||||||"),
         ({"bos_token": {}, "add_bos_token": True}, {}, "||||||"),
     ],
@@ -674,14 +768,18 @@ CONFIGURED = "in the configuration"
         ("", {"": "\r\n in the file\r\n\n"}, "\n in the file\n", "\n in the file\n"),
         ("", {}, "", ""),
     ],
-)  # fmt: skip
-def test_which_template(export: Export, config: Any, files: dict[str, str], shows: str | None, with_tools: str | None) -> None:
+)
+def test_which_template(
+    export: Export, config: Any, files: dict[str, str], shows: str | None, with_tools: str | None
+) -> None:
     sides = export(byte_level(), {**KINDS["llama 3"][1], "chat_template": config}, templates=files)
     for tools, expected in ((None, shows), ([], with_tools), ([{"name": "f"}], with_tools)):
         if expected is None:
             with pytest.raises(ValueError, match="no default"):
                 sides.theirs.apply_chat_template(said("x"), tools=tools, tokenize=False)
-            with pytest.raises(GumihoError, match=r"only templates named .*rag.*: write the one to use to chat_template.jinja"):
+            with pytest.raises(
+                GumihoError, match=r"only templates named .*rag.*: write the one to use to chat_template.jinja"
+            ):
                 sides.template.render(said("x"), tools=tools)
         else:
             assert sides.theirs.apply_chat_template(said("x"), tools=tools, tokenize=False) == expected
@@ -692,9 +790,16 @@ PARTS = {
     "a string": (LLAMA_3, False),
     "printed": ("{{ messages[0].content }}", False),
     "as json": ("{{ messages[0].content | tojson }}", False),
-    "either": ("{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}{% for p in c %}[{{ p.text }}]{% endfor %}{% endif %}", True),
-    "parts only": ("{% for p in messages[0].content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}", True),
-}  # fmt: skip
+    "either": (
+        "{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}{% for p in c %}[{{ p.text }}]{% endfor "
+        "%}{% endif %}",
+        True,
+    ),
+    "parts only": (
+        "{% for p in messages[0].content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -717,7 +822,7 @@ def test_no_template(tmp_path: Path) -> None:
     assert ChatTemplate.of(tmp_path) is None
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "template"), [("llama 2", LLAMA_2), ("llama 2", VICUNA)], ids=["llama 2", "vicuna"])
@@ -778,7 +883,10 @@ def test_no_conversation(messages: Any, says: str) -> None:
 
 
 def test_variables_are_those_that_transformers_passes_on(kind: Any) -> None:
-    text = "{{ bos_token }}{% if enable_thinking is defined and enable_thinking is false %}<quick>{% endif %}{{ extra | tojson }}{{ messages[0].content }}"
+    text = (
+        "{{ bos_token }}{% if enable_thinking is defined and enable_thinking is false %}<quick>{% endif %}{{ extra | "
+        "tojson }}{{ messages[0].content }}"
+    )
     sides = kind("llama 3", text)
     for variables in (
         {"extra": 1},
@@ -842,16 +950,31 @@ def test_the_line_that_does_not_parse(tmp_path: Path) -> None:
         ({"tokenizer_config.json": b'{"chat_template": "\xff"}'}, "tokenizer_config.json cannot be read"),
         ({"tokenizer_config.json": b'["x"]'}, "tokenizer_config.json is damaged .*not a JSON object"),
         ({"tokenizer_config.json": b"[" * 100_000}, "tokenizer_config.json is damaged"),
-        ({"tokenizer_config.json": b'{"chat_template": 5}'}, r"tokenizer_config.json has 5 as its chat template 'default', expected a text: correct it$"),
-        ({"tokenizer_config.json": b'{"chat_template": ["x"]}'}, r'json has "x" among its chat templates, expected a name and a template: correct it$'),
-        ({"tokenizer_config.json": b'{"chat_template": [{"name": "default"}]}'}, r'json has {"name": "default"} among its chat templates, expected'),
-        ({"tokenizer_config.json": b'{"chat_template": [{"name": "default", "template": 5}]}'}, "has 5 as its chat template 'default', expected a text"),
-        ({"chat_template.jinja": b"x", "additional_chat_templates/tool_use.jinja": b"{{"}, "tool_use.jinja does not parse"),
+        (
+            {"tokenizer_config.json": b'{"chat_template": 5}'},
+            r"tokenizer_config.json has 5 as its chat template 'default', expected a text: correct it$",
+        ),
+        (
+            {"tokenizer_config.json": b'{"chat_template": ["x"]}'},
+            r'json has "x" among its chat templates, expected a name and a template: correct it$',
+        ),
+        (
+            {"tokenizer_config.json": b'{"chat_template": [{"name": "default"}]}'},
+            r'json has {"name": "default"} among its chat templates, expected',
+        ),
+        (
+            {"tokenizer_config.json": b'{"chat_template": [{"name": "default", "template": 5}]}'},
+            "has 5 as its chat template 'default', expected a text",
+        ),
+        (
+            {"chat_template.jinja": b"x", "additional_chat_templates/tool_use.jinja": b"{{"},
+            "tool_use.jinja does not parse",
+        ),
         ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja cannot be read"),
         ({"chat_template.jinja": b"x", "special_tokens_map.json": b"{"}, "special_tokens_map.json is damaged"),
         ({"chat_template.jinja": b"x", "tokenizer_config.json": b"{"}, "tokenizer_config.json is damaged"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(tmp_path: Path, files: dict[str, bytes], says: str) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -867,5 +990,8 @@ def test_a_template_is_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_needs_no_transformers() -> None:
-    check = "import sys, runtime.decoding.text.chat_template; assert not {'transformers', 'torch', 'onnx'} & sys.modules.keys()"
+    check = (
+        "import sys, runtime.decoding.text.chat_template; assert not {'transformers', 'torch', 'onnx'} & "
+        "sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,4 +1,5 @@
-"""Every layout on disk gives the same tensors under the same names, lazily; configurations in every spelling mean the same."""
+"""Every layout on disk gives the same tensors under the same names, lazily; configurations in every spelling mean the
+same."""
 
 import json
 import math
@@ -27,7 +28,13 @@ from exporter.checkpoints.checkpoint import Checkpoint
 from exporter.checkpoints.hub import locate, target_of
 from exporter.checkpoints.json_config import llama_fields
 from exporter.checkpoints.llama import LlamaConfig as OurConfig
-from exporter.checkpoints.llama import inverse_frequencies, llama_config, llama_shape, rotary_tables, transformers_config
+from exporter.checkpoints.llama import (
+    inverse_frequencies,
+    llama_config,
+    llama_shape,
+    rotary_tables,
+    transformers_config,
+)
 from runtime.errors import GumihoError
 from tests import peak
 from tests.conftest import examples
@@ -37,7 +44,8 @@ State = dict[str, Tensor]
 # The hub's client is built on httpx or httpx2, by version: the one its own errors derive from.
 httpx = sys.modules[next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError").__module__.split(".")[0]]
 SMALL = RandomPair(
-    {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}, heads=2
+    {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
+    heads=2,
 )
 
 
@@ -126,7 +134,7 @@ def same(found: Checkpoint, expected: State) -> None:
         assert torch.equal(read, tensor), name
 
 
-# --- layouts -----------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,9 @@ def test_entries_that_are_no_tensors_are_ignored(tmp_path: Path, drafter_state: 
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_a_slice_is_the_rows_asked_for(tmp_path: Path, drafter_state: State, container: Callable[[Path, State], None]) -> None:
+def test_a_slice_is_the_rows_asked_for(
+    tmp_path: Path, drafter_state: State, container: Callable[[Path, State], None]
+) -> None:
     found = Checkpoint(str(folder_of(tmp_path, drafter_state, container)), "drafter")
     expected = drafter_state["embed_tokens.weight"]
     assert torch.equal(found.read("embed_tokens.weight", 7, 19), expected[7:19])
@@ -207,7 +217,7 @@ def test_a_safetensors_file_is_preferred_to_a_bin(tmp_path: Path, drafter_state:
     same(Checkpoint(str(folder_of(tmp_path, drafter_state, safetensors_file)), "drafter"), drafter_state)
 
 
-# --- laziness ----------------------------------------------------------------------------------------------------------
+# --- laziness ---------------------------------------------------------------------------------------------------------
 
 _CHILD = """
 from exporter.checkpoints.checkpoint import Checkpoint
@@ -245,12 +255,20 @@ def test_a_big_file_is_opened_and_read_without_holding_it(tmp_path: Path) -> Non
     assert int(grown) < 32 * 1024, f"{grown} KiB"
 
 
-# --- configurations ----------------------------------------------------------------------------------------------------
+# --- configurations ---------------------------------------------------------------------------------------------------
 
 BASE: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPES: dict[str, tuple[dict[str, Any], ...]] = {
     "plain": (
@@ -326,9 +344,12 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(1, 4))
     raw: dict[str, Any] = {
-        "hidden_size": 2 * heads * draw(st.integers(1, 128)), "intermediate_size": draw(st.integers(1, 1 << 24)),
-        "num_hidden_layers": draw(st.integers(1, 1 << 16)), "num_attention_heads": heads, "vocab_size": draw(st.integers(1, 1 << 24)),
-    }  # fmt: skip
+        "hidden_size": 2 * heads * draw(st.integers(1, 128)),
+        "intermediate_size": draw(st.integers(1, 1 << 24)),
+        "num_hidden_layers": draw(st.integers(1, 1 << 16)),
+        "num_attention_heads": heads,
+        "vocab_size": draw(st.integers(1, 1 << 24)),
+    }
     theta = st.one_of(st.integers(1, 10**15), st.floats(1, 1e15))
     factor = st.one_of(st.integers(1, 10**9), st.floats(1, 1e9))
     rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3"]))}
@@ -339,11 +360,17 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         rope |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.floats(1.01, 64))}
         rope |= draw(st.fixed_dictionaries({}, optional={"original_max_position_embeddings": st.integers(1, 1 << 31)}))
     optional: dict[str, st.SearchStrategy[Any]] = {
-        "num_key_value_heads": st.sampled_from([kv_heads, None]), "head_dim": st.sampled_from([2, 4, 64, 96, 128, 250, None]),
-        "max_position_embeddings": st.integers(1, 1 << 31), "rms_norm_eps": st.floats(1e-12, 0.1),
-        "tie_word_embeddings": st.booleans(), "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "rope_theta": theta,
-        "rope_parameters": st.just(rope), "rope_scaling": st.just(rope),
-    }  # fmt: skip
+        "num_key_value_heads": st.sampled_from([kv_heads, None]),
+        "head_dim": st.sampled_from([2, 4, 64, 96, 128, 250, None]),
+        "max_position_embeddings": st.integers(1, 1 << 31),
+        "rms_norm_eps": st.floats(1e-12, 0.1),
+        "tie_word_embeddings": st.booleans(),
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "rope_theta": theta,
+        "rope_parameters": st.just(rope),
+        "rope_scaling": st.just(rope),
+    }
     return raw | draw(st.fixed_dictionaries({}, optional=optional))
 
 
@@ -415,7 +442,8 @@ def test_vllms_nested_configuration_means_the_same(tmp_path: Path) -> None:
     flat = BASE | ROPES["llama3"][0] | {"head_dim": 32}
     nested = {"architectures": ["GumihoModel"], "model_type": "gumiho", "truncated_vocab_size": 61, "model": flat}
     configs = [
-        llama_config(configured(tmp_path / name, config, "drafter")) for name, config in (("flat", flat), ("nested", nested))
+        llama_config(configured(tmp_path / name, config, "drafter"))
+        for name, config in (("flat", flat), ("nested", nested))
     ]
     assert llama_shape(configs[0]) == llama_shape(configs[1])
     for mine, theirs in zip(*(rotary_tables(c, 9) for c in configs), strict=True):
@@ -442,7 +470,7 @@ def test_shapes(tmp_path: Path, extra: dict[str, Any], expected: tuple[Any, ...]
     assert (shape.vocabulary, shape.hidden, shape.intermediate, shape.layers, shape.eps) == (61, 64, 96, 1, 1e-5)
 
 
-# --- sources -----------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 RELEASED = [
     ("amd/Gumiho-vicuna-7b", "lmsys/vicuna-7b-v1.3"),
@@ -491,15 +519,19 @@ def test_a_file_is_no_source(tmp_path: Path) -> None:
 _REQUEST = httpx.Request("GET", "https://huggingface.co/api/models/owner/name")
 HUB_FAILURES = {
     "offline": (LocalEntryNotFoundError("cannot find the files on disk"), "cannot be reached: name a local folder"),
-    "gated": (GatedRepoError("403", response=httpx.Response(403, request=_REQUEST)), "accept the licence of 'owner/name'"),
+    "gated": (
+        GatedRepoError("403", response=httpx.Response(403, request=_REQUEST)),
+        "accept the licence of 'owner/name'",
+    ),
     "missing": (
-        RepositoryNotFoundError("404", response=httpx.Response(404, request=_REQUEST)), "the hub has no model 'owner/name'",
+        RepositoryNotFoundError("404", response=httpx.Response(404, request=_REQUEST)),
+        "the hub has no model 'owner/name'",
     ),
     "server": (HfHubHTTPError("503 Server Error", response=httpx.Response(503, request=_REQUEST)), "503 Server Error"),
     "disk": (OSError(28, "No space left on device"), "No space left on device"),
     "connection": (httpx.ConnectError("Connection refused"), "Connection refused"),
     "timeout": (httpx.ReadTimeout("The read operation timed out"), "timed out"),
-}  # fmt: skip
+}
 
 
 def one_sentence(caught: pytest.ExceptionInfo[GumihoError], *parts: str) -> None:
@@ -511,7 +543,9 @@ def one_sentence(caught: pytest.ExceptionInfo[GumihoError], *parts: str) -> None
 
 @pytest.mark.parametrize("failure", HUB_FAILURES)
 @pytest.mark.parametrize("call", ["snapshot_download", "list_repo_files"])
-def test_hub_failures_are_one_sentence(failure: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failures_are_one_sentence(
+    failure: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error, says = HUB_FAILURES[failure]
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -541,7 +575,9 @@ def test_an_impossible_id_is_one_sentence(source: str, tmp_path: Path, monkeypat
     one_sentence(caught, source)
 
 
-@pytest.mark.parametrize(("weights", "unwanted"), [("model.safetensors", "pytorch_model.bin"), ("pytorch_model.bin", None)])
+@pytest.mark.parametrize(
+    ("weights", "unwanted"), [("model.safetensors", "pytorch_model.bin"), ("pytorch_model.bin", None)]
+)
 def test_only_one_kind_of_weights_is_fetched(
     weights: str, unwanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""The comparison of drafters: what it measures is what was decoded, the tree it chooses is the fastest of its neighbours."""
+"""The comparison of drafters: what it measures is what was decoded, the tree it chooses is the fastest of its
+neighbours."""
 
 import json
 from collections.abc import Sequence
@@ -18,9 +19,23 @@ BESIDE = "drafter", "target"
 
 def argv(out: Path, names: Sequence[str] = ALONE) -> list[str]:
     return [
-        "--target", str(DEMO / "target"), "--drafters", *(str(DEMO / name) for name in names), "--count", "2", "--tuning", "1",
-        "--new-tokens", "13", "--temperatures", "0", "--rows", "4", "--out", str(out),
-    ]  # fmt: skip
+        "--target",
+        str(DEMO / "target"),
+        "--drafters",
+        *(str(DEMO / name) for name in names),
+        "--count",
+        "2",
+        "--tuning",
+        "1",
+        "--new-tokens",
+        "13",
+        "--temperatures",
+        "0",
+        "--rows",
+        "4",
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(BESIDE, marks=pytest.mark.exhaustive), ALONE], ids=["two", "one"])
@@ -51,10 +66,13 @@ def test_every_drafter_decodes_every_prompt(results: Path, names: Sequence[str])
 
 
 def test_tau_is_tokens_by_passes(results: Path) -> None:
-    # 12 tokens after the first. A chain of 5 of its own tokens is accepted, but for what quantizing the drafter to int4 changes.
+    # 12 tokens after the first. A chain of 5 of its own tokens is accepted, but for what quantizing the drafter to int4
+    # changes.
     cycles = [line["ways"]["target, paper"]["cycles"] for line in read(results)]
     assert all(2 <= count <= 4 for count in cycles)
-    row = next(line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| target, paper |"))
+    row = next(
+        line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| target, paper |")
+    )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1].endswith(f"x {24 / sum(cycles):.2f}")
     assert cells[2] == cells[1]
@@ -68,8 +86,12 @@ def test_an_interrupted_run_goes_on_and_what_differs_shows(results: Path, names:
     assert compare.main(argv(results, names)) == 1
     again = read(results)
     assert again[0] == lines[0]
-    assert [found["ids"] for found in again[1]["ways"].values()] == [found["ids"] for found in lines[1]["ways"].values()]
-    row = next(line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| target, paper |"))
+    assert [found["ids"] for found in again[1]["ways"].values()] == [
+        found["ids"] for found in lines[1]["ways"].values()
+    ]
+    row = next(
+        line for line in (results / "compare.md").read_text().splitlines() if line.startswith("| target, paper |")
+    )
     assert row.endswith("| 1 of 2 |")
 
 

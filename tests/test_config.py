@@ -12,23 +12,45 @@ from exporter.checkpoints.json_config import document, end_ids, llama_fields
 from runtime.errors import GumihoError
 
 GOOD: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 61, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "head_dim": 16, "rope_theta": 1e4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "rope_theta": 1e4,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_key_value_heads",
-         "head_dim", "max_position_embeddings")  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WHOLE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 def test_a_good_one_comes_out_as_it_is() -> None:
     fields = llama_fields(GOOD | {"unknown": [1], "num_labels": 10**9}, "it")
     assert fields.pop("rope_parameters") == {"rope_type": "default", "rope_theta": 1e4}
     assert fields == {k: v for k, v in GOOD.items() if k != "rope_theta"} | {
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    }  # fmt: skip
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
     assert llama_fields(GOOD | {"rope_scaling": LLAMA3}, "it")["rope_parameters"] == LLAMA3 | {"rope_theta": 1e4}
 
 
@@ -37,7 +59,8 @@ def test_a_good_one_comes_out_as_it_is() -> None:
 def test_whole_numbers(key: str, value: Any) -> None:
     with pytest.raises(
         GumihoError,
-        match=rf"^it: config.json has .* as '{key}', expected a whole number from \d+ to \d+: correct it, or name another checkpoint$",
+        match=rf"^it: config.json has .* as '{key}', expected a whole number from \d+ to \d+: correct it, or name "
+        rf"another checkpoint$",
     ):
         llama_fields(GOOD | {key: value}, "it")
 
@@ -86,15 +109,26 @@ def test_a_long_value_is_shown_in_part() -> None:
     assert len(str(caught.value)) < 220
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000, '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e400}', "[]", "",
-     '{"a": ' + "9" * 5000 + "}", "{", "null"],
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1e400}',
+        "[]",
+        "",
+        '{"a": ' + "9" * 5000 + "}",
+        "{",
+        "null",
+    ],
     ids=lambda text: text[:20],
-)  # fmt: skip
+)
 def test_what_is_no_json_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     refused(tmp_path / "config.json")

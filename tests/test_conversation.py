@@ -18,8 +18,8 @@ from runtime.cli.generate import main
 from tests.conftest import with_template
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('system comes first') }}{% endif %}"
-    "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('system comes first') "
+    "}}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -33,7 +33,9 @@ def talk(monkeypatch: pytest.MonkeyPatch, typed: str, *argv: str | Path) -> int:
     return main([*map(str, argv), "--chat", "--max-new-tokens", "12"])
 
 
-def test_answers_know_what_was_said(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_know_what_was_said(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each answer is what generating from the whole conversation anew gives, and reads only what is new of it."""
     typed = ["def f(x):", "import os", "return x"]
     assert (
@@ -162,9 +164,21 @@ def test_commands_do_not_reach_the_model(
 ) -> None:
     file = tmp_path / "talk.json"
     typed = [
-        "/regenerate", "def f(x):", "/regenerate", "/nwe", "/save", "/new now", f"/save {file}", f"/save {file}",
-        f"/save {tmp_path / 'none' / 'x'}", "/save ~nobody-here/x", "/system Be brief.", "//etc", "/stats", "/help",
-    ]  # fmt: skip
+        "/regenerate",
+        "def f(x):",
+        "/regenerate",
+        "/nwe",
+        "/save",
+        "/new now",
+        f"/save {file}",
+        f"/save {file}",
+        f"/save {tmp_path / 'none' / 'x'}",
+        "/save ~nobody-here/x",
+        "/system Be brief.",
+        "//etc",
+        "/stats",
+        "/help",
+    ]
     assert talk(monkeypatch, "\n".join(typed), bundle) == 0
     out, err = capsys.readouterr()
     with load(bundle) as model:
@@ -185,15 +199,28 @@ def test_commands_do_not_reach_the_model(
     ]
     nowhere = tmp_path / "none" / "x"
     assert said[5] == f"error: '{nowhere}' cannot be written (No such file or directory): name another file"
-    assert said[6] == "error: '~nobody-here/x' cannot be written (Could not determine home directory): name another file"
+    assert (
+        said[6] == "error: '~nobody-here/x' cannot be written (Could not determine home directory): name another file"
+    )
     assert said[7].startswith("prompt ")
-    assert [line.split()[0] for line in said[-7:]] == ["/help", "/new", "/system", "/regenerate", "/save", "/stats", "/exit"]
+    assert [line.split()[0] for line in said[-7:]] == [
+        "/help",
+        "/new",
+        "/system",
+        "/regenerate",
+        "/save",
+        "/stats",
+        "/exit",
+    ]
 
 
 def test_a_template_without_a_system_keeps_the_conversation(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content "
+        "}}{% endfor %}"
+    )
     folder = with_template(bundle, tmp_path / "b", template)
     assert talk(monkeypatch, "def f(x):\n/system Be brief.\nimport os\n", folder) == 0
     out, err = capsys.readouterr()
@@ -226,7 +253,8 @@ def test_several_lines(
 
 
 def test_special_tokens_in_messages_are_text(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every way to a model, unless they are asked for. The ids are those of the tokenizer with ``encode_special_tokens``."""
+    """In every way to a model, unless they are asked for. The ids are those of the tokenizer with
+    ``encode_special_tokens``."""
     folder = with_template(
         bundle,
         tmp_path / "b",
@@ -239,8 +267,16 @@ def test_special_tokens_in_messages_are_text(bundle: Path, tmp_path: Path, monke
         tokenizer.encode_special_tokens = not special
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    plain = [ends[0], *ids("system: <|begin_of_text|>", False), ends[1], *ids("user: a<|end_of_text|>b", False), ends[1]]
-    special = ids("<|begin_of_text|>system: <|begin_of_text|><|end_of_text|>user: a<|end_of_text|>b<|end_of_text|>", True)
+    plain = [
+        ends[0],
+        *ids("system: <|begin_of_text|>", False),
+        ends[1],
+        *ids("user: a<|end_of_text|>b", False),
+        ends[1],
+    ]
+    special = ids(
+        "<|begin_of_text|>system: <|begin_of_text|><|end_of_text|>user: a<|end_of_text|>b<|end_of_text|>", True
+    )
     read, kept = list[list[int]](), Model.start
 
     def start(model: Model, prompt: list[int], *args: Any, **options: Any) -> Any:
@@ -256,8 +292,8 @@ def test_special_tokens_in_messages_are_text(bundle: Path, tmp_path: Path, monke
 
 
 def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
-    """Over a pseudo terminal, as a user has it: what is typed can be edited, pasted lines are one message, Ctrl-C keeps the conversation,
-    and Ctrl-D leaves."""
+    """Over a pseudo terminal, as a user has it: what is typed can be edited, pasted lines are one message, Ctrl-C keeps
+    the conversation, and Ctrl-D leaves."""
     pty = pytest.importorskip("pty")
     root, file = Path(__file__).parent.parent, tmp_path / "talk.json"
     main_end, process_end = pty.openpty()
@@ -283,13 +319,14 @@ def test_a_terminal(bundle: Path, tmp_path: Path) -> None:
         said = said.partition(text)[2]
 
     def ready() -> None:
-        """Reads up to where a message can be typed, whatever an answer holds: there the terminal is asked to mark what is pasted."""
+        """Reads up to where a message can be typed, whatever an answer holds: there the terminal is asked to mark what
+        is pasted."""
         until(b"\x1b[?2004h")
         until(b"> ")
 
     def interrupt() -> None:
-        """Ctrl-C, again if nothing happens: Python's readline overlooks one that comes after it handled a key and before it waits for the
-        next, which a process sees far more often than a person."""
+        """Ctrl-C, again if nothing happens: Python's readline overlooks one that comes after it handled a key and
+        before it waits for the next, which a process sees far more often than a person."""
         for _ in range(12):
             process.send_signal(signal.SIGINT)
             if select.select([main_end], [], [], 5)[0]:

@@ -49,7 +49,7 @@ def model(bundle: Path) -> Iterator[Model]:
         yield model
 
 
-# --- files that are replaced -------------------------------------------------------------------------------------------
+# --- files that are replaced ------------------------------------------------------------------------------------------
 
 
 def write(path: Path) -> None:
@@ -73,7 +73,9 @@ def test_links_to_files_are_written_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["device", "link to a device", "pipe", "socket", "folder", "loop", "long", "null"])
 def test_what_is_no_file_stays(kind: str, tmp_path: Path) -> None:
-    path = {"device": Path("/dev/full"), "long": tmp_path / ("a" * 5000), "null": tmp_path / "a\0b"}.get(kind, tmp_path / "x")
+    path = {"device": Path("/dev/full"), "long": tmp_path / ("a" * 5000), "null": tmp_path / "a\0b"}.get(
+        kind, tmp_path / "x"
+    )
     if kind == "link to a device":
         path.symlink_to("/dev/full")
     elif kind == "pipe":
@@ -91,7 +93,7 @@ def test_what_is_no_file_stays(kind: str, tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
-# --- how commands end --------------------------------------------------------------------------------------------------
+# --- how commands end -------------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_one_line() -> None:
@@ -169,20 +171,30 @@ def test_an_interruption_while_libraries_load(loads: str, command: list[str], tm
 def test_an_interruption_of_a_program_that_uses_the_package() -> None:
     """It is the program's, whatever its arguments are."""
     code = "import runtime, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    done = subprocess.run([sys.executable, "-c", code, "-m", "runtime.generate"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-m", "runtime.generate"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout == "True\n"
 
 
 def test_a_background_process_still_ignores_interruptions() -> None:
     """Which a shell started with SIGINT ignored."""
-    code = "import sys; sys.argv = ['gumiho']; import runtime, signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    code = (
+        "import sys; sys.argv = ['gumiho']; import runtime, signal; print(signal.getsignal(signal.SIGINT) is "
+        "signal.SIG_IGN)"
+    )
     done = subprocess.run(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.stdout == "True\n"
 
 
-def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_under_compile(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The library says something else, and a file that is written then fails."""
     from runtime.backends.onnxruntime import Cpu
     from runtime.cli.compile import main
@@ -199,9 +211,12 @@ def test_a_full_disk_under_compile(bundle: Path, monkeypatch: pytest.MonkeyPatch
 
 MANY = "9" * 23
 ODD = [
-    (["--logit-bias", f"{MANY}=1"], "outside the vocabulary"), (["--ban", MANY], "outside the vocabulary"), (["--threads", "3000000000"], "threads is"),
-    (["--threads", "1000"], "threads is 1000"), (["--json-schema", '{"a":' * 5000 + "1" + "}" * 5000], "nested too deeply"),
-]  # fmt: skip
+    (["--logit-bias", f"{MANY}=1"], "outside the vocabulary"),
+    (["--ban", MANY], "outside the vocabulary"),
+    (["--threads", "3000000000"], "threads is"),
+    (["--threads", "1000"], "threads is 1000"),
+    (["--json-schema", '{"a":' * 5000 + "1" + "}" * 5000], "nested too deeply"),
+]
 
 
 @pytest.mark.parametrize(("argv", "says"), ODD)
@@ -234,7 +249,7 @@ def test_prompts_that_are_no_text(
     assert "cannot be read" in capsys.readouterr().err
 
 
-# --- saved sessions ----------------------------------------------------------------------------------------------------
+# --- saved sessions ---------------------------------------------------------------------------------------------------
 
 
 def sealed(parts: dict[str, Any]) -> bytes:
@@ -244,12 +259,22 @@ def sealed(parts: dict[str, Any]) -> bytes:
 
 
 CHANGES = {
-    "rank of ids": ("ids", lambda a: a[None]), "text": ("ids", lambda a: a.astype(str)), "numbers": ("ids", lambda a: a * 1.0),
-    "too large": ("ids", lambda a: a + 10**6), "negative": ("ids", lambda a: -a - 1), "few": ("ids", lambda a: a[:3]), "many": ("ids", lambda a: np.zeros(10**4, np.int64)),
-    "NaN": ("target", lambda a: a * np.float32("nan")), "infinite": ("drafter", lambda a: a + np.float32("inf")),
-    "rank": ("target", lambda a: a[None]), "layers": ("target", lambda a: a[:1]), "width": ("drafter", lambda a: a[..., 1:]), "dtype": ("target", lambda a: a.astype(np.float16)),
-    "rows": ("target", lambda a: a[:, :2]), "no rows": ("target", lambda a: a[:, :0]),
-}  # fmt: skip
+    "rank of ids": ("ids", lambda a: a[None]),
+    "text": ("ids", lambda a: a.astype(str)),
+    "numbers": ("ids", lambda a: a * 1.0),
+    "too large": ("ids", lambda a: a + 10**6),
+    "negative": ("ids", lambda a: -a - 1),
+    "few": ("ids", lambda a: a[:3]),
+    "many": ("ids", lambda a: np.zeros(10**4, np.int64)),
+    "NaN": ("target", lambda a: a * np.float32("nan")),
+    "infinite": ("drafter", lambda a: a + np.float32("inf")),
+    "rank": ("target", lambda a: a[None]),
+    "layers": ("target", lambda a: a[:1]),
+    "width": ("drafter", lambda a: a[..., 1:]),
+    "dtype": ("target", lambda a: a.astype(np.float16)),
+    "rows": ("target", lambda a: a[:, :2]),
+    "no rows": ("target", lambda a: a[:, :0]),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -272,7 +297,9 @@ def test_a_session_that_unpacks_to_much_is_not_unpacked(model: Model, tmp_path: 
     import resource
 
     content = io.BytesIO()
-    np.savez_compressed(content, bundle=np.array("x"), ids=np.zeros(1 << 27, np.int64), target=np.zeros(1), drafter=np.zeros(1))
+    np.savez_compressed(
+        content, bundle=np.array("x"), ids=np.zeros(1 << 27, np.int64), target=np.zeros(1), drafter=np.zeros(1)
+    )
     (tmp_path / "s").write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).hexdigest().encode())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(GumihoError, match=r"unpacks to|bytes, expected"):
@@ -287,7 +314,7 @@ def test_a_session_that_is_no_file(model: Model, tmp_path: Path, make: Any) -> N
         model.session(tmp_path / "s")
 
 
-# --- tokenizers --------------------------------------------------------------------------------------------------------
+# --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_of_another_model(bundle: Path, tmp_path: Path) -> None:
@@ -299,7 +326,10 @@ def test_a_tokenizer_of_another_model(bundle: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").unlink()
     (copy / "tokenizer.json").write_text(json.dumps(raw))
     update(copy, "tokenizer.json")
-    with load(copy, threads=1) as model, pytest.raises(GumihoError, match=r"token id 1\d\d\d, outside the vocabulary of 61"):
+    with (
+        load(copy, threads=1) as model,
+        pytest.raises(GumihoError, match=r"token id 1\d\d\d, outside the vocabulary of 61"),
+    ):
         model.generate("AB")
 
 
@@ -309,7 +339,8 @@ def test_a_text_with_a_token_that_the_target_lacks(model: Model) -> None:
     model.bundle.__dict__["tokenizer"] = words
     with pytest.raises(
         GumihoError,
-        match=r"^the text holds '<pad>' \(token id 61\), which the target does not know: its vocabulary is 61; write something",
+        match=r"^the text holds '<pad>' \(token id 61\), which the target does not know: its vocabulary is 61; write "
+        r"something",
     ):
         model.encode("w1<pad>")
 
@@ -327,7 +358,7 @@ def test_a_tokenizer_that_panics(model: Model) -> None:
         model.encode("AB")
 
 
-# --- permissions -------------------------------------------------------------------------------------------------------
+# --- permissions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -351,7 +382,9 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 MAY_NOT = "cannot be read (Permission denied): let this user read it, and the folders above it"
 
 
-@pytest.mark.parametrize("name", ["gumiho.json", "tokenizer.json", "target.bin", "draft.bin", "target.onnx", "golden.npz"])
+@pytest.mark.parametrize(
+    "name", ["gumiho.json", "tokenizer.json", "target.bin", "draft.bin", "target.onnx", "golden.npz"]
+)
 def test_a_bundle_s_file_that_may_not_be_read(bundle: Path, forbidden: set[str], name: str) -> None:
     forbidden.add(name)
 
@@ -372,20 +405,34 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [
-    "target/config.json", "target/model-00001-of-00002.safetensors", "target/tokenizer.json", "target/tokenizer_config.json",
-    "target/generation_config.json", "target/chat_template.jinja", "drafter/pytorch_model.bin",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "target/config.json",
+        "target/model-00001-of-00002.safetensors",
+        "target/tokenizer.json",
+        "target/tokenizer_config.json",
+        "target/generation_config.json",
+        "target/chat_template.jinja",
+        "drafter/pytorch_model.bin",
+    ],
+)
 def test_a_checkpoint_s_file_that_may_not_be_read(
     checkpoints: Path, forbidden: set[str], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forbidden.add(Path(name).name)
-    sources = ["--ckpt", str(checkpoints / "drafter"), "--target", str(checkpoints / "target"), *hostile_checkpoints.OPTIONS]
+    sources = [
+        "--ckpt",
+        str(checkpoints / "drafter"),
+        "--target",
+        str(checkpoints / "target"),
+        *hostile_checkpoints.OPTIONS,
+    ]
     assert export([*sources, "--out", str(checkpoints / "out"), "--dry-run"]) == 1
     assert capsys.readouterr().err == f"error: {checkpoints / name} {MAY_NOT}\n"
 
 
-# --- threads and memory ------------------------------------------------------------------------------------------------
+# --- threads and memory -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["one iterator", "an iterator each", "pieces"])

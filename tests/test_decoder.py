@@ -8,8 +8,8 @@ from runtime.decoding.acceptance import accept_path
 
 @given(st.data())
 def test_walk_follows_the_choices(data: st.DataObject) -> None:
-    """Parents precede children and siblings have different tokens, as in every tree that is drafted. Most choices are a child's token, so
-    that paths are long."""
+    """Parents precede children and siblings have different tokens, as in every tree that is drafted. Most choices are a
+    child's token, so that paths are long."""
     rows = data.draw(st.integers(1, 20))
     parents = [0, *(data.draw(st.integers(0, row - 1)) for row in range(1, rows))]
     tokens: list[int] = []

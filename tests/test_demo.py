@@ -24,7 +24,9 @@ def test_equal_tokens(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     trace = tmp_path / "trace.jsonl"
     assert demo.main([*argv, "--name", "Tiny", "--trace", str(trace)]) == 0
     out = capsys.readouterr().out
-    rows = {line[:12].strip(): line[12:].split() for line in out.splitlines() if "tokens/s" in line and " a pass" in line}
+    rows = {
+        line[:12].strip(): line[12:].split() for line in out.splitlines() if "tokens/s" in line and " a pass" in line
+    }
     assert list(rows) == ["a loop", "a function", "total"]
     assert [row[0] for row in rows.values()] == [COUNT, COUNT, str(2 * int(COUNT))]
     assert float(rows["total"][5]) > 1  # tokens a pass
@@ -34,7 +36,8 @@ def test_equal_tokens(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_other_tokens(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tokens after accepted rows come from the root's logits, as if a decoder read the wrong row. Plain decoding has no other row."""
+    """The tokens after accepted rows come from the root's logits, as if a decoder read the wrong row. Plain decoding
+    has no other row."""
     right = Decoder.next_token
     monkeypatch.setattr(Decoder, "next_token", lambda self, row: right(self, 0))
     assert demo.main(argv) == 1
@@ -44,7 +47,9 @@ def test_other_tokens(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "a loop, drafting" in done.err
 
 
-@pytest.mark.parametrize(("text", "message"), [("", "has no prompts"), ("{}", "'kind' and 'prompt'"), ("x", "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "has no prompts"), ("{}", "'kind' and 'prompt'"), ("x", "cannot be read")]
+)
 def test_bad_prompts(argv: list[str], text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(argv[2]).write_text(text)
     assert demo.main(argv) == 1
@@ -52,8 +57,8 @@ def test_bad_prompts(argv: list[str], text: str, message: str, capsys: pytest.Ca
 
 
 def result(plain: float, drafting: float, tokens: int = 2, draft: float = 0.5) -> demo.Result:
-    """Ten passes of plain decoding in ``plain`` seconds, and five cycles in ``drafting`` seconds, each of so many ``tokens``; ``draft`` is the
-    drafter's share of a cycle."""
+    """Ten passes of plain decoding in ``plain`` seconds, and five cycles in ``drafting`` seconds, each of so many
+    ``tokens``; ``draft`` is the drafter's share of a cycle."""
     times = round(draft * drafting * 2e8), round((1 - draft) * drafting * 2e8), 0
     ours, other = Stats(), Stats()
     for _ in range(5):
@@ -61,7 +66,9 @@ def result(plain: float, drafting: float, tokens: int = 2, draft: float = 0.5) -
     for _ in range(10):
         other.count(1, (0, round(plain * 1e8), 0))
     drafted = demo.Answer([], "", ours, [Cycle(tuple(range(tokens)), 4, (0,), None, times)] * 5)
-    return demo.Result("x", {demo.PLAIN: demo.Answer([], "", other, []), demo.DRAFTING: drafted, demo.LOOKUPS: drafted}, set())
+    return demo.Result(
+        "x", {demo.PLAIN: demo.Answer([], "", other, []), demo.DRAFTING: drafted, demo.LOOKUPS: drafted}, set()
+    )
 
 
 def test_verdict_of_a_gain() -> None:

@@ -1,4 +1,5 @@
-"""``python -m runtime.device_check``: a sound bundle passes, a stopped run goes on, and what is wrong is found in each piece."""
+"""``python -m runtime.device_check``: a sound bundle passes, a stopped run goes on, and what is wrong is found in each
+piece."""
 
 import json
 import os
@@ -109,7 +110,7 @@ def table(markdown: str, first: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
 
 
-# --- a sound bundle --------------------------------------------------------------------------------------------------------
+# --- a sound bundle ---------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +118,9 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shutil.rmtree(bundle / "engines")
     status, pieces = ran(bundle)
     assert status == 0
-    assert {name: outcome["state"] for name, outcome in pieces.items()} == dict.fromkeys(NAMES, "ok") | {"cpu": "skipped"}
+    assert {name: outcome["state"] for name, outcome in pieces.items()} == dict.fromkeys(NAMES, "ok") | {
+        "cpu": "skipped"
+    }
     assert pieces["compile"]["facts"]["compiled"]
     for name in ("greedy", "sampled"):
         facts = pieces[name]["facts"]
@@ -148,7 +151,8 @@ def test_a_sound_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of graphs made for another backend, whose passes are static; one token that is another one is a defect, or a near-tie."""
+    """Of graphs made for another backend, whose passes are static; one token that is another one is a defect, or a
+    near-tie."""
     monkeypatch.setattr(onnxruntime_cuda, "Cuda", stand_in("cuda", lazy=False))
     bundle = shutil.copytree(make_bundle(DEMO, *EVERY_BACKEND), tmp_path / "bundle")
     vocabulary = Bundle(bundle).manifest.vocabulary
@@ -166,7 +170,8 @@ def test_the_cpus_tokens(make_bundle: MakeBundle, tmp_path: Path, monkeypatch: p
         if given[2] == device_tokens._CPU_TOKENS:
             calls["texts"] += 1
             if calls["texts"] == 7:
-                generation.ids[-1] = (generation.ids[-1] + 1) % vocabulary  # the last: later ones would no longer fit the text
+                # the last: later ones would no longer fit the text
+                generation.ids[-1] = (generation.ids[-1] + 1) % vocabulary
         return generation
 
     monkeypatch.setattr(selftest, "generated", changed)
@@ -210,10 +215,12 @@ def test_on_migraphx(make_bundle: MakeBundle, tmp_path: Path) -> None:
         assert facts["alike"] == facts["texts"] > 0
 
 
-# --- going on --------------------------------------------------------------------------------------------------------------
+# --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_goes_on(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Pieces that are done are not run again, unless something they depend on has changed, or one starts over."""
 
     def interrupted(check: device_pieces.Check) -> device_pieces.Findings:
@@ -251,7 +258,8 @@ def test_a_piece_that_ends_the_process(bundle: Path, monkeypatch: pytest.MonkeyP
     code = (
         "import os, sys\nfrom dataclasses import replace\nfrom runtime.device_check import main as d\n"
         "die = lambda check: os._exit(9)\nkept = [p for p in d.PIECES if p.name in ('doctor', 'golden', 'times')]\n"
-        "d.PIECES = tuple(replace(p, run=die) if p.name == 'golden' else p for p in kept)\nsys.exit(d.main(sys.argv[1:]))"
+        "d.PIECES = tuple(replace(p, run=die) if p.name == 'golden' else p for p in "
+        "kept)\nsys.exit(d.main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", code, str(bundle), "--out", str(bundle.parent / "out")]
     statuses = []
@@ -262,7 +270,11 @@ def test_a_piece_that_ends_the_process(bundle: Path, monkeypatch: pytest.MonkeyP
         statuses.append(done.returncode)
     assert statuses == [9, 9, 1, 1]
     pieces = json.loads((bundle.parent / "out" / JSON).read_text("utf-8"))["pieces"]
-    assert {name: outcome["state"] for name, outcome in pieces.items()} == {"doctor": "ok", "golden": "failed", "times": "ok"}
+    assert {name: outcome["state"] for name, outcome in pieces.items()} == {
+        "doctor": "ok",
+        "golden": "failed",
+        "times": "ok",
+    }
     assert "the process ended 2 times during this piece" in pieces["golden"]["wrong"][0]
     only(monkeypatch, "doctor", "golden", "times")
     assert ran(bundle, "--again")[0] == 0
@@ -281,7 +293,7 @@ def test_time_that_is_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran(bundle)[1]["greedy"]["facts"]["texts"] == 8
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------------
+# --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
 def states(pieces: Mapping[str, Any], state: str) -> list[str]:
@@ -292,7 +304,8 @@ def states(pieces: Mapping[str, Any], state: str) -> list[str]:
 def test_a_walk_that_prefers_what_was_drafted(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong tokens are found by every comparison, with their places; what was printed is what a report of an issue needs."""
+    """Wrong tokens are found by every comparison, with their places; what was printed is what a report of an issue
+    needs."""
     walk, calls = acceptance.accept_path, Counter[str]()
 
     def wrong(tokens: Sequence[int], parents: Sequence[int], take: Callable[[int], int | None]) -> list[int]:
@@ -348,13 +361,21 @@ def nothing_finite(buffers: Mapping[str, Any]) -> None:
         buffers["choice"][...] = -1
 
 
-@pytest.mark.parametrize(("change", "message", "failed"), [
-    (other_choice, "in its choice", ["golden", "greedy"]),
-    (other_tree, "parent", ["golden"]),
-    (nothing_finite, "NaN or infinity", ["golden", "memory", "greedy", "times"]),
-], ids=["choice", "tree", "nan"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message", "failed"),
+    [
+        (other_choice, "in its choice", ["golden", "greedy"]),
+        (other_tree, "parent", ["golden"]),
+        (nothing_finite, "NaN or infinity", ["golden", "memory", "greedy", "times"]),
+    ],
+    ids=["choice", "tree", "nan"],
+)
 def test_engines_that_are_wrong(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Mapping[str, Any]], None], message: str, failed: list[str]
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Mapping[str, Any]], None],
+    message: str,
+    failed: list[str],
 ) -> None:
     spoil(monkeypatch, change)
     only(monkeypatch, "golden", "memory", "greedy", "times")
@@ -367,7 +388,8 @@ def test_engines_that_are_wrong(
 
 @pytest.mark.exhaustive
 def test_a_device_that_fails(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a library is told in a line, with its place in the report, and the other pieces go on with a model loaded anew."""
+    """An error of a library is told in a line, with its place in the report, and the other pieces go on with a model
+    loaded anew."""
 
     def lost(call: object) -> list[int]:
         raise RuntimeError("hipErrorLaunchFailure:\n  unspecified launch failure")
@@ -417,7 +439,9 @@ def test_a_damaged_file(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{file} is damaged" in pieces["doctor"]["wrong"][0]
 
 
-@pytest.mark.parametrize(("speculative", "planned", "state"), [(50.0, True, "failed"), (90.0, True, "ok"), (50.0, False, "ok")])
+@pytest.mark.parametrize(
+    ("speculative", "planned", "state"), [(50.0, True, "failed"), (90.0, True, "ok"), (50.0, False, "ok")]
+)
 def test_drafting_that_does_not_pay(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, speculative: float, planned: bool, state: str
 ) -> None:
@@ -452,7 +476,7 @@ def test_times_that_fall_with_rows(target: dict[int, float], odd: str) -> None:
     assert bool(device_times.odd_times(target)) == bool(odd)
 
 
-# --- input -----------------------------------------------------------------------------------------------------------------
+# --- input ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_report(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -470,13 +494,16 @@ def test_a_damaged_report(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert ran(bundle, "--again")[0] == 0
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--minutes", "0"], "--minutes is 0.0: give more than 0"),
-    (["--minutes", "nan"], "--minutes is nan"),
-    (["--threads", "-1"], "--threads is -1"),
-    (["--backend", "tensorrt"], "none for tensorrt"),
-    (["--backend", "abacus"], "none for abacus"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "0"], "--minutes is 0.0: give more than 0"),
+        (["--minutes", "nan"], "--minutes is nan"),
+        (["--threads", "-1"], "--threads is -1"),
+        (["--backend", "tensorrt"], "none for tensorrt"),
+        (["--backend", "abacus"], "none for abacus"),
+    ],
+)
 def test_bad_options(bundle: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence, and nothing is written."""
     assert main([str(bundle), "--out", str(bundle.parent / "out"), *options]) == 1

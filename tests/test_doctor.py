@@ -45,7 +45,9 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     assert "  cuda: " not in out  # of which nobody asked
 
 
-def test_the_export_and_the_doctor_say_the_same_of_a_bundle(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_export_and_the_doctor_say_the_same_of_a_bundle(
+    demo_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle, cpu = Bundle(demo_bundle), backend("cpu")
     pair = ["--ckpt", str(DEMO / "drafter"), "--target", str(DEMO / "target"), "--draft-weights", "none"]
     compiled = Compiled("cpu", cpu, find_engines(bundle, cpu).name, {"golden run": {"target": 1e-6, "draft": 20.0}})
@@ -81,10 +83,13 @@ def test_traffic_counts_what_a_pass_reads(demo_bundle: Path) -> None:
     assert graphs["draft"].reads == pytest.approx(4 * (draft + heads + fused), rel=0.01)
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["nowhere"], "is not a bundle"),
-    (["--device", "ref"], "--device belongs to a backend"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere"], "is not a bundle"),
+        (["--device", "ref"], "--device belongs to a backend"),
+    ],
+)
 def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(argv) == 1
     assert message in capsys.readouterr().err

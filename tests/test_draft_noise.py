@@ -59,7 +59,8 @@ def test_rows_follow_the_text(on: str, steps: list[int], more: dict[str, object]
     rows = device.zeros((DEPTH, len(ids)), np.float32)
     noise, position = DraftNoise(rows, device, ids), 20
     samplers = [
-        Sampler(Settings(9, temperature=temperature, **more), seed, [1, 2], VOCABULARY, frozenset(), None) for seed in (7, 8)
+        Sampler(Settings(9, temperature=temperature, **more), seed, [1, 2], VOCABULARY, frozenset(), None)
+        for seed in (7, 8)
     ]
     for i, step in enumerate(steps):
         sampler = samplers[i // 3 % 2]

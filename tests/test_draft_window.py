@@ -1,4 +1,5 @@
-"""Of a long text the drafter reads the first tokens and the last part: the output stays plain decoding's, and nothing else is read again for it."""
+"""Of a long text the drafter reads the first tokens and the last part: the output stays plain decoding's, and nothing
+else is read again for it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,8 +39,8 @@ def other(demo_bundle: Path) -> Iterator[Model]:
 
 
 def values(model: Model) -> np.ndarray:
-    """The values of the drafter's first layer, [kv heads, rows, d]. They depend on the token and the target's hidden row alone, wherever
-    they lie and whatever was read before: so they show what has been read."""
+    """The values of the drafter's first layer, [kv heads, rows, d]. They depend on the token and the target's hidden
+    row alone, wherever they lie and whatever was read before: so they show what has been read."""
     decoder = model.decoder
     decoder.catch_up()
     cache, kv_heads = decoder.draft.cache, int(decoder.draft.graphs["draft"].caches[0].shape[1])
@@ -66,7 +67,8 @@ def expected(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "length", [1, 3, 4, 19, 20, 21, 129, 300, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 40, 128, 145))]
+    "length",
+    [1, 3, 4, 19, 20, 21, 129, 300, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 40, 128, 145))],
 )
 def test_of_a_prompt_it_reads_the_first_tokens_and_the_last(model: Model, other: Model, length: int) -> None:
     prompt = np.random.default_rng(length).integers(2, 2000, length).tolist()
@@ -78,9 +80,12 @@ def test_of_a_prompt_it_reads_the_first_tokens_and_the_last(model: Model, other:
     same_tokens_read(model, other, prompt + turn.ids)
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 12))])
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 12))]
+)
 def test_turns(model: Model, other: Model, tmp_path: Path, seed: int) -> None:
-    """Longer and shorter than what the drafter reads, with and without it, taken back, saved, and after another text."""
+    """Longer and shorter than what the drafter reads, with and without it, taken back, saved, and after another
+    text."""
     draw = np.random.default_rng(seed)
     session = model.session()
     for _ in range(8):
@@ -115,7 +120,9 @@ def test_a_turn_that_only_read_its_prompt(model: Model, other: Model) -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("length", [2, 200])
-def test_after_plain_turns_little_is_read_again(model: Model, other: Model, tmp_path: Path, saved: bool, length: int) -> None:
+def test_after_plain_turns_little_is_read_again(
+    model: Model, other: Model, tmp_path: Path, saved: bool, length: int
+) -> None:
     """The target reads what the drafter does, and of the first tokens nothing, whether the session was saved or not."""
     prompt = np.random.default_rng(0).integers(2, 2000, length).tolist()
     session = model.session()
@@ -145,7 +152,8 @@ def test_saved_rows_are_of_the_tokens_they_were(model: Model, other: Model, tmp_
     again = model.session(file)
     assert read(model) == held == [*expected(len(prompt)), *range(len(prompt) - 1, len(session.ids) - 2)]
     turn = finished(again.generate([*again.ids, 9], 10))
-    assert turn.stats.cached_tokens == len(prompt) + 10 - 2  # the last token was not read, and the drafter's row needs one more
+    # the last token was not read, and the drafter's row needs one more
+    assert turn.stats.cached_tokens == len(prompt) + 10 - 2
     same_tokens_read(model, other, again.ids)
 
 
@@ -182,7 +190,9 @@ def test_positions_that_cannot_be(
     finished(session.generate(list(range(2, 60)), 10))
     savez = np.savez
     with monkeypatch.context() as patch:
-        patch.setattr("numpy.savez", lambda file, positions, **content: savez(file, **content, positions=change(positions)))
+        patch.setattr(
+            "numpy.savez", lambda file, positions, **content: savez(file, **content, positions=change(positions))
+        )
         session.save(file)
     with pytest.raises(GumihoError, match="cannot be read as a saved session"):
         session.restore(file)

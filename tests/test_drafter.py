@@ -56,7 +56,9 @@ def expected(naive: Model, tree: TreeConfig) -> list[Node]:
         return reference_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k)
     if tree.paths:
         return sorted(static_tree(naive, tree.paths), key=lambda node: -node.score)[:rows]
-    return brute_force_tree(naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam, tree.wide)
+    return brute_force_tree(
+        naive, rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam, tree.wide
+    )
 
 
 def compare(found: list[Tensor], naive: Model, tree: TreeConfig, near: float = NEAR) -> None:
@@ -104,7 +106,9 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
     positions = capacity + 3
     module = pair.modules(tree, capacity, positions, dialect)["draft"]
     sources = pair.draft_sources(pair.used_heads(tree), positions)
-    model = trace(module, Packer(folder, torch.float32, lambda _: None).pack("draft.bin", sources), folder, torch.float32)
+    model = trace(
+        module, Packer(folder, torch.float32, lambda _: None).pack("draft.bin", sources), folder, torch.float32
+    )
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
@@ -114,7 +118,9 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
     # What lies behind the filled part of a cache is left over from earlier cycles: it must never be read.
     slabs = [t.fill_(1e4).numpy() for t in held]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
-    tensors = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+    tensors = {
+        f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")
+    }
 
     def run(*inputs: Tensor) -> list[Tensor]:
         names = ("tokens", "hidden", "path", "count", "past_length", "noise")
@@ -133,20 +139,28 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
 
 
 def cycles(
-    run: Run, naive: NaiveDrafter, tree: TreeConfig, hidden_size: int, vocabulary: int, seed: int,
+    run: Run,
+    naive: NaiveDrafter,
+    tree: TreeConfig,
+    hidden_size: int,
+    vocabulary: int,
+    seed: int,
     rows_of: Callable[[list[int]], Tensor] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """A prompt, then cycles that accept paths of different length, whose rows lie scattered in the target's output.
 
-    Half of the cycles are padded: more tokens than ``count`` says, of which the tree must know nothing. Most are drafted under noise. rows_of: what the drafter reads of
-    the target at the positions of a text, instead of random rows.
+    Half of the cycles are padded: more tokens than ``count`` says, of which the tree must know nothing. Most are
+    drafted under noise. rows_of: what the drafter reads of the target at the positions of a text, instead of random
+    rows.
     """
     draw = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     hidden = torch.zeros(0, hidden_size)
     first = int(torch.randint(0, vocabulary, (1,), generator=draw)) if rows_of else 0
     ids = getattr(naive, "ids", torch.arange(vocabulary))
-    for cycle, (count, temperature) in enumerate(zip((9, 1, 3, min(8, tree.rows), 2), (1.0, 0.0, 0.3, 2.0, 0.7), strict=True)):
+    for cycle, (count, temperature) in enumerate(
+        zip((9, 1, 3, min(8, tree.rows), 2), (1.0, 0.0, 0.3, 2.0, 0.7), strict=True)
+    ):
         padding = 2 * (cycle % 2)
         buffer = torch.randn(max(tree.rows, count) + padding, hidden_size, generator=draw)
         path = torch.cat(
@@ -157,7 +171,9 @@ def cycles(
         past = torch.tensor([len(tokens)])
         if rows_of:
             buffer[path[:count]] = rows_of([first, *tokens, *after[: count - 1].tolist()])[-count:]
-        noise = temperature * -torch.log(torch.empty(tree.serial_steps + tree.heads, vocabulary).exponential_(generator=draw))
+        noise = temperature * -torch.log(
+            torch.empty(tree.serial_steps + tree.heads, vocabulary).exponential_(generator=draw)
+        )
         drawn = () if tree.reference else (noise[: tree.depth, ids].contiguous(),)
         found = run(after, buffer, path, torch.tensor([count]), past, *drawn)
         tokens += after[:count].tolist()
@@ -209,13 +225,23 @@ CONFIGS = [
     (2, 5, None, tree_of(8, top_k=1, head_top_k=1, beam=1)),  # a chain
     *((2, 5, None, tree_of(rows, reference=True)) for rows in (8, 64)),
     (3, 2, None, tree_of(33, heads=2, reference=True)),
-    *(pytest.param(2, 5, None, tree_of(rows, reference=reference), marks=pytest.mark.exhaustive)
-      for rows in (2, 3, 5, 8, 16, 33) for reference in (False, True) if (rows, reference) not in ((2, False), (8, True))),
-    *(pytest.param(2, 5, None, tree_of(rows, top_k=1, head_top_k=1, beam=1), marks=pytest.mark.exhaustive) for rows in (2, 3, 5)),
-    *(pytest.param(2, 5, None, tree_of(rows, beam=beam), marks=pytest.mark.exhaustive) for rows, beam in ((16, 4), (64, 5))),
+    *(
+        pytest.param(2, 5, None, tree_of(rows, reference=reference), marks=pytest.mark.exhaustive)
+        for rows in (2, 3, 5, 8, 16, 33)
+        for reference in (False, True)
+        if (rows, reference) not in ((2, False), (8, True))
+    ),
+    *(
+        pytest.param(2, 5, None, tree_of(rows, top_k=1, head_top_k=1, beam=1), marks=pytest.mark.exhaustive)
+        for rows in (2, 3, 5)
+    ),
+    *(
+        pytest.param(2, 5, None, tree_of(rows, beam=beam), marks=pytest.mark.exhaustive)
+        for rows, beam in ((16, 4), (64, 5))
+    ),
     pytest.param(1, 2, None, tree_of(16, heads=2), marks=pytest.mark.exhaustive),
     pytest.param(1, 0, 24, tree_of(16, heads=0, reference=True), marks=pytest.mark.exhaustive),
-]  # fmt: skip
+]
 
 
 def _id(value: object) -> str:
@@ -227,7 +253,9 @@ def _id(value: object) -> str:
 
 
 @pytest.mark.parametrize(("layers", "heads", "head_dim", "tree"), CONFIGS, ids=_id)
-def test_eager_tree_is_the_naive_one(folder: Path, layers: int, heads: int, head_dim: int | None, tree: TreeConfig) -> None:
+def test_eager_tree_is_the_naive_one(
+    folder: Path, layers: int, heads: int, head_dim: int | None, tree: TreeConfig
+) -> None:
     pair, naive = random_pair(folder, layers, heads, head_dim)
     assert (pair.draft_shape.layers, pair.heads) == (layers, heads)
     cycles(eager(pair, tree), naive, tree, 48, 1009, seed=tree.rows)
@@ -270,7 +298,10 @@ def test_biases_that_only_the_tensors_show(tmp_path: Path) -> None:
     torch.save(state, drafter / "pytorch_model.bin")
     config = drafter_config(model.config, 1) | {"attention_bias": True}
     naive = naive_of(model, state | {"layers.0.self_attn.o_proj.bias": torch.zeros(48)}, config)
-    pair, tree = Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")), eagle_2(16, beam=3, serial=4)
+    pair, tree = (
+        Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")),
+        eagle_2(16, beam=3, serial=4),
+    )
     cycles(eager(pair, tree), naive, tree, 48, 1009, seed=0)
 
 

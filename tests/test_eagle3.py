@@ -41,7 +41,7 @@ MADE = {
     "two taps": replace(PLAIN, taps=(2, 1)),
     "two layers": replace(PLAIN, layers=2),
     "in another order": replace(PLAIN, drafted=1009),
-}  # fmt: skip
+}
 
 
 def eagle_3(rows: int, beam: int, serial: int = 8) -> TreeConfig:
@@ -54,7 +54,11 @@ def opened(argv: list[str], *more: str) -> Pair:
 
 @pytest.mark.parametrize(
     "tree",
-    [eagle_3(8, beam=2, serial=5), pytest.param(eagle_3(60, beam=10), marks=pytest.mark.exhaustive), eagle_3(9, beam=1)],
+    [
+        eagle_3(8, beam=2, serial=5),
+        pytest.param(eagle_3(60, beam=10), marks=pytest.mark.exhaustive),
+        eagle_3(9, beam=1),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", MADE)
@@ -67,10 +71,16 @@ def test_eager_tree_is_the_naive_one(name: str, tree: TreeConfig, tmp_path: Path
     cycles(eager(pair, tree), made.naive(), tree, pair.features, 1009, seed=tree.rows)
 
 
-@pytest.mark.parametrize(("name", "dialect"), [
-    ("qwen3", Contrib), ("qwen3", Standard), ("qwen3", Rounded), ("normed", Contrib),
-    *(pytest.param("normed", dialect, marks=pytest.mark.exhaustive) for dialect in (Standard, Rounded)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [
+        ("qwen3", Contrib),
+        ("qwen3", Standard),
+        ("qwen3", Rounded),
+        ("normed", Contrib),
+        *(pytest.param("normed", dialect, marks=pytest.mark.exhaustive) for dialect in (Standard, Rounded)),
+    ],
+)
 def test_exported_tree_is_the_naive_one(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     made, tree = MADE[name], eagle_3(16, beam=3, serial=3)
     if dialect is Contrib and "head_dim" not in made.pair.target:
@@ -90,7 +100,8 @@ def test_layouts(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [2, 5])
 @torch.inference_mode()
 def test_taps_are_what_enters_the_layers(layers: int, tmp_path: Path) -> None:
-    """As transformers gives it, in an eager pass. Of the last one that is not its ``hidden_states``, which are normed."""
+    """As transformers gives it, in an eager pass. Of the last one that is not its ``hidden_states``, which are
+    normed."""
     made = replace(PLAIN, pair=RandomPair({"num_hidden_layers": layers}), taps=(layers, 0, layers - 1))
     pair = opened(made.write(tmp_path))
     model, kept = AutoModelForCausalLM.from_pretrained(tmp_path / "target"), list[Any]()
@@ -103,7 +114,9 @@ def test_taps_are_what_enters_the_layers(layers: int, tmp_path: Path) -> None:
     empty = caches(layers, shape.kv_heads, 16, shape.head_dim, torch.float32)
     mask = torch.ones(9, 9, dtype=torch.bool).tril()
     hidden = target(ids, torch.arange(9), mask, None, torch.tensor([0]), empty)[2]
-    torch.testing.assert_close(hidden, torch.cat((kept[0], states[0], states[layers - 1]), dim=-1)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        hidden, torch.cat((kept[0], states[0], states[layers - 1]), dim=-1)[0], rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.inference_mode()
@@ -114,20 +127,27 @@ def test_taps_that_exceed_fp16(tmp_path: Path) -> None:
     state = {name: source.whole() for name, source in pair.target_sources(16).items()}
     state["embed_tokens.weight"] = state["embed_tokens.weight"].clone()
     state["embed_tokens.weight"][3, :2] = torch.tensor([1e5, -1e5])
-    target.load_state_dict({n: t.bfloat16() if not n.startswith("rotary.") else t for n, t in state.items()}, assign=True)
+    target.load_state_dict(
+        {n: t.bfloat16() if not n.startswith("rotary.") else t for n, t in state.items()}, assign=True
+    )
     empty = caches(2, pair.target_shape.kv_heads, 16, pair.target_shape.head_dim, torch.float16)
-    hidden = target(torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1, dtype=torch.bool), None, torch.tensor([0]), empty)[2]
+    hidden = target(
+        torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1, dtype=torch.bool), None, torch.tensor([0]), empty
+    )[2]
     assert hidden.dtype == torch.float16
     assert hidden[0, :2].tolist() == [65504, -65504]
     assert hidden.isfinite().all()
 
 
-@pytest.mark.parametrize(("said", "options", "taps"), [
-    ([1, 2, 3], (), (1, 2, 3)),
-    ([1, 2, 3], ("--taps", "output"), (2, 3, 4)),
-    ([1, 2, 3], ("--taps", "0", "5", "6"), (0, 5, 6)),
-    (None, (), (2, 3, 4)),  # the official code's, of seven layers
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "options", "taps"),
+    [
+        ([1, 2, 3], (), (1, 2, 3)),
+        ([1, 2, 3], ("--taps", "output"), (2, 3, 4)),
+        ([1, 2, 3], ("--taps", "0", "5", "6"), (0, 5, 6)),
+        (None, (), (2, 3, 4)),  # the official code's, of seven layers
+    ],
+)
 def test_which_taps(said: list[int] | None, options: tuple[str, ...], taps: tuple[int, ...], tmp_path: Path) -> None:
     made = replace(PLAIN, pair=RandomPair({"num_hidden_layers": 7}))
     argv = made.write(tmp_path)
@@ -149,24 +169,40 @@ def test_what_is_asked_for_overrides_what_is_said(tmp_path: Path) -> None:
     assert not torch.equal(rotary_tables(theirs.draft_config, 9)[0], rotary_tables(asked.draft_config, 9)[0])
     assert asked.target_config == theirs.target_config
     plans = (recipe_of(config_of([*argv, *more])) for more in ((), ("--draft-rope-theta", "500000")))
-    assert len({made.fingerprint() for made in plans}) == 2  # an interrupted export goes on with what the same options packed
+    # an interrupted export goes on with what the same options packed
+    assert len({made.fingerprint() for made in plans}) == 2
 
 
-@pytest.mark.parametrize(("fields", "options", "message"), [
-    ({"eagle_config": {}}, (), "does not say what it reads, and the official code's taps are 2, 1, -1, but its fc reads 3 rows"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, (), "reads layers 1, 2, but its fc reads 3 rows of a target of 2 layers"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "2"]}}, (), "expected a list of layers: give --taps"),
-    ({}, ("--taps", "0", "1"), "--taps are 0, 1, but its fc reads 3 rows"),
-    ({}, ("--taps", "0", "1", "3"), "give --taps with 3 numbers from 0 to 2"),
-    ({}, ("--taps", "0", "1", "-2"), "--taps is 0 1 -2: give numbers of layers, from 0, or the word output"),
-    ({}, ("--draft-rope-theta", "0"), "--draft-rope-theta is 0: give 1 to 1e12"),
-    ({}, ("--draft-vocab", "20"), "has an lm_head of its own, for 200 tokens: leave --draft-vocab out"),
-    ({}, ("--backend", "vllm"), "is of the family eagle3, which vLLM runs as it is"),
-    ({}, ("--heads", "1"), "has 0: give at most that many"),
-    ({"norm_output": True}, (), "has norm_output, which is not supported"),
-    ({"norm_before_residual": "yes"}, (), "has norm_before_residual 'yes', expected true or false"),
-    ({"vocab_size": 1000}, (), "its vocab_size is 1000, expected 1009"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        (
+            {"eagle_config": {}},
+            (),
+            "does not say what it reads, and the official code's taps are 2, 1, -1, but its fc reads 3 rows",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+            (),
+            "reads layers 1, 2, but its fc reads 3 rows of a target of 2 layers",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "2"]}},
+            (),
+            "expected a list of layers: give --taps",
+        ),
+        ({}, ("--taps", "0", "1"), "--taps are 0, 1, but its fc reads 3 rows"),
+        ({}, ("--taps", "0", "1", "3"), "give --taps with 3 numbers from 0 to 2"),
+        ({}, ("--taps", "0", "1", "-2"), "--taps is 0 1 -2: give numbers of layers, from 0, or the word output"),
+        ({}, ("--draft-rope-theta", "0"), "--draft-rope-theta is 0: give 1 to 1e12"),
+        ({}, ("--draft-vocab", "20"), "has an lm_head of its own, for 200 tokens: leave --draft-vocab out"),
+        ({}, ("--backend", "vllm"), "is of the family eagle3, which vLLM runs as it is"),
+        ({}, ("--heads", "1"), "has 0: give at most that many"),
+        ({"norm_output": True}, (), "has norm_output, which is not supported"),
+        ({"norm_before_residual": "yes"}, (), "has norm_before_residual 'yes', expected true or false"),
+        ({"vocab_size": 1000}, (), "its vocab_size is 1000, expected 1009"),
+    ],
+)
 def test_what_is_refused(
     fields: dict[str, Any], options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,20 +213,29 @@ def test_what_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"fc.weight": torch.zeros(48, 100)}, "its fc reads [100] numbers, not rows of the target of 48 each"),
-    ({"fc.weight": None}, "lacks the tensor 'fc.weight'"),
-    ({"lm_head.weight": None}, "lacks the tensor 'lm_head.weight'"),
-    ({"norm.weight": None}, "lacks the tensor 'norm.weight'"),
-    ({"midlayer.self_attn.q_proj.weight": torch.tensor(1.0)}, "tensor 'layers.0.self_attn.q_proj.weight' has shape []"),
-    ({"d2t": None}, "its lm_head's number of rows without a d2t is 200, expected 1009"),
-    ({"d2t": torch.zeros(200)}, "its d2t is torch.float32 of shape [200], expected integers"),
-    ({"d2t": torch.full((200,), 900)}, "its d2t has a token twice, or one outside the vocabulary of 1009"),
-    ({"d2t": torch.zeros(150, dtype=torch.int64), "lm_head.weight": torch.zeros(1009, 48)}, "its d2t has 150 tokens and its lm_head 1009 rows"),
-    ({"d2t": torch.zeros(150, dtype=torch.int64)}, "its d2t has 150 tokens and its lm_head 200 rows"),
-    ({"mask_hidden": torch.zeros(48)}, "has the tensor 'mask_hidden'"),
-    ({"input_norm.weight": torch.zeros(144)}, "has the tensor 'input_norm.weight'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc.weight": torch.zeros(48, 100)}, "its fc reads [100] numbers, not rows of the target of 48 each"),
+        ({"fc.weight": None}, "lacks the tensor 'fc.weight'"),
+        ({"lm_head.weight": None}, "lacks the tensor 'lm_head.weight'"),
+        ({"norm.weight": None}, "lacks the tensor 'norm.weight'"),
+        (
+            {"midlayer.self_attn.q_proj.weight": torch.tensor(1.0)},
+            "tensor 'layers.0.self_attn.q_proj.weight' has shape []",
+        ),
+        ({"d2t": None}, "its lm_head's number of rows without a d2t is 200, expected 1009"),
+        ({"d2t": torch.zeros(200)}, "its d2t is torch.float32 of shape [200], expected integers"),
+        ({"d2t": torch.full((200,), 900)}, "its d2t has a token twice, or one outside the vocabulary of 1009"),
+        (
+            {"d2t": torch.zeros(150, dtype=torch.int64), "lm_head.weight": torch.zeros(1009, 48)},
+            "its d2t has 150 tokens and its lm_head 1009 rows",
+        ),
+        ({"d2t": torch.zeros(150, dtype=torch.int64)}, "its d2t has 150 tokens and its lm_head 200 rows"),
+        ({"mask_hidden": torch.zeros(48)}, "has the tensor 'mask_hidden'"),
+        ({"input_norm.weight": torch.zeros(144)}, "has the tensor 'input_norm.weight'"),
+    ],
+)
 def test_tensors_that_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +258,9 @@ def test_options_that_are_for_eagle_3_alone(
     assert "--taps and --norm-before-residual are for an EAGLE-3" in capsys.readouterr().err
 
 
-def test_norm_before_residual_is_asked_for_where_readers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_norm_before_residual_is_asked_for_where_readers_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = PLAIN.write(tmp_path, "speculators")
     file = tmp_path / "drafter" / "config.json"
     config = json.loads(file.read_text())
@@ -264,7 +311,9 @@ def test_greedy_texts_are_transformers(tmp_path: Path) -> None:
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
             generation = model.generate(prompt, 20, rows=8, lookup=False)
             list(generation.cycles())
-            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 20)[0])
+            llama.assert_same(
+                tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 20)[0]
+            )
 
 
 @pytest.mark.exhaustive

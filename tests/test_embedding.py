@@ -1,4 +1,5 @@
-"""Embeddings of quantized targets for the CPU are codes: which exports have them, what they stand for, and that it is stored once."""
+"""Embeddings of quantized targets for the CPU are codes: which exports have them, what they stand for, and that it is
+stored once."""
 
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def in_onnxruntime(table: Embedding, tokens: Tensor) -> np.ndarray:
     model = capture(table, [("tokens", tokens, {0: "rows"})], ["rows"], Plain.opset)
     for name, value in model.graph.initializers.items():
         stored = table.get_parameter(name).detach().numpy()
-        value.const_value = ir.ExternalTensor("x", 0, stored.nbytes, value.dtype, shape=ir.Shape(stored.shape), name=name)
+        value.const_value = ir.ExternalTensor(
+            "x", 0, stored.nbytes, value.dtype, shape=ir.Shape(stored.shape), name=name
+        )
     _name_codes(model)
     for name, value in model.graph.initializers.items():
         stored = table.get_parameter(name).detach().numpy()
@@ -71,19 +74,31 @@ def in_onnxruntime(table: Embedding, tokens: Tensor) -> np.ndarray:
 def test_the_operator_gives_the_same_bits(bits: int) -> None:
     table, values = filled(bits, 3, 41, 5)
     tokens = torch.tensor([40, 0, 7, 7, 39])
-    np.testing.assert_array_equal(in_onnxruntime(table, tokens), np.array([values[token] for token in tokens], np.float32))
+    np.testing.assert_array_equal(
+        in_onnxruntime(table, tokens), np.array([values[token] for token in tokens], np.float32)
+    )
 
 
 def test_which_exports_have_codes(tmp_path: Path) -> None:
     pair = RandomPair(
-        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}, layers=1, heads=1
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+        layers=1,
+        heads=1,
     )
     pair.write(tmp_path)
 
     def coded(*options: str) -> set[str]:
         made = recipe_of(
             config_of(
-                ["--ckpt", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--capacity", "100", *options]
+                [
+                    "--ckpt",
+                    str(tmp_path / "drafter"),
+                    "--target",
+                    str(tmp_path / "target"),
+                    "--capacity",
+                    "100",
+                    *options,
+                ]
             )
         )
         found = {file for file, sources in made.sources().items() if scale_of(EMBEDDING) in sources}

@@ -1,5 +1,5 @@
-"""The loop that owns the engines: what streams want is done in order, passes are shared, and nothing runs beside whoever wants the
-engines for itself."""
+"""The loop that owns the engines: what streams want is done in order, passes are shared, and nothing runs beside
+whoever wants the engines for itself."""
 
 import gc
 import math
@@ -98,7 +98,9 @@ def test_whoever_waits_is_served_in_the_next_passes(interrupted: int) -> None:
         shared(loop, [partial(stream, number) for number in range(5)])
     assert lanes.runs[0] == ["0", "1", "2"]
     assert sorted(done) == (["0", "1", "2", "3", "4"] if not interrupted else ["1", "2", "3", "4", "interrupted"])
-    assert sorted(name for names in lanes.runs[interrupted:] for name in names) == [str(n) for n in range(interrupted, 5)]
+    assert sorted(name for names in lanes.runs[interrupted:] for name in names) == [
+        str(n) for n in range(interrupted, 5)
+    ]
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -116,7 +118,9 @@ def test_a_stream_that_is_about_to_come_again_is_waited_for(monkeypatch: pytest.
                 pass
             verify(loop, lanes, 1)
         first.join()
-        assert sorted(sorted(names) for names in lanes.runs) == ([["0", "1"]] * 2 if at_once == 1 else [["0"], ["0"], ["1"]])
+        assert sorted(sorted(names) for names in lanes.runs) == (
+            [["0", "1"]] * 2 if at_once == 1 else [["0"], ["0"], ["1"]]
+        )
         loop.forget(1)
         started_at = perf_counter()
         verify(loop, lanes, 0)

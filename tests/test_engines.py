@@ -154,7 +154,9 @@ def test_the_record_names_every_file(copy: Path) -> None:
     assert set(read_record(engines).files) == {path.name for path in engines.iterdir()} - {RECORD}
 
 
-def test_engines_that_are_replaced_while_they_load_are_looked_for_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_are_replaced_while_they_load_are_looked_for_again(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compile ends between finding engines and reading them."""
     from runtime.backends.onnxruntime import Cpu
 

@@ -1,4 +1,5 @@
-"""Each kind of error, provoked once through the public interface, so that callers can tell input, damage, misuse and absence apart."""
+"""Each kind of error, provoked once through the public interface, so that callers can tell input, damage, misuse and
+absence apart."""
 
 import ast
 import errno
@@ -214,7 +215,8 @@ def test_causes_in_words(provoke: Callable[[], object], says: str) -> None:
 
 
 def test_no_message_quotes_an_exception_of_pythons_own() -> None:
-    """``{error}`` in a message is an exception of ours, or of a library that has its own words; all others go through ``reason``."""
+    """``{error}`` in a message is an exception of ours, or of a library that has its own words; all others go through
+    ``reason``."""
     quoted = set[str]()
     for file in (file for folder in ("runtime", "exporter") for file in Path(folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -227,4 +229,5 @@ def test_no_message_quotes_an_exception_of_pythons_own() -> None:
                 }
                 if node.name in shown and caught & PYTHONS:
                     quoted.add(f"{file}: {', '.join(sorted(caught & PYTHONS))}")
-    assert quoted <= {"runtime/decoding/grammar.py: RecursionError, TypeError, ValueError"}  # json.dumps names the value
+    # json.dumps names the value
+    assert quoted <= {"runtime/decoding/grammar.py: RecursionError, TypeError, ValueError"}

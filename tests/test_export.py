@@ -60,10 +60,15 @@ from tests.test_tokenizer import PLAIN, written
 ROOT = Path(__file__).parents[1]
 # Head sizes 16 and 8 take different dialects on ONNX Runtime.
 SMALL: dict[str, Any] = {
-    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TINY = SMALL | {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1}
-# The cheapest tree that has every part: two serial steps and a head, and rows for all candidates, so that each part shows.
+# The cheapest tree that has every part: two serial steps and a head, and rows for all candidates, so that each part
+# shows.
 TREE = ["--rows", "9", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64"]
 
 
@@ -79,7 +84,8 @@ def resumable(folder: Path) -> bool:
 def snapshot(folder: Path) -> dict[str, str]:
     """Everything in a folder, hidden or not, with its content."""
     return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in folder.rglob("*")
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
+        for p in folder.rglob("*")
     }
 
 
@@ -91,7 +97,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = folder / "target"
     words = {f"w{i}": i for i in range(211)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(target / "tokenizer.json"))
-    (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}))
+    (target / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"})
+    )
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "temperature": 0.6}))
     return folder
@@ -141,7 +149,7 @@ def uncompiled(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.backends.backend", missing)
 
 
-# --- what a bundle holds -----------------------------------------------------------------------------------------------
+# --- what a bundle holds ----------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_names_every_file_with_its_size_and_hash(bundle: Path) -> None:
@@ -212,10 +220,19 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
     }
     tensors = {n: {v.name: axes(v) for v in (*g.input, *g.output)} for n, g in graphs.items()}
     cache = [1, 1, 64, 16]
-    assert {n: tensors["target"][n] for n in ("tokens", "depth", "mask", "wanted", "past_length", "choice", "logits", "hidden")} == {
-        "tokens": ["rows"], "depth": ["rows"], "mask": ["rows", "rows"], "wanted": ["wanted"], "past_length": [1],
-        "choice": ["wanted"], "logits": ["wanted", 211], "hidden": ["rows", 32],
-    }  # fmt: skip
+    assert {
+        n: tensors["target"][n]
+        for n in ("tokens", "depth", "mask", "wanted", "past_length", "choice", "logits", "hidden")
+    } == {
+        "tokens": ["rows"],
+        "depth": ["rows"],
+        "mask": ["rows", "rows"],
+        "wanted": ["wanted"],
+        "past_length": [1],
+        "choice": ["wanted"],
+        "logits": ["wanted", 211],
+        "hidden": ["rows", 32],
+    }
     assert all(
         tensors["target"][f"{when}_{part}.{i}"] == cache
         for when in ("past", "present")
@@ -224,16 +241,27 @@ def test_symbolic_axes_are_named(bundle: Path) -> None:
     )
     for graph in ("draft", "extend"):
         assert {n: tensors[graph][n] for n in ("tokens", "path", "hidden", "count", "past_length", "past_key.1")} == {
-            "tokens": ["accepted"], "path": ["accepted"], "hidden": ["rows", 32], "count": [1], "past_length": [1], "past_key.1": cache,
-        }  # fmt: skip
+            "tokens": ["accepted"],
+            "path": ["accepted"],
+            "hidden": ["rows", 32],
+            "count": [1],
+            "past_length": [1],
+            "past_key.1": cache,
+        }
     tree = {n: a for n, a in tensors["draft"].items() if n.startswith("tree_")}
     assert tree == {
-        "tree_tokens": [9], "tree_depth": [9], "tree_parent": [9], "tree_mask": [9, 9], "tree_score": [9],
-    }  # fmt: skip
+        "tree_tokens": [9],
+        "tree_depth": [9],
+        "tree_parent": [9],
+        "tree_mask": [9, 9],
+        "tree_score": [9],
+    }
     assert not any(n.startswith("tree_") for n in tensors["extend"])
     assert {a for p in tensors.values() for shape in p.values() for a in shape if isinstance(a, str)} == {
-        "rows", "accepted", "wanted",
-    }  # fmt: skip
+        "rows",
+        "accepted",
+        "wanted",
+    }
 
 
 def test_the_manifest_repeats_the_graphs_contract(bundle: Path) -> None:
@@ -250,13 +278,15 @@ def test_the_target_and_the_drafter_share_their_weights(bundle: Path) -> None:
     places: dict[str, dict[str, Any]] = {}
     for name in ("target", "draft", "extend"):
         model = onnx.load(str(bundle / f"graphs/cpu/{name}.onnx"), load_external_data=False)
-        places[name] = {t.name: tuple(e.value for e in t.external_data) for t in model.graph.initializer if t.external_data}
+        places[name] = {
+            t.name: tuple(e.value for e in t.external_data) for t in model.graph.initializer if t.external_data
+        }
     for shared in ("embed_tokens.weight", "lm_head.weight"):
         assert places["draft"][shared] == places["target"][shared]
     assert all(places["draft"][name] == place for name, place in places["extend"].items())
 
 
-# --- the golden run ----------------------------------------------------------------------------------------------------
+# --- the golden run ---------------------------------------------------------------------------------------------------
 
 
 def test_the_golden_run_is_what_transformers_computes(bundle: Path, pair: Path) -> None:
@@ -286,7 +316,9 @@ def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
     state = {name: source.whole().float() for name, source in made.sources()["weights/draft.bin"].items()}
     module.load_state_dict(state, assign=True)
     n, path = len(run["prompt.tokens"]), run["next.path"]
-    tokens = torch.tensor(np.concatenate((run["prompt.tokens"][1:], run["verify.tokens"][:1], run["verify.choice"][path])))
+    tokens = torch.tensor(
+        np.concatenate((run["prompt.tokens"][1:], run["verify.tokens"][:1], run["verify.choice"][path]))
+    )
     hidden = torch.tensor(np.concatenate((run["prompt.hidden"], run["verify.hidden"][path])))
     drawn = [draws.noise(0, level, np.arange(module.drafted)) for level in range(made.tree.depth)]
     noise = torch.tensor(np.stack(drawn), dtype=torch.float32)
@@ -307,12 +339,14 @@ def test_the_golden_run_is_the_drafters(bundle: Path, pair: Path) -> None:
             assert (run[f"{name}.{part}"] == value.numpy()).all(), (name, part)
 
 
-# --- --validate --------------------------------------------------------------------------------------------------------
+# --- --validate -------------------------------------------------------------------------------------------------------
 
 
 def reported(text: str) -> dict[str, float]:
     """Errors by output, all of them within their limits."""
-    lines = re.findall(r"cpu: (?:golden run|validation): ([a-z ]+) ([0-9.e+-]+)(%?)( of at most [0-9.e+-]+)?: ok$", text, re.M)
+    lines = re.findall(
+        r"cpu: (?:golden run|validation): ([a-z ]+) ([0-9.e+-]+)(%?)( of at most [0-9.e+-]+)?: ok$", text, re.M
+    )
     return {output: float(error) for output, error, *_ in lines}
 
 
@@ -320,7 +354,9 @@ def wanted(pair: Path, out: Path) -> Any:
     return recipe_of(config_of(options(pair, out)))
 
 
-def test_validate_prints_small_errors(tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_small_errors(
+    tiny: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(options(tiny, tmp_path / "out", "--validate")) == 0
     errors = reported(capsys.readouterr().out)
     assert set(errors) == {"target", "draft", "target logits", "target hidden", "choices that differ", "draft scores"}
@@ -329,7 +365,12 @@ def test_validate_prints_small_errors(tiny: Path, tmp_path: Path, quick: None, c
 
 @pytest.mark.parametrize("error", [1.0, math.nan])
 def test_errors_above_their_limits_fail_the_command_and_leave_the_bundle(
-    tiny: Path, tmp_path: Path, quick: None, error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path,
+    tmp_path: Path,
+    quick: None,
+    error: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {"target logits": 1e-6, "target hidden": error, "choices that differ": 0.5, "draft scores": error}
     monkeypatch.setattr(exporter.writing.validate, "validate", lambda *_: found)
@@ -373,7 +414,9 @@ def negate(values: np.ndarray) -> None:
         ("draft:layers.1.self_attn.v_proj.weight", {"draft scores"}),
     ],
 )
-def test_validate_reports_a_spoiled_weight(bundle: Path, pair: Path, tmp_path: Path, parameter: str, shows: set[str]) -> None:
+def test_validate_reports_a_spoiled_weight(
+    bundle: Path, pair: Path, tmp_path: Path, parameter: str, shows: set[str]
+) -> None:
     shutil.copytree(bundle, tmp_path / "out")
     spoil(tmp_path / "out", parameter, negate)
     errors = exporter.writing.validate.validate(wanted(pair, bundle), tmp_path / "out", "cpu")
@@ -419,7 +462,7 @@ def test_validate_reads_every_layout_that_export_reads(
     assert all(error < 1e-3 for error in errors.values()), errors
 
 
-# --- whole or absent ---------------------------------------------------------------------------------------------------
+# --- whole or absent --------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -493,7 +536,8 @@ def test_a_failure_leaves_nothing_behind_and_the_next_run_succeeds(
             struck = strike(patch, POINTS[point], FAILURES[failure][0])
             fails(argv, failure, capsys)
         assert struck
-        compiling = point in ("inside the compiler", "replaying")  # what fails there is told as a failure of the engines
+        # what fails there is told as a failure of the engines
+        compiling = point in ("inside the compiler", "replaying")
         if failure == "interrupt" or (failure == "disk full" and not compiling):
             assert resumable(tmp_path), failure
         else:
@@ -539,7 +583,13 @@ def failing_rename(patch: pytest.MonkeyPatch, call: int, error: BaseException) -
 @pytest.mark.parametrize("failure", ["interrupt", "disk full"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_the_old_bundle_survives_a_failure_in_the_last_step(
-    bundle: Path, tiny: Path, tmp_path: Path, uncompiled: None, failure: str, call: int, capsys: pytest.CaptureFixture[str]
+    bundle: Path,
+    tiny: Path,
+    tmp_path: Path,
+    uncompiled: None,
+    failure: str,
+    call: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where names cannot be exchanged in one step."""
     out = tmp_path / "beside" / "out"
@@ -555,7 +605,12 @@ def test_the_old_bundle_survives_a_failure_in_the_last_step(
 
 @pytest.mark.parametrize(
     ("point", "failure"),
-    [("packing the drafter", "disk full"), ("recording", "interrupt"), ("replaying", "ours"), ("syncing", "unforeseen")],
+    [
+        ("packing the drafter", "disk full"),
+        ("recording", "interrupt"),
+        ("replaying", "ours"),
+        ("syncing", "unforeseen"),
+    ],
 )
 def test_the_old_bundle_survives_a_failed_overwrite(
     bundle: Path, tiny: Path, tmp_path: Path, quick: None, point: str, failure: str, capsys: pytest.CaptureFixture[str]
@@ -582,7 +637,8 @@ def resumable_beside(folder: Path, before: dict[str, str]) -> bool:
 def test_an_interrupted_export_goes_on_where_it_stopped(
     tiny: Path, tmp_path: Path, uncompiled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Packed tensors are read back and hashed, not packed again; what no longer fits its hash is, and so is all behind it."""
+    """Packed tensors are read back and hashed, not packed again; what no longer fits its hash is, and so is all behind
+    it."""
     whole = options(tiny, tmp_path / "whole")
     assert main(whole) == 0
     written: list[str] = []
@@ -610,9 +666,12 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
             os.utime(tiny / "target" / "model.safetensors")
         assert main(argv) == 0
         again = len(written)
-        assert {"nothing": again == 0, "some": 0 < again < total / 2, "most": 0 < again <= total, "all": again > total / 2}[
-            expected
-        ], (damage, again, total)
+        assert {
+            "nothing": again == 0,
+            "some": 0 < again < total / 2,
+            "most": 0 < again <= total,
+            "all": again > total / 2,
+        }[expected], (damage, again, total)
         assert snapshot(tmp_path / "out/weights") == snapshot(tmp_path / "whole/weights")
         assert not (tmp_path / "out" / NOTES).exists()
         written.clear()
@@ -620,9 +679,17 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
 
 
 def test_only_the_same_is_gone_on_with(pair: Path, tmp_path: Path) -> None:
-    made = [recipe_of(config_of(options(pair, tmp_path / "out", *more))).fingerprint()
-            for more in ((), ("--draft-weights", "int4"), ("--draft-weights", "int8"), ("--draft-vocab", "9"), ("--heads", "0"),
-                         ("--capacity", "9"))]  # fmt: skip
+    made = [
+        recipe_of(config_of(options(pair, tmp_path / "out", *more))).fingerprint()
+        for more in (
+            (),
+            ("--draft-weights", "int4"),
+            ("--draft-weights", "int8"),
+            ("--draft-vocab", "9"),
+            ("--heads", "0"),
+            ("--capacity", "9"),
+        )
+    ]
     assert len(set(made)) == len(made)
     assert made[0] == recipe_of(config_of(options(pair, tmp_path / "elsewhere"))).fingerprint()
 
@@ -637,12 +704,17 @@ def test_two_exports_make_the_same_bytes(tiny: Path, tmp_path: Path, uncompiled:
 def start(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "exporter.cli", *argv], cwd=ROOT, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )  # fmt: skip
+            [sys.executable, "-m", "exporter.cli", *argv],
+            cwd=ROOT,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
 
 def killed(argv: list[str], folder: Path, number: signal.Signals, file: str) -> tuple[int, str]:
-    """A real export, killed midway: as soon as a file appears in the unfinished bundle. Returns exit status and what it printed."""
+    """A real export, killed midway: as soon as a file appears in the unfinished bundle. Returns exit status and what it
+    printed."""
     log = folder.with_name(f"{folder.name}.log")
     process, deadline = start(argv, log), time.monotonic() + 400
     try:
@@ -656,11 +728,14 @@ def killed(argv: list[str], folder: Path, number: signal.Signals, file: str) -> 
             process.wait()
 
 
-@pytest.mark.parametrize(("number", "file"), [
-    pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights", marks=pytest.mark.exhaustive),
-    pytest.param(signal.SIGINT, "graphs/cpu/target.onnx", id="SIGINT at graphs", marks=pytest.mark.exhaustive),
-    pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs", marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "file"),
+    [
+        pytest.param(signal.SIGTERM, "weights/target.bin", id="SIGTERM at weights", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGINT, "graphs/cpu/target.onnx", id="SIGINT at graphs", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, "graphs/cpu/target.onnx", id="SIGKILL at graphs", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_killed_export_leaves_nothing_that_hinders_the_next(
     tiny: Path, tmp_path: Path, quick: None, number: signal.Signals, file: str
 ) -> None:
@@ -719,11 +794,12 @@ def test_an_interrupt_that_a_library_swallows_still_counts(tmp_path: Path, numbe
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
-# --- --overwrite, --out ------------------------------------------------------------------------------------------------
+# --- --overwrite, --out -----------------------------------------------------------------------------------------------
 
 
 def without_notes(error: str) -> str:
-    """What a command said on standard error, but for notes on earlier spellings of options, which tests of trees use."""
+    """What a command said on standard error, but for notes on earlier spellings of options, which tests of trees
+    use."""
     return re.sub(r"^note: .* goes with the next release\n", "", error, flags=re.M)
 
 
@@ -799,27 +875,42 @@ def test_a_relative_out_lies_in_the_current_folder(
     Bundle(tmp_path / "out").verify()
 
 
-def test_a_bundle_that_cannot_be_written_to_its_place(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_that_cannot_be_written_to_its_place(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     refused(options(tiny, tmp_path / "file" / "out"), capsys, f"'{tmp_path / 'file' / 'out'}'")
     assert list(snapshot(tmp_path)) == ["file"]
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("file", "'{out}' exists: name another folder with --out, or replace it with --overwrite"),
-    ("file/out", "writing '{out}' failed (Not a directory): name another folder with --out"),
-    ("new/out", "writing '{out}' failed (Permission denied): make its place writable, or name another folder with --out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("file", "'{out}' exists: name another folder with --out, or replace it with --overwrite"),
+        ("file/out", "writing '{out}' failed (Not a directory): name another folder with --out"),
+        (
+            "new/out",
+            "writing '{out}' failed (Permission denied): make its place writable, or name another folder with --out",
+        ),
+    ],
+)
 def test_a_dry_run_says_that_a_bundle_cannot_be_written(
-    tiny: Path, tmp_path: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path,
+    tmp_path: Path,
+    name: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(exporter.staging.os, "access", lambda folder, _: folder != tmp_path)
-    refused(options(tiny, tmp_path / name, "--dry-run"), capsys, f"error: {says.replace('{out}', str(tmp_path / name))}\n")
+    refused(
+        options(tiny, tmp_path / name, "--dry-run"), capsys, f"error: {says.replace('{out}', str(tmp_path / name))}\n"
+    )
     assert list(snapshot(tmp_path)) == ["file"]
 
 
-# --- --dry-run and disk space ------------------------------------------------------------------------------------------
+# --- --dry-run and disk space -----------------------------------------------------------------------------------------
 
 
 def total(folder: Path) -> int:
@@ -908,7 +999,7 @@ def test_a_disk_with_room_to_spare_is_accepted(
     assert main(options(pair, tmp_path / "out", "--dry-run")) == 0
 
 
-# --- options -----------------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -924,7 +1015,9 @@ def test_a_disk_with_room_to_spare_is_accepted(
     ],
     ids=" ".join,
 )
-def test_unknown_options_exit_with_2(tiny: Path, tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_exit_with_2(
+    tiny: Path, tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(options(tiny, tmp_path / "out", *argv))
     assert caught.value.code == 2
@@ -1016,7 +1109,9 @@ def test_the_tokenizer_s_own_end_counts_too(tiny: Path, tmp_path: Path) -> None:
     assert found.spelled(found.eos_token_ids) == ["'<s>' (2)", "7", "'a' (0)"]
 
 
-def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_a_text_is_said_and_what_is_missing(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(tiny, tmp_path / "pair")
     words = Tokenizer(WordLevel({"a": 0, "None": 1, "<s>": 2}, "a"))  # one that is spelled like no end
     target = written(tmp_path / "pair" / "target", PLAIN | {"eos_token": None}, words)
@@ -1031,13 +1126,16 @@ def test_what_ends_a_text_is_said_and_what_is_missing(tiny: Path, tmp_path: Path
     assert "Ends:" not in said[0]
 
 
-@pytest.mark.parametrize(("template", "expected"), [
-    ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<s>{% endfor %}", 2),
-    ("<b>{% for m in messages %}{{ m.content }}a<s>{% endfor %}", 2),
-    ("{% for m in messages %}{{ m.content }} {% endfor %}", None),
-    ("{{ raise_exception('no') }}", None),
-    (None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<s>{% endfor %}", 2),
+        ("<b>{% for m in messages %}{{ m.content }}a<s>{% endfor %}", 2),
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+        (None, None),
+    ],
+)
 def test_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, expected: int | None) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "<b>": 1, "<s>": 2}, "a"))
     tokenizer.add_tokens([AddedToken("<b>", special=True), AddedToken("<s>")])
@@ -1048,16 +1146,27 @@ def test_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, exp
 TURNS = "{% for m in messages %}{{ m.content }}a{% endfor %}"
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"chat_template": TURNS},
-     "Warning: the chat template ends an answer with 'a' (0), at which texts do not end: add it to eos_token_id in the target's "
-     "generation_config.json, and export again.\n"),
-    ({"chat_template": [{"name": "default", "template": TURNS}]}, "Warning: the chat template ends an answer with 'a' (0)"),
-    ({"chat_template": "{% for %}"},
-     "Warning: the bundle completes texts but takes no conversations, because the chat template in {target}/tokenizer_config.json does not "
-     "parse (line 1: Expected an expression, got 'end of statement block'): correct it, and export again.\n"),
-    ({"chat_template": "{{ raise_exception('no') }}"}, "Ends: a text ends at '<s>' (2).\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"chat_template": TURNS},
+            "Warning: the chat template ends an answer with 'a' (0), at which texts do not end: add it to eos_token_id "
+            "in the target's generation_config.json, and export again.\n",
+        ),
+        (
+            {"chat_template": [{"name": "default", "template": TURNS}]},
+            "Warning: the chat template ends an answer with 'a' (0)",
+        ),
+        (
+            {"chat_template": "{% for %}"},
+            "Warning: the bundle completes texts but takes no conversations, because the chat template in "
+            "{target}/tokenizer_config.json does not parse (line 1: Expected an expression, got 'end of statement "
+            "block'): correct it, and export again.\n",
+        ),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "Ends: a text ends at '<s>' (2).\n"),
+    ],
+)
 def test_a_dry_run_says_what_a_chat_template_lacks(
     tiny: Path, tmp_path: Path, settings: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1072,9 +1181,13 @@ def test_a_dry_run_says_what_a_chat_template_lacks(
     assert ("Warning" in out) == says.startswith("Warning")
 
 
-@pytest.mark.parametrize(("files", "lacks"), [
-    ([], "no tokenizer"), (["tekken.json"], "no tokenizer that is supported (tekken.json is not)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        ([], "no tokenizer"),
+        (["tekken.json"], "no tokenizer that is supported (tekken.json is not)"),
+    ],
+)
 def test_a_dry_run_says_that_there_is_no_tokenizer(
     tiny: Path, tmp_path: Path, files: list[str], lacks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1083,22 +1196,32 @@ def test_a_dry_run_says_that_there_is_no_tokenizer(
         (tmp_path / "pair" / "target" / name).write_text("{}")
     assert main([*options(tmp_path / "pair", tmp_path / "out"), "--dry-run"]) == 0
     assert (
-        f"Warning: the target has {lacks}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, as transformers "
+        f"Warning: the target has {lacks}, so that the bundle takes no text, only token ids: put the model's "
+        "tokenizer.json, as transformers "
         "saves it, into its folder, and export again.\n" in capsys.readouterr().out
     )
 
 
 def test_the_end_that_a_gguf_file_lacks(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields: dict[str, Any] = {
-        "model": "llama", "tokens": ["<unk>", "<s>", "</s>", "<turn>", *(chr(0x4E00 + i) for i in range(57))],
-        "scores": [0.0] * 61, "token_type": [2, 3, 3, 3, *[1] * 57],
-    }  # fmt: skip
+        "model": "llama",
+        "tokens": ["<unk>", "<s>", "</s>", "<turn>", *(chr(0x4E00 + i) for i in range(57))],
+        "scores": [0.0] * 61,
+        "token_type": [2, 3, 3, 3, *[1] * 57],
+    }
     fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     for template, says in (
-        (TURNS.replace("a{", "<turn>{"), "Warning: the chat template ends an answer with '<turn>' (3), at which texts do not end: write its id to "
-         "the key tokenizer.ggml.eot_token_id of the target's file, and export again.\n"),
-        ("{% for %}", f"takes no conversations, because the chat template in {tmp_path / 'x.gguf'}/chat_template.jinja does not parse"),
-    ):  # fmt: skip
+        (
+            TURNS.replace("a{", "<turn>{"),
+            "Warning: the chat template ends an answer with '<turn>' (3), at which texts do not end: write its id to "
+            "the key tokenizer.ggml.eot_token_id of the target's file, and export again.\n",
+        ),
+        (
+            "{% for %}",
+            f"takes no conversations, because the chat template in {tmp_path / 'x.gguf'}/chat_template.jinja does not "
+            "parse",
+        ),
+    ):
         model = LlamaForCausalLM.from_pretrained(tiny / "target")
         gguf_files.write(model, tmp_path / "x.gguf", fields=fields | {"tokenizer.chat_template": template})
         assert main(["--target", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
@@ -1120,35 +1243,41 @@ def test_defaults_come_from_the_checkpoint(tiny: Path, pair: Path) -> None:
     assert (tree.rows, tree.top_k, tree.head_top_k, tree.beam) == (64, 14, 35, 14)
 
 
-@pytest.mark.parametrize(("more", "rows", "head_top_k"), [
-    (["--backend", "cuda"], 64, 32),
-    (["--backend", "migraphx"], 64, 35),
-    (["--backend", "cuda", "migraphx"], 64, 32),
-    (["--backend", "cuda", "--head-top-k", "40"], 64, 40),
-    (["--backend", "cuda", "--draft-tree", "reference"], 64, 35),
-    (["--backend", "cuda", "--weights", "int4"], 16, 32),
-    (["--backend", "migraphx", "--weights", "int4"], 16, 35),
-    (["--backend", "tensorrt", "--weights", "int4"], 16, 35),
-    (["--backend", "tensorrt", "--weights", "int4", "--rows", "32"], 32, 35),
-    (["--backend", "tensorrt", "--weights", "fp8", "--draft-weights", "int4"], 64, 35),
-    (["--backend", "cpu", "--weights", "int4"], 8, 35),
-    (["--backend", "cpu", "cuda", "--weights", "int4"], 8, 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "rows", "head_top_k"),
+    [
+        (["--backend", "cuda"], 64, 32),
+        (["--backend", "migraphx"], 64, 35),
+        (["--backend", "cuda", "migraphx"], 64, 32),
+        (["--backend", "cuda", "--head-top-k", "40"], 64, 40),
+        (["--backend", "cuda", "--draft-tree", "reference"], 64, 35),
+        (["--backend", "cuda", "--weights", "int4"], 16, 32),
+        (["--backend", "migraphx", "--weights", "int4"], 16, 35),
+        (["--backend", "tensorrt", "--weights", "int4"], 16, 35),
+        (["--backend", "tensorrt", "--weights", "int4", "--rows", "32"], 32, 35),
+        (["--backend", "tensorrt", "--weights", "fp8", "--draft-weights", "int4"], 64, 35),
+        (["--backend", "cpu", "--weights", "int4"], 8, 35),
+        (["--backend", "cpu", "cuda", "--weights", "int4"], 8, 32),
+    ],
+)
 def test_defaults_follow_the_backend(pair: Path, more: list[str], rows: int, head_top_k: int) -> None:
     asked = config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more])
     tree = tree_config(asked, open_pair(asked))
     assert (tree.rows, tree.head_top_k) == (rows, head_top_k)
 
 
-# --- several backends ----------------------------------------------------------------------------------------------------
+# --- several backends -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    (("--backend", "cpu", "migraphx", "--device", "ref"), "--device ref belongs to one backend"),
-    (("--device", "gpu", "--dry-run"), "error: there is no device 'gpu' of backend cpu: leave --device out\n"),
-    (("--backend", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
-    (("--backend", "migraphx", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--backend", "cpu", "migraphx", "--device", "ref"), "--device ref belongs to one backend"),
+        (("--device", "gpu", "--dry-run"), "error: there is no device 'gpu' of backend cpu: leave --device out\n"),
+        (("--backend", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
+        (("--backend", "migraphx", "cpu", "--dtype", "fp16"), "--dtype fp16 is not for cpu"),
+    ],
+)
 def test_options_that_do_not_go_together(
     tiny: Path, tmp_path: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1182,35 +1311,47 @@ def test_an_operator_that_the_backend_does_not_take_stops_the_export(
     assert not (tmp_path / "out").exists()
 
 
-# --- presets -------------------------------------------------------------------------------------------------------------
+# --- presets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "weights"), [
-    ([], {"draft": "int4"}),
-    (["--preset", "full"], {"draft": "int4"}),
-    (["--preset", "fast"], {"target": "w8a8", "draft": "int4"}),
-    (["--preset", "small"], {"target": "int4", "draft": "int4"}),
-    (["--preset", "fast", "--weights", "int8"], {"target": "int8", "draft": "int4"}),
-    (["--preset", "fast", "--weights", "none", "--draft-weights", "none"], {}),
-    (["--backend", "cuda", "--preset", "fast"], {"target": "int4"}),
-    (["--backend", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
-    (["--backend", "tensorrt", "--preset", "full"], {}),
-    (["--backend", "cpu", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ([], {"draft": "int4"}),
+        (["--preset", "full"], {"draft": "int4"}),
+        (["--preset", "fast"], {"target": "w8a8", "draft": "int4"}),
+        (["--preset", "small"], {"target": "int4", "draft": "int4"}),
+        (["--preset", "fast", "--weights", "int8"], {"target": "int8", "draft": "int4"}),
+        (["--preset", "fast", "--weights", "none", "--draft-weights", "none"], {}),
+        (["--backend", "cuda", "--preset", "fast"], {"target": "int4"}),
+        (["--backend", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
+        (["--backend", "tensorrt", "--preset", "full"], {}),
+        (["--backend", "cpu", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
+    ],
+)
 def test_presets(pair: Path, more: list[str], weights: dict[str, str]) -> None:
     made = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more]))
     assert dict(made.quantized) == weights
 
 
-def test_a_preset_that_means_two_things_is_refused(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_that_means_two_things_is_refused(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = options(pair, tmp_path / "out", "--backend", "cpu", "cuda", "--preset", "fast", "--dry-run")
     refused(argv, capsys, "w8a8 for cpu and int4 for cuda", "--weights")
 
 
-@pytest.mark.parametrize(("more", "vnni", "advised"), [
-    ([], True, True), ([], False, False), ([], None, False), (["--preset", "full"], True, False),
-    (["--weights", "int8"], True, False), (["--backend", "cuda"], True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "vnni", "advised"),
+    [
+        ([], True, True),
+        ([], False, False),
+        ([], None, False),
+        (["--preset", "full"], True, False),
+        (["--weights", "int8"], True, False),
+        (["--backend", "cuda"], True, False),
+    ],
+)
 def test_an_export_for_the_cpu_without_a_preset_is_advised(
     pair: Path, more: list[str], vnni: bool | None, advised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1221,14 +1362,26 @@ def test_an_export_for_the_cpu_without_a_preset_is_advised(
     assert all(line.count("SmolLM2") == 1 for line in lines)  # speeds and perplexities are one model's
 
 
-@pytest.mark.parametrize(("more", "overflows", "told"), [
-    (["--preset", "fast"], True, True), (["--weights", "w8a8"], True, True), (["--preset", "fast"], False, False), ([], True, False),
-    (["--preset", "fast", "--weights", "int8"], True, False), (["--preset", "fast", "--backend", "cuda"], True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "overflows", "told"),
+    [
+        (["--preset", "fast"], True, True),
+        (["--weights", "w8a8"], True, True),
+        (["--preset", "fast"], False, False),
+        ([], True, False),
+        (["--preset", "fast", "--weights", "int8"], True, False),
+        (["--preset", "fast", "--backend", "cuda"], True, False),
+    ],
+)
 def test_a_dry_run_says_what_this_cpu_lacks(
-    pair: Path, tmp_path: Path, more: list[str], overflows: bool, told: bool,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    pair: Path,
+    tmp_path: Path,
+    more: list[str],
+    overflows: bool,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: overflows)
     monkeypatch.setattr("exporter.recipe.precision.vnni", lambda: not overflows)
     assert main(options(pair, tmp_path / "out", "--dry-run", *more)) == 0
@@ -1237,7 +1390,7 @@ def test_a_dry_run_says_what_this_cpu_lacks(
     assert not (told and "--preset fast" in out)
 
 
-# --- progress ------------------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 def test_progress_without_a_terminal_is_one_line_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1280,7 +1433,9 @@ def test_progress_goes_on_while_a_phase_says_nothing(terminal: bool, monkeypatch
         assert stream.awaited.wait(60)
     assert "progress" not in [thread.name for thread in threading.enumerate()]
     text = "".join(stream.texts)
-    assert ("packing:  25% of 4.00GB, a step, " if terminal else "packing: 25% of 4000 MB, a step, 0 s so far\n") in text
+    assert (
+        "packing:  25% of 4.00GB, a step, " if terminal else "packing: 25% of 4000 MB, a step, 0 s so far\n"
+    ) in text
 
 
 def test_progress_on_a_terminal_is_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:

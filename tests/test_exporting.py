@@ -1,4 +1,5 @@
-"""exporter: an export is what was asked for, a recipe, and what was written; a Python caller makes the same as the command line."""
+"""exporter: an export is what was asked for, a recipe, and what was written; a Python caller makes the same as the
+command line."""
 
 import re
 from dataclasses import FrozenInstanceError, replace
@@ -52,9 +53,14 @@ def test_a_config_is_what_the_command_line_makes(tmp_path: Path) -> None:
         "4",
     ]
     assert config_of([*PAIR, *more, "--draft-tree", "chain"]) == replace(
-        CONFIG, backend=("cpu", "cuda"), taps=("1", "2"), draft_text=(tmp_path,), norm_before_residual=False, rows=4,
+        CONFIG,
+        backend=("cpu", "cuda"),
+        taps=("1", "2"),
+        draft_text=(tmp_path,),
+        norm_before_residual=False,
+        rows=4,
         draft_tree=DraftTree(policy="chain"),
-    )  # fmt: skip
+    )
 
 
 def test_resolving_changes_nothing_that_was_asked_for() -> None:
@@ -74,13 +80,16 @@ def test_the_numbers_of_a_tree_are_python_s() -> None:
     assert (tree.rows, tree.heads, tree.top_k, tree.head_top_k, tree.beam) == (9, 1, 3, 4, 2)
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    ({"dtype": "fp8"}, "dtype is 'fp8': give one of fp32, fp16, bf16"),
-    ({"backend": ("cpu", "tpu")}, "backend is 'tpu': give one of cpu, "),
-    ({"backend": ()}, "backend is empty"),
-    ({"ckpt": "demo/drafter"}, "ckpt is 'demo/drafter': give a tuple"),
-    ({"ckpt": (), "target": None}, "nothing to export"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dtype": "fp8"}, "dtype is 'fp8': give one of fp32, fp16, bf16"),
+        ({"backend": ("cpu", "tpu")}, "backend is 'tpu': give one of cpu, "),
+        ({"backend": ()}, "backend is empty"),
+        ({"ckpt": "demo/drafter"}, "ckpt is 'demo/drafter': give a tuple"),
+        ({"ckpt": (), "target": None}, "nothing to export"),
+    ],
+)
 def test_what_no_export_has_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         replace(CONFIG, **wrong)
@@ -95,7 +104,7 @@ def test_what_contradicts_itself_is_refused_before_anything_is_read() -> None:
         exporter.export(replace(CONFIG, backend=("vllm",), rows=8))
 
 
-# --- the command's options -------------------------------------------------------------------------------------------------
+# --- the command's options --------------------------------------------------------------------------------------------
 
 
 def listed(every: bool) -> list[str]:
@@ -113,16 +122,27 @@ def test_help_is_short_and_help_all_has_at_most_30_options(capsys: pytest.Captur
     assert "--draft-rope-theta" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("earlier", "now", "said"), [
-    (["--policy", "chain"], DraftTree(policy="chain"), "--policy chain is --draft-tree chain now"),
-    (["--policy", "static"], DraftTree(policy="static"), "--policy static is --draft-tree static now"),
-    (["--compat", "reference"], DraftTree(reference=True), "--compat reference is --draft-tree reference now"),
-    (["--serial-steps", "3"], DraftTree(serial_steps=3), "--serial-steps 3 is exporter.DraftTree(serial_steps=3) in Python now"),
-    (["--heads", "0"], DraftTree(heads=0), "--heads 0 is exporter.DraftTree(heads=0) in Python now"),
-    (["--top-k", "3"], DraftTree(top_k=3), "--top-k 3 is exporter.DraftTree(top_k=3) in Python now"),
-    (["--head-top-k", "3"], DraftTree(head_top_k=3), "--head-top-k 3 is exporter.DraftTree(head_top_k=3) in Python now"),
-    (["--beam", "3"], DraftTree(beam=3), "--beam 3 is exporter.DraftTree(beam=3) in Python now"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("earlier", "now", "said"),
+    [
+        (["--policy", "chain"], DraftTree(policy="chain"), "--policy chain is --draft-tree chain now"),
+        (["--policy", "static"], DraftTree(policy="static"), "--policy static is --draft-tree static now"),
+        (["--compat", "reference"], DraftTree(reference=True), "--compat reference is --draft-tree reference now"),
+        (
+            ["--serial-steps", "3"],
+            DraftTree(serial_steps=3),
+            "--serial-steps 3 is exporter.DraftTree(serial_steps=3) in Python now",
+        ),
+        (["--heads", "0"], DraftTree(heads=0), "--heads 0 is exporter.DraftTree(heads=0) in Python now"),
+        (["--top-k", "3"], DraftTree(top_k=3), "--top-k 3 is exporter.DraftTree(top_k=3) in Python now"),
+        (
+            ["--head-top-k", "3"],
+            DraftTree(head_top_k=3),
+            "--head-top-k 3 is exporter.DraftTree(head_top_k=3) in Python now",
+        ),
+        (["--beam", "3"], DraftTree(beam=3), "--beam 3 is exporter.DraftTree(beam=3) in Python now"),
+    ],
+)
 def test_earlier_spellings_work_and_say_what_they_are_now(
     earlier: list[str], now: DraftTree, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,13 @@ from graphs.static_trees import EAGLE_1
 from graphs.tree import TreeConfig
 from tests.pairs import RandomPair
 
-SHAPE = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +73,15 @@ def test_eagle_1_has_a_static_tree(eagle: list[str]) -> None:
     assert tree(eagle, "--draft-tree", "static", "--rows", "60") == whole
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (("--draft-tree", "static", "--top-k", "3"), "--draft-tree static fixes levels and tokens"),
-    (("--draft-tree", "static", "--serial-steps", "3"), "--draft-tree static fixes levels and tokens"),
-    (("--draft-tree", "static", "--rows", "1"), "--rows is 1: give 2 or more"),
-    (("--heads", "1"), "has 0: give at most that many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--draft-tree", "static", "--top-k", "3"), "--draft-tree static fixes levels and tokens"),
+        (("--draft-tree", "static", "--serial-steps", "3"), "--draft-tree static fixes levels and tokens"),
+        (("--draft-tree", "static", "--rows", "1"), "--rows is 1: give 2 or more"),
+        (("--heads", "1"), "has 0: give at most that many"),
+    ],
+)
 def test_what_eagle_cannot_have(
     eagle: list[str], options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

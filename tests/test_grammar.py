@@ -28,10 +28,23 @@ from tests.test_token_bytes import DEMO, metaspace
 Node = tuple[str, Any]
 PADDING = 5  # rows of logits behind the tokenizer's last id
 
-# A byte-level vocabulary with parts of characters and tokens across them. Ids 0 and 1 are special, and so are the last two.
-SPELLED = [*(c.encode() for c in 'abc01 \n"{}[]:,.+-*/()'), b"\xc3", b"\xa9", b"\xa8", b"\xe2", b"\x82", b"\xac", b"\x80",
-           *(t.encode() for t in ("ab", "ba", "abc", "aé", "é", "€", "01", "a b", "\n\n", '{"', '":', "a1", "(1", "1)")),
-           b"a\xc3", b"\xa9b", b"\xe2\x82", b"\x82\xacc"]  # fmt: skip
+# A byte-level vocabulary with parts of characters and tokens across them. Ids 0 and 1 are special, and so are the last
+# two.
+SPELLED = [
+    *(c.encode() for c in 'abc01 \n"{}[]:,.+-*/()'),
+    b"\xc3",
+    b"\xa9",
+    b"\xa8",
+    b"\xe2",
+    b"\x82",
+    b"\xac",
+    b"\x80",
+    *(t.encode() for t in ("ab", "ba", "abc", "aé", "é", "€", "01", "a b", "\n\n", '{"', '":', "a1", "(1", "1)")),
+    b"a\xc3",
+    b"\xa9b",
+    b"\xe2\x82",
+    b"\x82\xacc",
+]
 TEXT = range(2, 2 + len(SPELLED))
 BEGIN, UNUSED, END, TURN = 0, 1, TEXT.stop, TEXT.stop + 1
 WIDTH = TURN + 1 + PADDING
@@ -95,7 +108,9 @@ def repeated(part: Node, least: int, most: int | None) -> Node:
 def is_whole(node: Node) -> bool:
     """Whether the language holds the empty text."""
     kind, inner = node
-    return kind == "many" or (kind in ("all", "any") and {"all": all, "any": any}[kind](is_whole(part) for part in inner))
+    return kind == "many" or (
+        kind in ("all", "any") and {"all": all, "any": any}[kind](is_whole(part) for part in inner)
+    )
 
 
 @lru_cache(10000)
@@ -139,7 +154,15 @@ def classes(negated: bool) -> st.SearchStrategy[tuple[str, Node]]:
     return letters.map(lambda s: (f"[{'^' * negated}{s}]", some(s, negated)))
 
 
-COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1), "{2}": (2, 2), "{1,3}": (1, 3), "{0,2}": (0, 2), "{2,}": (2, None)}
+COUNTS = {
+    "*": (0, None),
+    "+": (1, None),
+    "?": (0, 1),
+    "{2}": (2, 2),
+    "{1,3}": (1, 3),
+    "{0,2}": (0, 2),
+    "{2,}": (2, None),
+}
 
 
 def larger(inner: st.SearchStrategy[tuple[str, Node]]) -> st.SearchStrategy[tuple[str, Node]]:
@@ -147,12 +170,17 @@ def larger(inner: st.SearchStrategy[tuple[str, Node]]) -> st.SearchStrategy[tupl
     return (
         several.map(lambda parts: ("".join(t for t, _ in parts), joined(*(n for _, n in parts))))
         | several.map(lambda parts: (f"(?:{'|'.join(t for t, _ in parts)})", either(*(n for _, n in parts))))
-        | st.builds(lambda part, n: (f"(?:{part[0]}){n}", repeated(part[1], *COUNTS[n])), inner, st.sampled_from([*COUNTS]))
+        | st.builds(
+            lambda part, n: (f"(?:{part[0]}){n}", repeated(part[1], *COUNTS[n])), inner, st.sampled_from([*COUNTS])
+        )
     )
 
 
 LEAVES = (
-    st.sampled_from(LETTERS).map(lambda c: (c, some(c))) | st.just((".", some("\n", True))) | classes(False) | classes(True)
+    st.sampled_from(LETTERS).map(lambda c: (c, some(c)))
+    | st.just((".", some("\n", True)))
+    | classes(False)
+    | classes(True)
 )
 PATTERNS = st.recursive(LEAVES, larger, max_leaves=8)
 
@@ -247,9 +275,19 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": False,
     },
     "enum": {"enum": ["a", "größe", "日本", 3, None, True, {"x": [1]}, 'q"\\']},
-    "bounds": {"type": "array", "items": {"type": "integer", "minimum": -17, "maximum": 230}, "minItems": 1, "maxItems": 4},
+    "bounds": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": -17, "maximum": 230},
+        "minItems": 1,
+        "maxItems": 4,
+    },
     "number": {"type": "number", "exclusiveMinimum": 0.5, "maximum": 2.25},
-    "strings": {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 6}, "minItems": 2, "maxItems": 3},
+    "strings": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": 6},
+        "minItems": 2,
+        "maxItems": 3,
+    },
     "pattern": {"type": "string", "pattern": "^[é€ü]{2,5}$"},
     "nested": {
         "type": "object",
@@ -258,11 +296,17 @@ SCHEMAS: dict[str, Any] = {
             "or": {"anyOf": [{"type": "string", "maxLength": 3}, {"$ref": "#/$defs/point"}]},
         },
         "required": ["list", "or"],
-        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0}}, "required": ["x"],
-                            "additionalProperties": False}},
+        "$defs": {
+            "point": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": 0}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
         "additionalProperties": False,
     },
-}  # fmt: skip
+}
 
 TOKENIZERS = {"demo": Tokenizer.from_str(DEMO), "metaspace": metaspace()}
 ENDS = {"demo": [1], "metaspace": [2]}
@@ -323,7 +367,11 @@ def stuck(matcher: GrammarMatcher) -> bool:
 
 def test_a_schema_is_text_or_an_object() -> None:
     assert Grammar.json('{"const": "é"}').text == '{"const": "é"}'
-    for grammar in (Grammar.json('{"const": "é"}'), Grammar.json({"const": "é"}), Grammar("json", '{"const": "\\u00e9"}')):
+    for grammar in (
+        Grammar.json('{"const": "é"}'),
+        Grammar.json({"const": "é"}),
+        Grammar("json", '{"const": "\\u00e9"}'),
+    ):
         assert walk("demo", grammar, 0) == '"é"'
     jsonschema.validate(
         json.loads(walk("demo", Grammar.json({"type": "array", "items": True, "maxItems": 1}), 0)), {"maxItems": 1}
@@ -469,7 +517,8 @@ def test_nothing_follows_an_end() -> None:
 
 
 def test_special_tokens_are_no_text() -> None:
-    """Not where a grammar allows any token, nor by their number, nor by what they look like; an end only where the text may end."""
+    """Not where a grammar allows any token, nor by their number, nor by what they look like; an end only where the text
+    may end."""
     assert allowed(TINY.start(Grammar.lark("start: <[*]>"))) == set(TEXT)
     for special in (BEGIN, UNUSED, END, WIDTH - 1, WIDTH):
         with pytest.raises(GumihoError, match="nothing can follow"):
@@ -626,8 +675,8 @@ def _read(path: Path) -> str:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from runtime.decoding.grammar import Grammar, GrammarMatchers; assert 'llguidance' not in sys.modules; "
-        "GrammarMatchers(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); "
-        "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
+        "import sys; from runtime.decoding.grammar import Grammar, GrammarMatchers; assert 'llguidance' not in "
+        "sys.modules; GrammarMatchers(sys.stdin.read(), 2048, [1]).start(Grammar.json({})); assert not {'torch', "
+        "'transformers', 'onnx'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], input=DEMO, text=True, check=True)

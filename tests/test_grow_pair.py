@@ -23,9 +23,13 @@ from tools import grow_pair
 # Epsilons that matter, so that one which is not rescaled shows.
 BASE = {"vocab_size": 101, "max_position_embeddings": 64, "rms_norm_eps": 0.03}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 WIDER = ["--hidden", "72"]
 SHAPES = {
@@ -41,15 +45,32 @@ SHAPES = {
     "more groups": ({"attention_bias": True}, [*WIDER, "--heads", "8", "--kv-heads", "4"]),
     "larger groups": ({"attention_bias": True}, [*WIDER, "--heads", "12"]),
     "smaller groups": ({"attention_bias": True}, [*WIDER, "--kv-heads", "6"]),
-    "groups in uneven parts": ({"num_key_value_heads": 2, "attention_bias": True}, [*WIDER, "--heads", "8", "--kv-heads", "4"]),
+    "groups in uneven parts": (
+        {"num_key_value_heads": 2, "attention_bias": True},
+        [*WIDER, "--heads", "8", "--kv-heads", "4"],
+    ),
     "one group in parts": ({"num_key_value_heads": 1}, [*WIDER, "--heads", "12", "--kv-heads", "6"]),
     "MHA": ({"num_key_value_heads": 6}, [*WIDER, "--heads", "9", "--kv-heads", "9"]),
     "all": (
         {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True},
-        ["--hidden", "80", "--intermediate", "99", "--layers", "3", "--heads", "10", "--kv-heads", "5", "--head-dim", "24",
-         "--vocabulary", "128"],
+        [
+            "--hidden",
+            "80",
+            "--intermediate",
+            "99",
+            "--layers",
+            "3",
+            "--heads",
+            "10",
+            "--kv-heads",
+            "5",
+            "--head-dim",
+            "24",
+            "--vocabulary",
+            "128",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 def grow(pair: Path, out: Path, *options: str) -> Path:
@@ -84,8 +105,12 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 # "all" has the other cases in it; these it has not.
 USUAL = (
-    "all", "tied", "heads twice as long", "one group in parts", "larger groups",
-)  # fmt: skip
+    "all",
+    "tied",
+    "heads twice as long",
+    "one group in parts",
+    "larger groups",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in SHAPES])
@@ -103,7 +128,8 @@ def test_computes_the_same(name: str, tmp_path: Path) -> None:
 
     # The shape that was asked for, as the exporter reads it, and else the old one.
     before, after = (
-        Pair(Checkpoint(str(pair / "target"), "target"), Checkpoint(str(pair / "drafter"), "drafter")) for pair in (old, new)
+        Pair(Checkpoint(str(pair / "target"), "target"), Checkpoint(str(pair / "drafter"), "drafter"))
+        for pair in (old, new)
     )
     wanted = {flag[2:].replace("-", "_"): int(size) for flag, size in zip(options[::2], options[1::2], strict=True)}
     for shape, other, found in (
@@ -157,7 +183,9 @@ def test_demo_pair_drafts_the_same(demo_bundle: Path, grown_demo: Path, make_bun
         with runtime.load(bundle) as model:
             for prompt in prompts:
                 generation = model.generate(prompt, 80, trace=True)
-                found.append([(c.tokens, c.path, c.tree and (c.tree.tokens, c.tree.parents)) for c in generation.cycles()])
+                found.append(
+                    [(c.tokens, c.path, c.tree and (c.tree.tokens, c.tree.parents)) for c in generation.cycles()]
+                )
                 taus.append(generation.stats.summary()["tau"])
     assert found[: len(prompts)] == found[len(prompts) :]
     assert taus[: len(prompts)] == taus[len(prompts) :]
@@ -178,7 +206,9 @@ def test_what_is_written(grown_demo: Path) -> None:
     assert max(len({name.split("layers.")[-1].split(".")[0] for name in names}) for names in shards.values()) == 1
 
 
-FITS = [(m, g, n, s) for m, g, n, s in product(range(1, 4), range(1, 5), range(1, 9), range(1, 6)) if n >= m * -(-g // s)]
+FITS = [
+    (m, g, n, s) for m, g, n, s in product(range(1, 4), range(1, 5), range(1, 9), range(1, 6)) if n >= m * -(-g // s)
+]
 
 
 def test_longer_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +246,9 @@ def test_every_head_keeps_its_keys() -> None:
         ("--heads 6 --kv-heads 3", "give --heads 8 --kv-heads 4, or more heads"),
     ],
 )
-def test_refuses_what_does_not_fit(options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_what_does_not_fit(
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert grow_pair.main([str(DEMO), str(tmp_path / "new"), *options.split()]) == 1
     said = capsys.readouterr().err
     assert message in said

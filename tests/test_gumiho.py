@@ -23,7 +23,10 @@ PROMPT = "def main(argv=None):\n"
 
 def gumiho(*argv: str | Path, cwd: Path = ROOT, before: str = "") -> subprocess.CompletedProcess[str]:
     """before: a statement that comes first."""
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; {before or 'pass'}; from runtime.gumiho import main; sys.exit(main())"
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}]; {before or 'pass'}; from runtime.gumiho import main; "
+        "sys.exit(main())"
+    )
     return subprocess.run([sys.executable, "-I", "-c", code, *map(str, argv)], capture_output=True, text=True, cwd=cwd)
 
 
@@ -81,7 +84,9 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_export_without_torch_says_what_to_install() -> None:
     """In a process of its own, that cannot import what a device lacks."""
-    missing = "sys.modules.update(dict.fromkeys(('torch', 'onnx', 'onnx_ir', 'onnxscript', 'transformers', 'safetensors')))"
+    missing = (
+        "sys.modules.update(dict.fromkeys(('torch', 'onnx', 'onnx_ir', 'onnxscript', 'transformers', 'safetensors')))"
+    )
     done = gumiho("export", "--ckpt", "x", before=missing)
     assert done.returncode == 1
     assert done.stderr.endswith("pip install 'gumiho-export[export]'\n")
@@ -92,7 +97,9 @@ def test_options_are_the_settings() -> None:
     """What type checkers are told is what there is."""
     named = {field.name: field.type for field in fields(Settings)}
     del named["max_new_tokens"], named["speculate"]
-    assert {name: str(kind) for name, kind in Options.__annotations__.items()} == {n: str(kind) for n, kind in named.items()}
+    assert {name: str(kind) for name, kind in Options.__annotations__.items()} == {
+        n: str(kind) for n, kind in named.items()
+    }
 
 
 def test_an_unknown_setting_is_told_with_the_closest(demo_bundle: Path) -> None:

@@ -1,4 +1,5 @@
-"""Medusa and Hydra: their layouts, their trees against independent implementations, and that a drafter without caches runs."""
+"""Medusa and Hydra: their layouts, their trees against independent implementations, and that a drafter without caches
+runs."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +38,7 @@ MADE: dict[str, RandomMedusa | RandomHydra] = {
     "hydra": RandomHydra(),
     "hydra, two heads of one block": RandomHydra(heads=2, blocks=0),
     "hydra++": RandomHydra(prefix=True),
-}  # fmt: skip
+}
 
 
 def opened(argv: list[str], *more: str) -> Pair:
@@ -45,8 +46,8 @@ def opened(argv: list[str], *more: str) -> Pair:
 
 
 def trees(made: RandomMedusa | RandomHydra) -> list[tuple[TreeConfig, TreeConfig]]:
-    """What the graph is given, and how the search finds the same: Medusa's heads are serial steps to it, each of which goes on from all
-    nodes."""
+    """What the graph is given, and how the search finds the same: Medusa's heads are serial steps to it, each of which
+    goes on from all nodes."""
     depth = made.heads
     paths = [path for path in MEDUSA if len(path) <= depth]
     if isinstance(made, RandomHydra):
@@ -70,11 +71,15 @@ def test_eager_trees_are_the_naive_ones(name: str, tmp_path: Path) -> None:
         cycles(eager(pair, tree), made.naive(), replace(searched, rows=tree.rows), 48, 1009, seed=tree.rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "dialect"), [
-    ("medusa", Contrib), *(("hydra++", dialect) for dialect in (Contrib, Standard, Rounded)),
-    *(pytest.param("medusa", dialect, marks=pytest.mark.exhaustive) for dialect in (Standard, Rounded)),
-    *(pytest.param("hydra", dialect, marks=pytest.mark.exhaustive) for dialect in (Contrib, Standard, Rounded)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [
+        ("medusa", Contrib),
+        *(("hydra++", dialect) for dialect in (Contrib, Standard, Rounded)),
+        *(pytest.param("medusa", dialect, marks=pytest.mark.exhaustive) for dialect in (Standard, Rounded)),
+        *(pytest.param("hydra", dialect, marks=pytest.mark.exhaustive) for dialect in (Contrib, Standard, Rounded)),
+    ],
+)
 def test_exported_trees_are_the_naive_ones(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     made = MADE[name]
     made = replace(made, pair=replace(made.pair, target={"head_dim": 16}))
@@ -97,10 +102,13 @@ def test_medusas_layouts(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "matrices"),
     [
-        (RandomMedusa(tied=True), 1), (RandomMedusa(), 5), (RandomHydra(tied=True), 1), (RandomHydra(), 4),
+        (RandomMedusa(tied=True), 1),
+        (RandomMedusa(), 5),
+        (RandomHydra(tied=True), 1),
+        (RandomHydra(), 4),
         (RandomHydra(tied=True, prefix=True), 1),
     ],
-)  # fmt: skip
+)
 def test_lm_heads_that_are_the_targets_are_one(made: RandomMedusa | RandomHydra, matrices: int, tmp_path: Path) -> None:
     """And draft the same tree."""
     pair, (tree, searched) = opened(made.write(tmp_path)), trees(made)[0]
@@ -159,7 +167,9 @@ def test_greedy_texts_are_transformers(name: str, tmp_path: Path) -> None:
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
             generation = model.generate(prompt, 20, rows=16, lookup=False)
             list(generation.cycles())
-            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 20)[0])
+            llama.assert_same(
+                tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 20)[0]
+            )
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +212,19 @@ def test_sessions_without_caches_of_the_drafter(static: Callable[[str], Path], t
         assert steps(model.generate(text, 20, rows=12, lookup=False)) == unbroken
 
 
-@pytest.mark.parametrize(("name", "backend"), [
-    ("medusa", "cuda"), ("hydra++", "migraphx"),
-    *(pytest.param(name, backend, marks=pytest.mark.exhaustive)
-      for name in ("medusa", "hydra", "hydra++") for backend in ("migraphx", "tensorrt", "cuda")
-      if (name, backend) not in (("medusa", "cuda"), ("hydra++", "migraphx"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("medusa", "cuda"),
+        ("hydra++", "migraphx"),
+        *(
+            pytest.param(name, backend, marks=pytest.mark.exhaustive)
+            for name in ("medusa", "hydra", "hydra++")
+            for backend in ("migraphx", "tensorrt", "cuda")
+            if (name, backend) not in (("medusa", "cuda"), ("hydra++", "migraphx"))
+        ),
+    ],
+)
 def test_every_backend(name: str, backend: str, tmp_path: Path) -> None:
     bundle = exported(tmp_path, MADE[name].write(tmp_path), "--backend", backend, "--rows", "16")
     manifest = json.loads((bundle / "gumiho.json").read_text())
@@ -220,7 +237,9 @@ def test_fewer_tokens_can_be_drafted(name: str, tmp_path: Path) -> None:
     planned = recipe_of(config_of([*made.write(tmp_path), "--draft-vocab", "300", "--out", str(tmp_path / "out")]))
     sources = planned.pair.draft_sources(made.heads, positions=9)
     ids, whole = sources["token_ids"].whole(), made.state()
-    heads = [sources[name] for name in sorted(sources) if name.startswith("lm_heads.") or name.endswith("lm_head.weight")]
+    heads = [
+        sources[name] for name in sorted(sources) if name.startswith("lm_heads.") or name.endswith("lm_head.weight")
+    ]
     stored = [tensor for tensor in whole.values() if len(tensor) == 1009 and tensor.dim() == 2]
     assert len(heads) == len(stored) == made.heads
     assert all(torch.equal(source.whole(), tensor[ids]) for source, tensor in zip(heads, stored, strict=True))
@@ -233,7 +252,9 @@ FEWER = [("--heads", "3"), ("--rows", "3"), ("--draft-tree", "static", "--rows",
 def test_heads_that_are_not_used_are_not_packed(options: tuple[str, ...], tmp_path: Path) -> None:
     """Of the official list of four levels a fifth head is none either."""
     made = recipe_of(config_of([*RandomMedusa().write(tmp_path), *options]))
-    used = {name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith(("heads.", "lm_heads."))}
+    used = {
+        name.split(".")[1] for name in made.sources()["weights/draft.bin"] if name.startswith(("heads.", "lm_heads."))
+    }
     assert len(used) == made.tree.depth < 5
 
 
@@ -274,7 +295,9 @@ def test_vllms_one_lm_head_for_all(tmp_path: Path) -> None:
     argv = RandomMedusa().write(tmp_path, "vLLM")
     file = tmp_path / "drafter" / "model.safetensors"
     state = load_file(file)
-    save_file({name: tensor for name, tensor in state.items() if not name.startswith("lm_heads.") or ".0." in name}, file)
+    save_file(
+        {name: tensor for name, tensor in state.items() if not name.startswith("lm_heads.") or ".0." in name}, file
+    )
     found = opened(argv).draft_sources(5, positions=9)
     assert all(torch.equal(found[f"lm_heads.{i}.weight"].whole(), state["lm_heads.0.weight"]) for i in range(5))
 
@@ -296,16 +319,19 @@ def test_other_hydras_are_refused(fields: dict[str, Any], tmp_path: Path, capsys
     assert "which are not supported: give one of kind mlp or prefix-mlp" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "options", "message"), [
-    ("medusa", ("--serial-steps", "2"), "has 0: leave it out"),
-    ("medusa", ("--top-k", "6"), "has no serial levels: leave --top-k and --beam out"),
-    ("medusa", ("--heads", "6"), "has 5: give at most that many"),
-    ("medusa", ("--heads", "0"), "has nothing else: give 1 to 5"),
-    ("medusa", ("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
-    ("medusa", ("--backend", "vllm"), "is of the family medusa, which vLLM runs as it is"),
-    ("hydra", ("--serial-steps", "5"), "has 4: give at most 4"),
-    ("hydra", ("--heads", "1"), "has 0: give at most that many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("medusa", ("--serial-steps", "2"), "has 0: leave it out"),
+        ("medusa", ("--top-k", "6"), "has no serial levels: leave --top-k and --beam out"),
+        ("medusa", ("--heads", "6"), "has 5: give at most that many"),
+        ("medusa", ("--heads", "0"), "has nothing else: give 1 to 5"),
+        ("medusa", ("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
+        ("medusa", ("--backend", "vllm"), "is of the family medusa, which vLLM runs as it is"),
+        ("hydra", ("--serial-steps", "5"), "has 4: give at most 4"),
+        ("hydra", ("--heads", "1"), "has 0: give at most that many"),
+    ],
+)
 def test_what_is_refused(
     name: str, options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,21 +341,32 @@ def test_what_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("medusa", {"3.0.linear.weight": None}, "lacks what would be 'heads.3.0.linear.weight' of its 5 heads"),
-    ("medusa", {"3.0.linear.bias": None}, "lacks what would be 'heads.3.0.linear.bias'"),
-    ("medusa", {"3.1.weight": None}, "lacks what would be 'lm_heads.3.weight'"),
-    ("medusa", {"3.1.weight": torch.zeros(1008, 48)}, "tensor '3.1.weight' has shape [1008, 48], expected [1009, 48]"),
-    ("medusa", {"0.0.linear.weight": torch.zeros(40, 40)}, "does not belong to target"),
-    ("medusa", {"1.0.linear.weight": torch.zeros(40, 40)}, "has shape [40, 40], expected [48, 48]"),
-    ("hydra", {"hydra_mlp.2.0.linear.bias": None}, "lacks what would be 'heads.2.linear.bias' of its 4 heads"),
-    ("hydra", {"hydra_mlp.1.2.linear.weight": None}, "lacks what would be 'heads.1.blocks.1.linear.weight'"),
-    ("hydra", {"hydra_lm_head.1.bias": None}, "lacks what would be 'heads.1.lm_head.bias'"),
-    ("hydra", {"hydra_mlp.1.0.linear.weight": torch.zeros(48, 96)}, "has shape [48, 96], expected [48, 144]"),
-    ("hydra", {"hydra_attn.0.weight": torch.zeros(4)}, "has the tensor 'hydra_attn.0.weight'"),
-    ("hydra++", {"prefix_embeding_layer.norm.weight": None}, "lacks what would be 'norm.weight'"),
-    ("hydra++", {"prefix_embeding_layer.layers.1.mlp.up_proj.weight": torch.zeros(4)}, "has the tensor 'prefix_embeding_layer.layers.1.mlp.up_proj.weight'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("medusa", {"3.0.linear.weight": None}, "lacks what would be 'heads.3.0.linear.weight' of its 5 heads"),
+        ("medusa", {"3.0.linear.bias": None}, "lacks what would be 'heads.3.0.linear.bias'"),
+        ("medusa", {"3.1.weight": None}, "lacks what would be 'lm_heads.3.weight'"),
+        (
+            "medusa",
+            {"3.1.weight": torch.zeros(1008, 48)},
+            "tensor '3.1.weight' has shape [1008, 48], expected [1009, 48]",
+        ),
+        ("medusa", {"0.0.linear.weight": torch.zeros(40, 40)}, "does not belong to target"),
+        ("medusa", {"1.0.linear.weight": torch.zeros(40, 40)}, "has shape [40, 40], expected [48, 48]"),
+        ("hydra", {"hydra_mlp.2.0.linear.bias": None}, "lacks what would be 'heads.2.linear.bias' of its 4 heads"),
+        ("hydra", {"hydra_mlp.1.2.linear.weight": None}, "lacks what would be 'heads.1.blocks.1.linear.weight'"),
+        ("hydra", {"hydra_lm_head.1.bias": None}, "lacks what would be 'heads.1.lm_head.bias'"),
+        ("hydra", {"hydra_mlp.1.0.linear.weight": torch.zeros(48, 96)}, "has shape [48, 96], expected [48, 144]"),
+        ("hydra", {"hydra_attn.0.weight": torch.zeros(4)}, "has the tensor 'hydra_attn.0.weight'"),
+        ("hydra++", {"prefix_embeding_layer.norm.weight": None}, "lacks what would be 'norm.weight'"),
+        (
+            "hydra++",
+            {"prefix_embeding_layer.layers.1.mlp.up_proj.weight": torch.zeros(4)},
+            "has the tensor 'prefix_embeding_layer.layers.1.mlp.up_proj.weight'",
+        ),
+    ],
+)
 def test_tensors_that_are_refused(
     name: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

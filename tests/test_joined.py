@@ -27,16 +27,20 @@ ROWS = 5
 
 
 def outputs(bundle: Path) -> tuple[list[np.ndarray], Counter[str]]:
-    """All outputs of the target's graph over random rows behind random positions, and how many operators of each type it has."""
+    """All outputs of the target's graph over random rows behind random positions, and how many operators of each type
+    it has."""
     graph = bundle / Bundle(bundle).manifest.forms["cpu"].graphs["target"].file
     options = ort.SessionOptions()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle))
     session = ort.InferenceSession(graph.read_bytes(), options, providers=["CPUExecutionProvider"])
     drawn = np.random.default_rng(1)
     feed: dict[str, Any] = {
-        "tokens": drawn.integers(0, 200, ROWS), "depth": np.arange(ROWS), "mask": np.tri(ROWS, dtype=bool), "wanted": np.arange(ROWS),
+        "tokens": drawn.integers(0, 200, ROWS),
+        "depth": np.arange(ROWS),
+        "mask": np.tri(ROWS, dtype=bool),
+        "wanted": np.arange(ROWS),
         "past_length": np.array([9]),
-    }  # fmt: skip
+    }
     for value in session.get_inputs():
         if value.name.startswith("past_") and value.name != "past_length":
             shape = [size if isinstance(size, int) else 128 for size in value.shape]
@@ -51,7 +55,9 @@ def exported(folder: Path, out: str, *flags: str) -> Path:
     return folder / out
 
 
-@pytest.mark.parametrize("weights", [*(pytest.param(to, marks=pytest.mark.exhaustive) for to in ("w8a8", "int8")), "int4"])
+@pytest.mark.parametrize(
+    "weights", [*(pytest.param(to, marks=pytest.mark.exhaustive) for to in ("w8a8", "int8")), "int4"]
+)
 def test_outputs_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     layers, biased = 1, {"attention_bias": True, "mlp_bias": True}
     RandomPair(WIDE | biased | {"num_hidden_layers": layers}, layers=1, heads=1).write(tmp_path)
@@ -75,7 +81,8 @@ def test_codes_of_a_checkpoint_too_where_they_are_of_one_kind(tmp_path: Path, mo
         assert main([*flags, "--out", str(tmp_path / name)]) == 0
         found.append(outputs(tmp_path / name))
     (one, kinds), (apart, parts) = found
-    assert (kinds["MatMulNBits"], parts["MatMulNBits"]) == (3 * 4 + 2 + 1, 3 * 7 + 1)  # one layer has a v_proj of its own kind
+    # one layer has a v_proj of its own kind
+    assert (kinds["MatMulNBits"], parts["MatMulNBits"]) == (3 * 4 + 2 + 1, 3 * 7 + 1)
     for own, other in zip(one, apart, strict=True):
         np.testing.assert_array_equal(own, other)
 

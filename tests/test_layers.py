@@ -23,7 +23,9 @@ from graphs.target import Target
 
 LAYERS = 4
 SHAPE = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=2, head_dim=16, eps=1e-5)
-BIASED = LlamaShape(101, 64, 96, LAYERS, heads=4, kv_heads=4, head_dim=16, eps=1e-5, qkv_bias=True, o_bias=True, mlp_bias=True)
+BIASED = LlamaShape(
+    101, 64, 96, LAYERS, heads=4, kv_heads=4, head_dim=16, eps=1e-5, qkv_bias=True, o_bias=True, mlp_bias=True
+)
 QWEN3 = replace(SHAPE, qk_norm=True)
 STATIC, HALF = {"rows": 8}, torch.float16
 # Every dialect as the backends have it, and every kind of codes.
@@ -45,7 +47,9 @@ FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Sch
 }
 
 
-def traced(shape: LlamaShape, ops: type[Plain], dtype: torch.dtype, sizes: dict[str, int], scheme: Scheme | None) -> ir.Model:
+def traced(
+    shape: LlamaShape, ops: type[Plain], dtype: torch.dtype, sizes: dict[str, int], scheme: Scheme | None
+) -> ir.Model:
     """A target whose weights are nowhere."""
     with torch.device("meta"):
         module = Target(shape, 64, 128, ops, Schemes(scheme)).eval()
@@ -81,12 +85,18 @@ def spelled(model: ir.Model) -> list[Any]:
     def nodes(graph: ir.Graph) -> list[Any]:
         return [
             *(
-                (node.domain, node.op_type, node.version, [tensor(value) for value in node.inputs],
-                 [(name, attribute(own)) for name, own in sorted(node.attributes.items())], [tensor(value) for value in node.outputs])
+                (
+                    node.domain,
+                    node.op_type,
+                    node.version,
+                    [tensor(value) for value in node.inputs],
+                    [(name, attribute(own)) for name, own in sorted(node.attributes.items())],
+                    [tensor(value) for value in node.outputs],
+                )
                 for node in graph
             ),
             *(tensor(value) for value in graph.outputs),
-        ]  # fmt: skip
+        ]
 
     return [
         *(tensor(value) for value in graph.inputs),
@@ -106,7 +116,10 @@ def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytes
     repeated = traced(*FORMS[form])
     monkeypatch.setattr("exporter.tracing.trace.shortened", lambda module: nullcontext(0))
     whole = traced(*FORMS[form])
-    assert [value.name for value in repeated.graph.inputs][-2:] == [f"past_key.{LAYERS - 1}", f"past_value.{LAYERS - 1}"]
+    assert [value.name for value in repeated.graph.inputs][-2:] == [
+        f"past_key.{LAYERS - 1}",
+        f"past_value.{LAYERS - 1}",
+    ]
     assert spelled(repeated) == spelled(whole)
     for names in (
         [node.name for node in repeated.graph],

@@ -1,4 +1,5 @@
-"""--link-weights: graphs read a checkpoint's own files, hard-linked into the bundle, and compute what packed weights do."""
+"""--link-weights: graphs read a checkpoint's own files, hard-linked into the bundle, and compute what packed weights
+do."""
 
 import errno
 import json
@@ -37,9 +38,13 @@ from tests.pairs import RandomPair, drafter_config, write_drafter
 
 State = dict[str, Tensor]
 SMALL: dict[str, Any] = {
-    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TREE = ["--rows", "6", "--capacity", "64"]
 PROMPT = [3, 14, 15, 92, 65, 35]
 
@@ -104,7 +109,9 @@ def test_nothing_of_the_target_is_copied(linked: Path, pair: Path) -> None:
     assert 4 * heads < (linked / "weights/draft.bin").stat().st_size < 4 * heads + 14 * 4096
 
 
-def test_no_weights_are_read_again_for_their_hashes(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_are_read_again_for_their_hashes(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashed: list[Path] = []
     real = runtime.bundle.hashes.file_hash
 
@@ -139,7 +146,9 @@ def test_a_linked_bundle_computes_what_the_checkpoints_say(linked: Path, pair: P
 
 def test_a_linked_bundle_gives_the_targets_tokens(linked: Path, pair: Path) -> None:
     llama = LlamaForCausalLM.from_pretrained(pair / "target").eval()
-    expected = llama.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, pad_token_id=0)[0, len(PROMPT) :]
+    expected = llama.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, pad_token_id=0)[
+        0, len(PROMPT) :
+    ]
     with load(linked, "cpu", threads=1) as model:
         generation = model.generate(PROMPT, 40)
         list(generation.cycles())
@@ -171,12 +180,13 @@ def test_the_closing_lines_say_what_is_linked_and_what_is_packed(
         t.nbytes for n, t in drafter.items() if n in own or n.startswith("layers.")
     )
     assert (
-        f"Linked: {bytes_linked / 1e6:.1f} MB in the checkpoints' files; at most {most / 1e6:.1f} MB" in capsys.readouterr().out
+        f"Linked: {bytes_linked / 1e6:.1f} MB in the checkpoints' files; at most {most / 1e6:.1f} MB"
+        in capsys.readouterr().out
     )
     assert wanted.linked() == bytes_linked
 
 
-# --- layouts -------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def in_shards(folder: Path, state: State) -> None:
@@ -246,7 +256,12 @@ def respelled(pair: Path, to: Path, layout: Callable[[Path, State], None]) -> Pa
 
 @pytest.mark.parametrize(("layout", "more", "expected", "whole"), LAYOUTS, ids=lambda v: getattr(v, "__name__", None))
 def test_every_layout_is_linked_tensor_by_tensor(
-    pair: Path, tmp_path: Path, layout: Callable[[Path, State], None], more: tuple[str, ...], expected: set[str], whole: bool
+    pair: Path,
+    tmp_path: Path,
+    layout: Callable[[Path, State], None],
+    more: tuple[str, ...],
+    expected: set[str],
+    whole: bool,
 ) -> None:
     made = respelled(pair, tmp_path / "pair", layout)
     wanted, state = planned(made, "--link-weights", *more), state_of(made)
@@ -265,7 +280,9 @@ def test_every_layout_is_linked_tensor_by_tensor(
         assert link.samefile(made / "target" / name)
         assert not link.is_symlink()
     if whole:
-        assert all(place.file.endswith(".safetensors") for name, place in places.items() if not name.startswith("rotary."))
+        assert all(
+            place.file.endswith(".safetensors") for name, place in places.items() if not name.startswith("rotary.")
+        )
     if layout is tied:
         assert places["lm_head.weight"] == places["embed_tokens.weight"]
 
@@ -290,7 +307,7 @@ def test_a_drafters_copy_of_a_linked_embedding_is_found(pair: Path, tmp_path: Pa
     assert not (tmp_path / "out/weights/draft").exists()
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def as_bin(folder: Path, state: State) -> None:
@@ -311,10 +328,13 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) ->
         assert part in err, err
 
 
-@pytest.mark.parametrize(("layout", "parts"), [
-    (as_bin, ("pickled", "leave --link-weights out")),
-    (all_in_bfloat16, ("stored in bfloat16", "the bundle in float32", "--dtype", "leave --link-weights out")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (as_bin, ("pickled", "leave --link-weights out")),
+        (all_in_bfloat16, ("stored in bfloat16", "the bundle in float32", "--dtype", "leave --link-weights out")),
+    ],
+)
 def test_where_nothing_can_be_linked_it_is_refused(
     pair: Path,
     tmp_path: Path,
@@ -345,13 +365,18 @@ def test_a_file_system_that_refuses_links(
 
     monkeypatch.setattr(os, "link", refuse)
     refused(
-        options(pair, tmp_path / "out", "--link-weights"), capsys,
-        str(pair / "target/model.safetensors"), os.strerror(number), "same disk", "--out", "leave --link-weights out",
-    )  # fmt: skip
+        options(pair, tmp_path / "out", "--link-weights"),
+        capsys,
+        str(pair / "target/model.safetensors"),
+        os.strerror(number),
+        "same disk",
+        "--out",
+        "leave --link-weights out",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-# --- interrupted, replaced, copied -----------------------------------------------------------------------------------------
+# --- interrupted, replaced, copied ------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_export_goes_on_with_its_links(
@@ -452,7 +477,7 @@ def test_a_samples_hash_reads_a_piece_of_every_part(tmp_path: Path) -> None:
     assert made("unseen", 65536, (16 << 20) - 1) == zeros
 
 
-# --- memory --------------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_into_memory_is_not_compiled_here(

@@ -11,8 +11,8 @@ from exporter.checkpoints.gguf_tokenizer import write_tokenizer
 from exporter.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "llama_cpp.json").read_text("utf-8"))
-# Where the models' own tokenizers differ from llama.cpp, they are followed: Qwen's composes characters, and those of Mistral and of GPT-4o
-# know marks, and the case of letters beyond a to z.
+# Where the models' own tokenizers differ from llama.cpp, they are followed: Qwen's composes characters, and those of
+# Mistral and of GPT-4o know marks, and the case of letters beyond a to z.
 COMPOSED, CASED = ("e\u0301",), ("e\u0301", "Ñandú", "हिन्दी")
 
 
@@ -53,10 +53,15 @@ def with_tokens(case: dict[str, Any], kind: int) -> dict[str, Any]:
     """The vocabulary of pieces, with a case's tokens behind them and its keys."""
     base = RECORDED["sentencepiece"][0]["fields"]
     tokens = ["<none>" if text == "</s>" else text for text in base["tokens"]]
-    return base | {
-        "tokens": [*tokens, *case["tokens"]], "token_type": base["token_type"] + [kind] * len(case["tokens"]),
-        "scores": base["scores"] + [0.0] * len(case["tokens"]),
-    } | {f"{name}_token_id": len(tokens) + i for name, i in case["keys"].items()}  # fmt: skip
+    return (
+        base
+        | {
+            "tokens": [*tokens, *case["tokens"]],
+            "token_type": base["token_type"] + [kind] * len(case["tokens"]),
+            "scores": base["scores"] + [0.0] * len(case["tokens"]),
+        }
+        | {f"{name}_token_id": len(tokens) + i for name, i in case["keys"].items()}
+    )
 
 
 def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path) -> None:
@@ -74,7 +79,11 @@ def test_spelling_makes_tokens_special_and_others_normal(tmp_path: Path) -> None
 def test_a_token_that_looks_like_an_end_is_special_whatever_its_type(tmp_path: Path) -> None:
     """llama.cpp overrides the type, which some converters get wrong."""
     base = RECORDED["byte level"]
-    fields = base | {"pre": "qwen2", "tokens": [*base["tokens"], "<|im_end|>"], "token_type": [1] * (len(base["tokens"]) + 1)}
+    fields = base | {
+        "pre": "qwen2",
+        "tokens": [*base["tokens"], "<|im_end|>"],
+        "token_type": [1] * (len(base["tokens"]) + 1),
+    }
     tokenizer, ends, _ = written(fields, tmp_path)
     end = len(base["tokens"])
     assert tokenizer.encode("a<|im_end|>").ids[-1] == end

@@ -33,9 +33,14 @@ def holder(tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_second_process_gets_the_sentence_until_the_first_is_gone(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_the_second_process_gets_the_sentence_until_the_first_is_gone(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
     with holder:
-        with pytest.raises(GumihoError, match="^wait for it$"), locked(tmp_path / ".out.lock", "wait for it", remove=True):
+        with (
+            pytest.raises(GumihoError, match="^wait for it$"),
+            locked(tmp_path / ".out.lock", "wait for it", remove=True),
+        ):
             pass
         with locked(tmp_path / "other", "wait for it", remove=True):
             pass
@@ -82,7 +87,9 @@ def test_only_one_of_many_is_inside(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_whose_file_was_removed_in_between_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_whose_file_was_removed_in_between_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process removes the file after it was opened, and locks a new one of that name."""
     real, other = os.open, list[int]()
 

@@ -72,5 +72,6 @@ def test_as_json(demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert [entry["token"] for entry in printed["logprobs"]] == printed["ids"]
     assert all(
-        len(entry["top"]) == 2 and entry["top"][0] == [entry["token"], entry["logprob"]] for entry in printed["logprobs"]
+        len(entry["top"]) == 2 and entry["top"][0] == [entry["token"], entry["logprob"]]
+        for entry in printed["logprobs"]
     )

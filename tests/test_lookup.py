@@ -25,7 +25,12 @@ class Clocked(Planner):
         super().decoded(10**6, rows)
 
     def drafted(
-        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
+        self,
+        scores: Sequence[float],
+        depths: Sequence[int],
+        accepted: int,
+        times: tuple[int, int, int],
+        catch_up_ns: int = 0,
     ) -> None:
         super().drafted(scores, depths, accepted, (3 * 10**6, 10**6, 0))
 
@@ -66,10 +71,19 @@ COUNT = 60  # tokens
 DRAWN = {"temperature": 0.8, "seed": 3}
 
 
-@pytest.mark.parametrize(("form", "asked"), [
-    pytest.param(form, asked, marks=() if form == "cpu" or (form == "migraphx" and asked is DRAWN) else pytest.mark.exhaustive)
-    for form in BACKENDS for asked in ({}, DRAWN, {"repetition_penalty": 1.1})
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "asked"),
+    [
+        pytest.param(
+            form,
+            asked,
+            marks=() if form == "cpu" or (form == "migraphx" and asked is DRAWN) else pytest.mark.exhaustive,
+        )
+        for form in BACKENDS
+        for asked in ({}, DRAWN, {"repetition_penalty": 1.1})
+    ],
+    ids=str,
+)
 def test_texts_stay_what_they_are(make_bundle: MakeBundle, form: str, asked: dict[str, float]) -> None:
     """Where drafting costs more than it can bring, and rows nothing: all that is found is verified."""
     bundle = make_bundle(DEMO, *EVERY_BACKEND)

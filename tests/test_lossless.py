@@ -1,4 +1,5 @@
-"""The replay by plain decoding: silent where nothing differs, and telling near-ties from defects where something does."""
+"""The replay by plain decoding: silent where nothing differs, and telling near-ties from defects where something
+does."""
 
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_nothing_differs(model: Model, settings: dict[str, object], speculate: b
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("at", [0, 7, -1])
 def test_another_token_is_found(model: Model, settings: dict[str, object], at: int) -> None:
-    """Also the first and the last one; its margin is what a token's logit lacks, by naive arithmetic where decoding is greedy."""
+    """Also the first and the last one; its margin is what a token's logit lacks, by naive arithmetic where decoding is
+    greedy."""
     generation = made(model, **settings)
     at %= len(generation.ids)
     before, right = generation.ids[:at], generation.ids[at]
@@ -55,7 +57,9 @@ def test_another_token_is_found(model: Model, settings: dict[str, object], at: i
         assert found.margin == pytest.approx(float(lacks), rel=1e-3, abs=1e-6)
 
 
-def test_near_ties_are_told_apart(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_near_ties_are_told_apart(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A token as good as the choice but for rounding, and one that is a little worse than that."""
     generation = made(model)
     at, other = 5, 7
@@ -83,8 +87,11 @@ def test_near_ties_are_told_apart(model: Model, monkeypatch: pytest.MonkeyPatch,
     assert margin == pytest.approx(1e-2, rel=0.1)
 
 
-def test_the_commands_status(demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 where a walk that takes what was drafted, whatever the target says, gives other tokens; each is named with its margin."""
+def test_the_commands_status(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 where a walk that takes what was drafted, whatever the target says, gives other tokens; each is named with its
+    margin."""
     options = [str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "30", "--check-lossless"]
     assert main(options) == 0
     assert "lossless: plain decoding chooses each of the" in capsys.readouterr().err

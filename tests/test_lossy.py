@@ -19,7 +19,8 @@ Tree = tuple[list[int], list[int]]  # tokens, parents
 
 @st.composite
 def trees(draw: st.DrawFn, alphabet: int) -> Tree:
-    """Parents precede children and siblings have different tokens, as in every tree that is drafted; some deep, some wide."""
+    """Parents precede children and siblings have different tokens, as in every tree that is drafted; some deep, some
+    wide."""
     rows, near = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     tokens, parents = [draw(st.integers(0, alphabet - 1))], [0]
     for row in range(1, rows):
@@ -70,8 +71,8 @@ def padded_paths(parents: Sequence[int]) -> list[list[int]]:
 @given(st.data())
 @examples(300)
 def test_full_tree_is_the_longest_of_the_padded_paths(data: st.DataObject) -> None:
-    """Each padded path is accepted as far as its tokens are the target's choices behind the rows before them. All that get
-    farthest have the same rows so far, because siblings differ; those are what is accepted."""
+    """Each padded path is accepted as far as its tokens are the target's choices behind the rows before them. All that
+    get farthest have the same rows so far, because siblings differ; those are what is accepted."""
     tokens, parents = data.draw(trees(alphabet=6))
     choices = data.draw(st.lists(st.integers(0, 5), min_size=len(tokens), max_size=len(tokens)))
     room, padded = data.draw(st.integers(1, 9)), padded_paths(parents)
@@ -99,7 +100,8 @@ def test_full_tree_is_the_longest_of_the_padded_paths(data: st.DataObject) -> No
 
 
 def test_full_tree_by_hand() -> None:
-    """Row 3 ends after one column; of the second column row 2 is commonest, of the third row 4, which goes on from there."""
+    """Row 3 ends after one column; of the second column row 2 is commonest, of the third row 4, which goes on from
+    there."""
     #             0 -> 1 -> 2 -> 4, 2 -> 5; 0 -> 3; 1 -> 6
     tokens = [9, 1, 2, 3, 4, 5, 6]
     parents = [0, 0, 1, 0, 2, 2, 1]
@@ -121,7 +123,8 @@ def test_full_tree_by_hand() -> None:
 def medusa(
     tokens: Sequence[int], parents: Sequence[int], logits: torch.Tensor, temperature: float
 ) -> tuple[list[list[int]], bool]:
-    """All paths of the greatest accepted length whose likelihood is the largest; and whether any of it hangs on rounding.
+    """All paths of the greatest accepted length whose likelihood is the largest; and whether any of it hangs on
+    rounding.
 
     logits: float64 [R, V]. Candidates as Medusa's ``evaluate_posterior`` has them: padded paths, judged all at once.
     """
@@ -148,10 +151,13 @@ def medusa(
 @given(st.data())
 @examples(300)
 def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> None:
-    """The longest path of which each token passes Medusa's threshold, of several the likeliest, with logits of any peakedness,
-    ties and -inf; cut where the text ends."""
+    """The longest path of which each token passes Medusa's threshold, of several the likeliest, with logits of any
+    peakedness, ties and -inf; cut where the text ends."""
     tokens, parents = data.draw(trees(alphabet=12))
-    rng, temperature = np.random.default_rng(data.draw(st.integers(0, 2**32))), data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
+    rng, temperature = (
+        np.random.default_rng(data.draw(st.integers(0, 2**32))),
+        data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+    )
     logits = rng.normal(0, data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0])), (len(tokens), 12))
     if data.draw(st.booleans()):
         logits = logits.round()
@@ -173,9 +179,9 @@ def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> No
 
     path = typical(tokens, parents, target.next_token, target.add, fetch, temperature)
     assert path in [other[:room] for other in best]
-    # Accepted tokens join the text in turn, and behind the last of them the target's own, if there is room for it: so as many
-    # tokens as rows of the path.
-    # Paths as good as each other may be one, once they are cut, and differ in the last token.
+    # Accepted tokens join the text in turn, and behind the last of them the target's own, if there is room for it: so
+    # as many tokens as rows of the path. Paths as good as each other may be one, once they are cut, and differ in the
+    # last token.
     fits = ([tokens[row] for row in other[1:]] for other in best if other[:room] == path)
     drafted = next(drafted for drafted in fits if target.emitted[: len(drafted)] == drafted[:room])
     assert len(target.emitted) == len(path)

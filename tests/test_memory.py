@@ -34,7 +34,9 @@ class Linux:
         monkeypatch.setattr(memory, "_MEMINFO", root / "meminfo")
         monkeypatch.setattr(control_groups, "_OWN", root / "own")
         monkeypatch.setattr(control_groups, "_ROOT", root / "cgroup")
-        (root / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\nSwapFree:  100 kB\nHugePages_Total:  0\n")
+        (root / "meminfo").write_text(
+            "MemTotal: 9000 kB\nMemAvailable:    8000 kB\nSwapFree:  100 kB\nHugePages_Total:  0\n"
+        )
         (root / "own").write_text("1:cpu:/other\n0::/machine/service\n")
 
     def limit(self, group: Path, most: object, used: int, cached: int = 0, swap: object = "max") -> None:
@@ -89,16 +91,31 @@ class Fake:
 SMALL = Space(1 * GB, 1 * GB)
 
 
-@pytest.mark.parametrize(("running", "free", "message"), [
-    (Space(10 * GB, 8 * GB), Free(8 * GB, False), None),
-    (Space(10 * GB + 1), None, r"loading for fake needs about 10\.0 GB of memory, and 10\.0 GB are free, swap included: free"),
-    (Space(1 * GB, 9 * GB), Free(8 * GB, False), r"9\.0 GB on the device, and 8\.0 GB are free there: free"),
-    (Space(4 * GB, 5 * GB), Free(9 * GB, True), None),
-    (Space(4 * GB, 6 * GB), Free(7 * GB, True), None),  # what a Jetson calls free leaves out the files that are cached
-    (Space(5 * GB, 6 * GB), Free(7 * GB, True), r"5\.0 GB for the host and 6\.0 GB for the device, and 10\.0 GB of the memory"),
-    (Space(5 * GB, 6 * GB), Free(7 * GB, False), None),
-    (Space(1 * GB, 30 * GB), Free(20 * GB, True), r"30\.0 GB on the device, and 20\.0 GB are free there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("running", "free", "message"),
+    [
+        (Space(10 * GB, 8 * GB), Free(8 * GB, False), None),
+        (
+            Space(10 * GB + 1),
+            None,
+            r"loading for fake needs about 10\.0 GB of memory, and 10\.0 GB are free, swap included: free",
+        ),
+        (Space(1 * GB, 9 * GB), Free(8 * GB, False), r"9\.0 GB on the device, and 8\.0 GB are free there: free"),
+        (Space(4 * GB, 5 * GB), Free(9 * GB, True), None),
+        (
+            Space(4 * GB, 6 * GB),
+            Free(7 * GB, True),
+            None,
+        ),  # what a Jetson calls free leaves out the files that are cached
+        (
+            Space(5 * GB, 6 * GB),
+            Free(7 * GB, True),
+            r"5\.0 GB for the host and 6\.0 GB for the device, and 10\.0 GB of the memory",
+        ),
+        (Space(5 * GB, 6 * GB), Free(7 * GB, False), None),
+        (Space(1 * GB, 30 * GB), Free(20 * GB, True), r"30\.0 GB on the device, and 20\.0 GB are free there"),
+    ],
+)
 def test_what_cannot_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, running: Space, free: Free | None, message: str | None
 ) -> None:
@@ -124,7 +141,8 @@ def test_compiling_takes_what_it_takes_and_what_running_takes(monkeypatch: pytes
 
 
 def heavy(bundle: Path, name: str) -> Bundle:
-    """A bundle whose graphs say that they have 16, 4 and 2 GB of weights. TensorRT's targets of all sizes share theirs."""
+    """A bundle whose graphs say that they have 16, 4 and 2 GB of weights. TensorRT's targets of all sizes share
+    theirs."""
 
     def change(manifest: dict[str, Any]) -> None:
         for graph in manifest["forms"][name]["graphs"]:
@@ -168,17 +186,23 @@ def test_engines_are_neither_compiled_nor_loaded_where_they_cannot_fit(
 ) -> None:
     before = bundle.parent / "before"
     shutil.copytree(bundle, before)
-    with pytest.raises(GumihoError, match=r"compiling for tensorrt needs about 22\.\d GB on the device, and 17\.2 GB are free"):
+    with pytest.raises(
+        GumihoError, match=r"compiling for tensorrt needs about 22\.\d GB on the device, and 17\.2 GB are free"
+    ):
         compile_engines(heavy(bundle, "tensorrt"), backend("tensorrt"))
     assert not (bundle / "engines").exists()
     nvidia.cuda.UNIFIED = True
     monkeypatch.setattr(memory, "host_free", lambda: 23 * GB)
-    with pytest.raises(GumihoError, match=r"2\.1 GB for the host and 22\.\d GB for the device, and 23\.0 GB of the memory"):
+    with pytest.raises(
+        GumihoError, match=r"2\.1 GB for the host and 22\.\d GB for the device, and 23\.0 GB of the memory"
+    ):
         compile_engines(Bundle(bundle), backend("tensorrt"))
     nvidia.cuda.UNIFIED = False
     compile_engines(Bundle(before), backend("tensorrt"))
     nvidia.cuda.FREE = 1_000_000
-    with pytest.raises(GumihoError, match=r"loading for tensorrt needs about \d+ MB on the device, and 1 MB are free there"):
+    with pytest.raises(
+        GumihoError, match=r"loading for tensorrt needs about \d+ MB on the device, and 1 MB are free there"
+    ):
         load(before, "tensorrt")
     assert not nvidia.cuda.STREAMS
 

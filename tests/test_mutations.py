@@ -1,4 +1,5 @@
-"""The survey finds what it is for, and a short one of every kind finds nothing. Long ones are run by hand: see ``tests.mutations``."""
+"""The survey finds what it is for, and a short one of every kind finds nothing. Long ones are run by hand: see
+``tests.mutations``."""
 
 import contextlib
 import os
@@ -68,7 +69,9 @@ def endless() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_and_told_with_its_mutation(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_found_and_told_with_its_mutation(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Path] = []
 
     def attempt(folder: Path) -> str:
@@ -99,8 +102,8 @@ def test_what_libraries_write_past_python_is_captured() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "seed", "case"), [("checkpoint", 7, 1546)])
 def test_what_was_once_found(kind: str, seed: int, case: int) -> None:
-    """A vocabulary of one token: transformers warned of its ids in lines of its own. In a process of its own, since it keeps the
-    standard error that it found when it was imported."""
+    """A vocabulary of one token: transformers warned of its ids in lines of its own. In a process of its own, since it
+    keeps the standard error that it found when it was imported."""
     argv = [sys.executable, "-m", "tests.mutations", "--kind", kind, "--seed", str(seed), "--case", str(case)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stdout

@@ -56,7 +56,8 @@ class Ops(nn.Module):
 
 
 class Peek(nn.Module):
-    """Three rows and then two rows beside a cache into which a pass has just written, of whose rows all but one count."""
+    """Three rows and then two rows beside a cache into which a pass has just written, of whose rows all but one
+    count."""
 
     def __init__(self, ops: type[Plain], d: int) -> None:
         super().__init__()
@@ -94,12 +95,28 @@ def inputs(d: int, rows: int, past: int, seed: int, capacity: int = CAPACITY) ->
         parent = int(torch.randint(0, row, (1,), generator=draw))
         depth[row] = depth[parent] + 1
         mask[row] |= mask[parent]
-    return {"q": q, "k": k, "v": v, "depth": depth, "mask": mask, "past": torch.tensor([past]), "keys": keys, "values": values}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "depth": depth,
+        "mask": mask,
+        "past": torch.tensor([past]),
+        "keys": keys,
+        "values": values,
+    }
 
 
 def rotated(x: Tensor, heads: int, position: Tensor, d: int) -> Tensor:
     """[n, heads * d] -> [n, heads, d], by transformers."""
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=HEADS * d, num_attention_heads=HEADS, head_dim=d, rope_parameters={"rope_type": "default", "rope_theta": 100.0}))  # fmt: skip
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=HEADS * d,
+            num_attention_heads=HEADS,
+            head_dim=d,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        )
+    )
     x = x.reshape(1, len(x), heads, d).transpose(1, 2)
     return apply_rotary_pos_emb(x, x, *rotary(x, position[None]))[0][0].transpose(0, 1)
 
@@ -137,7 +154,13 @@ def peek_inputs(d: int, length: int, seed: int) -> dict[str, Tensor]:
     few = torch.randint(0, 4, (9, 9), generator=draw).float()  # many ties
     # The first three rows are siblings, the last two children of rows 2 and 0, or whatever the seed makes of them.
     seen = (torch.rand(5, 5, generator=draw) < 0.5).tril() | torch.eye(5, dtype=torch.bool)
-    return {k: x[k] for k in ("q", "k", "v")} | {"seen": seen, "length": x["past"], "keys": x["keys"], "values": x["values"], "few": few}  # fmt: skip
+    return {k: x[k] for k in ("q", "k", "v")} | {
+        "seen": seen,
+        "length": x["past"],
+        "keys": x["keys"],
+        "values": x["values"],
+        "few": few,
+    }
 
 
 def check_peek(found: list[Tensor], d: int, x: dict[str, Tensor]) -> None:
@@ -229,14 +252,17 @@ def test_settled_blocks(d: int) -> None:
             check_pass(run(**x), d, x, {"rtol": 1e-4, "atol": 5e-5})  # angles of later positions are rounded more
 
 
-@pytest.mark.parametrize(("ops", "d", "operators"), [
-    (Standard, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Attention"}),
-    (Decomposed, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Softmax"}),
-    (Exact, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "FusedMatMul", "If"}),
-    (Contrib, 16, {"RMSNormalization", "GroupQueryAttention"}),
-    (Contrib, 48, {"RMSNormalization", "GroupQueryAttention"}),
-    (Basic, 24, {"MatMul", "Softmax"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ops", "d", "operators"),
+    [
+        (Standard, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Attention"}),
+        (Decomposed, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Softmax"}),
+        (Exact, 24, {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "FusedMatMul", "If"}),
+        (Contrib, 16, {"RMSNormalization", "GroupQueryAttention"}),
+        (Contrib, 48, {"RMSNormalization", "GroupQueryAttention"}),
+        (Basic, 24, {"MatMul", "Softmax"}),
+    ],
+)
 def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
     run, capacity = exported_pass(ops, d), ops.block or CAPACITY
     assert operators <= {node.op_type for node in run.graph.all_nodes()}  # type: ignore[attr-defined]
@@ -251,10 +277,14 @@ def test_a_pass_exported(ops: type[Plain], d: int, operators: set[str]) -> None:
         check_pass(run(**x), d, x)
 
 
-EMPTY = pytest.mark.xfail(strict=True, reason="GroupQueryAttention takes rows over an empty cache for a prompt in order")
+EMPTY = pytest.mark.xfail(
+    strict=True, reason="GroupQueryAttention takes rows over an empty cache for a prompt in order"
+)
 
 
-@pytest.mark.parametrize(("ops", "d"), [(Standard, 24), (Exact, 24), (Basic, 24), pytest.param(Contrib, 16, marks=EMPTY)])
+@pytest.mark.parametrize(
+    ("ops", "d"), [(Standard, 24), (Exact, 24), (Basic, 24), pytest.param(Contrib, 16, marks=EMPTY)]
+)
 def test_a_tree_over_an_empty_cache_exported(ops: type[Plain], d: int) -> None:
     run = exported_pass(ops, d)
     x = inputs(d, 9, 0, 1, ops.block or CAPACITY)

@@ -26,8 +26,12 @@ from tests.pairs import RandomPair, drafter_config, write_drafter
 State = dict[str, Tensor]
 V, H, FFN = 61, 16, 24
 SMALL: dict[str, Any] = {
-    "vocab_size": V, "hidden_size": H, "intermediate_size": FFN, "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": FFN,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 HEADS = 3
 
 
@@ -82,7 +86,7 @@ def values(source: Source) -> Tensor:
     return torch.cat([s.reshape(-1) for s in source.slices()]).reshape(source.shape)
 
 
-# --- pairs that do not fit ---------------------------------------------------------------------------------------------
+# --- pairs that do not fit --------------------------------------------------------------------------------------------
 
 
 def test_the_pair_fits_as_it_is(folder: Path) -> None:
@@ -145,8 +149,11 @@ def test_a_token_that_the_target_lacks(folder: Path) -> None:
     open_pair(folder)
     words.add_tokens(["<x>"])
     words.save(str(folder / "target" / "tokenizer.json"))
-    refused(folder, f"the tokenizer in {folder / 'target'} gives '<x>' the id 62, but target '{folder / 'target'}' has a vocabulary of 61: "
-            "remove the token from the tokenizer's files, or give the checkpoint that knows it")  # fmt: skip
+    refused(
+        folder,
+        f"the tokenizer in {folder / 'target'} gives '<x>' the id 62, but target '{folder / 'target'}' has a "
+        "vocabulary of 61: remove the token from the tokenizer's files, or give the checkpoint that knows it",
+    )
 
 
 def test_a_damaged_tokenizer(folder: Path) -> None:
@@ -202,7 +209,8 @@ def test_a_surplus_tensor(folder: Path, side: str, stored: str, name: str) -> No
     rewrite(folder / side, lambda state: state.update({stored: torch.ones(H)}))
     refused(
         folder,
-        f"{side} '{folder / side}' has the tensor '{name}', which no {side} with its config.json has, so that it is not supported: ",
+        f"{side} '{folder / side}' has the tensor '{name}', which no {side} with its config.json has, so that it is "
+        "not supported: ",
     )
 
 
@@ -240,12 +248,18 @@ def test_a_git_lfs_pointer(folder: Path, side: str, name: str) -> None:
 CONVERT = ": convert it to .safetensors where its origin is trusted, or name another checkpoint"
 SAVED: dict[str, tuple[Any, str]] = {
     "a list": ([torch.zeros(2)], "does not hold tensors by name, which is all that is supported" + CONVERT),
-    "a fraction": ({"x": Fraction(1, 2)}, "holds an object of fractions.Fraction, which is not supported, as reading it could run code" + CONVERT),
-    "a sparse one": ({"x": torch.zeros(2).to_sparse()}, "holds 'x' as a tensor that is sparse, quantized or without numbers" + CONVERT),
+    "a fraction": (
+        {"x": Fraction(1, 2)},
+        "holds an object of fractions.Fraction, which is not supported, as reading it could run code" + CONVERT,
+    ),
+    "a sparse one": (
+        {"x": torch.zeros(2).to_sparse()},
+        "holds 'x' as a tensor that is sparse, quantized or without numbers" + CONVERT,
+    ),
     "text": (b"hello", "is no file of torch.save: download it again"),
     "nothing": (b"", "is empty: download it again"),
     "a pickle": (pickle.dumps({"x": 1}), "is no file of torch.save: download it again"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -260,7 +274,10 @@ def test_a_bin_that_holds_no_tensors_by_name(folder: Path, case: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
     ("side", "stored", "name"),
-    [("target", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"), ("drafter", "fc.weight", "fc.weight")],
+    [
+        ("target", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("drafter", "fc.weight", "fc.weight"),
+    ],
 )
 def test_a_wrong_dtype_is_refused_before_anything_is_written(
     folder: Path, side: str, stored: str, name: str, dtype: torch.dtype
@@ -270,7 +287,8 @@ def test_a_wrong_dtype_is_refused_before_anything_is_written(
         folder,
         f"{side} '{folder / side}'",
         f"'{name}'",
-        f"is {str(dtype).removeprefix('torch.')}, expected float16, bfloat16 or float32: convert it, or name the checkpoint it was made from",
+        f"is {str(dtype).removeprefix('torch.')}, expected float16, bfloat16 or float32: convert it, or name the "
+        "checkpoint it was made from",
     )
 
 
@@ -287,7 +305,9 @@ def test_a_damaged_configuration(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["target", "drafter"])
-@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"]
+)
 @pytest.mark.parametrize("value", [..., None, "16", 16.5], ids=["missing", "null", "text", "fraction"])
 def test_a_configuration_without_a_size(folder: Path, side: str, key: str, value: Any) -> None:
     reconfigure(folder / side, **{key: value})
@@ -318,7 +338,10 @@ def test_heads_that_cannot_be_grouped(folder: Path) -> None:
 def test_another_architecture(folder: Path, kind: Any) -> None:
     reconfigure(folder / "target", model_type=kind)
     refused(
-        folder, f"target '{folder / 'target'}'", repr(kind), "supports only 'llama', 'mistral', 'qwen2', 'qwen3': name another"
+        folder,
+        f"target '{folder / 'target'}'",
+        repr(kind),
+        "supports only 'llama', 'mistral', 'qwen2', 'qwen3': name another",
     )
 
 
@@ -333,11 +356,16 @@ def test_a_missing_shard(folder: Path) -> None:
     (side / "model.safetensors").unlink()
     files = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(state)}
     (side / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({n: t for n, t in state.items() if files[n].startswith("model-00001")}, side / "model-00001-of-00002.safetensors")
+    save_file(
+        {n: t for n, t in state.items() if files[n].startswith("model-00001")},
+        side / "model-00001-of-00002.safetensors",
+    )
     refused(folder, f"target '{side}' lacks the shard model-00002-of-00002.safetensors")
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {"a"', '{"weight_map": []}', "{}"], ids=["truncated", "a list", "empty"])
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a"', '{"weight_map": []}', "{}"], ids=["truncated", "a list", "empty"]
+)
 def test_a_damaged_index(folder: Path, text: str) -> None:
     (folder / "target" / "model.safetensors.index.json").write_text(text)
     refused(folder, str(folder / "target"))
@@ -360,7 +388,7 @@ def test_a_gap_in_heads_and_in_layers(folder: Path) -> None:
     refused(folder, "lacks the tensor 'layers.0.self_attn.q_proj.weight'")
 
 
-# --- which tensor goes where -------------------------------------------------------------------------------------------
+# --- which tensor goes where ------------------------------------------------------------------------------------------
 
 
 def test_head_weights_are_stacked_in_order_and_transposed(folder: Path) -> None:
@@ -497,7 +525,13 @@ def test_tied_embeddings(tmp_path: Path, copy: bool) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [{"head_dim": 24}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 2}, {"num_hidden_layers": 1}],
+    [
+        {"head_dim": 24},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"num_key_value_heads": 2},
+        {"num_hidden_layers": 1},
+    ],
     ids=str,
 )
 def test_targets_of_other_shapes(tmp_path: Path, target: dict[str, Any]) -> None:
@@ -515,9 +549,11 @@ def test_a_vllm_folder_makes_the_same_sources(folder: Path) -> None:
     shutil.rmtree(folder / "drafter")
     config = RandomPair(SMALL).config()
     write_drafter(
-        folder / "drafter", {f"model.{n}": t for n, t in state.items()} | {"lm_head.weight": torch.zeros(V, H)},
-        {"model_type": "gumiho", "model": drafter_config(config, 2)}, safetensors=True,
-    )  # fmt: skip
+        folder / "drafter",
+        {f"model.{n}": t for n, t in state.items()} | {"lm_head.weight": torch.zeros(V, H)},
+        {"model_type": "gumiho", "model": drafter_config(config, 2)},
+        safetensors=True,
+    )
     found = {n: values(s) for n, s in open_pair(folder).draft_sources(HEADS, 20).items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

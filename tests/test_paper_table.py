@@ -1,4 +1,5 @@
-"""The paper's table: its numbers are those of the texts, it goes on where it stopped, and what is not lossless shows."""
+"""The paper's table: its numbers are those of the texts, it goes on where it stopped, and what is not lossless
+shows."""
 
 import json
 import re
@@ -50,8 +51,11 @@ def read(file: Path) -> list[dict[str, Any]]:
 def test_turns_follow_the_plain_answer(results: Path, bundle: Path) -> None:
     greedy = [line for line in read(results) if line["temperature"] == 0]
     assert [(line["set"], line["number"], line["turn"]) for line in greedy] == [
-        ("code", 0, 0), ("code", 0, 1), ("code", 1, 0), ("text", 0, 0),  # the long one is left out
-    ]  # fmt: skip
+        ("code", 0, 0),
+        ("code", 0, 1),
+        ("code", 1, 0),
+        ("text", 0, 0),  # the long one is left out
+    ]
     with load(bundle) as model:
         answer = "".join(model.generate(greedy[0]["prompt"], 12, speculate=False))
         text = f"# user\ndef read_lines(path):\n# assistant\n{answer}\n# user\nclass Reader:\n"

@@ -100,11 +100,15 @@ def test_passes_take_the_graph_of_their_size(model: Model, cpu: Model, ran: list
         assert targets(model, ran) == ["target-8", *[verified] * generation.stats.cycles]
 
 
-@pytest.mark.parametrize(("prices", "allowed"), [({1: 1.0, 2: 1.0, 8: 50.0}, {0, 1, 2}), ({1: 1.0, 2: 1.0, 8: 1.0}, {0, 1, 8})])
+@pytest.mark.parametrize(
+    ("prices", "allowed"), [({1: 1.0, 2: 1.0, 8: 50.0}, {0, 1, 2}), ({1: 1.0, 2: 1.0, 8: 1.0}, {0, 1, 8})]
+)
 def test_the_planner_chooses_among_them(
     model: Model, cpu: Model, monkeypatch: pytest.MonkeyPatch, prices: dict[int, float], allowed: set[int]
 ) -> None:
-    planner = Planner(Costs({rows: 1e6 * price for rows, price in prices.items()}, 1e4, 1e4), model.bundle.manifest.depth)
+    planner = Planner(
+        Costs({rows: 1e6 * price for rows, price in prices.items()}, 1e4, 1e4), model.bundle.manifest.depth
+    )
     planner._target.measured = lambda rows, elapsed: False  # type: ignore[method-assign]  # the prices stay what they are
     monkeypatch.setattr(model.decoder, "planners", [planner] * 2)
     generation = model.generate(PROMPT, 60, lookup=False)
@@ -115,7 +119,8 @@ def test_the_planner_chooses_among_them(
 
 
 @pytest.mark.parametrize(
-    "graph", ["target", "target-1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("target-2", "target-8"))]
+    "graph",
+    ["target", "target-1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("target-2", "target-8"))],
 )
 def test_the_golden_run_checks_every_size(bundle: Path, tmp_path: Path, graph: str) -> None:
     bundle = Path(shutil.copytree(bundle, tmp_path / "bundle", ignore=shutil.ignore_patterns("engines")))
@@ -144,21 +149,32 @@ def weight(raw: dict[str, Any], **changes: object) -> None:
     next(iter(raw["forms"]["migraphx"]["weights"]["draft"].values())).update(changes)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda raw: renamed(raw, "target-2", "target-128"), "has 'target-128', expected sizes below its chunk of 128"),
-    (lambda raw: renamed(raw, "target-2", "target-3"), r"tokens int64 \[2\], expected tokens int64 \[3\]"),
-    (lambda raw: renamed(raw, "target-2", "target-02"), "is 'target-02', expected one of target, shared, draft, .*target-N"),
-    (lambda raw: raw["forms"]["migraphx"]["graphs"].pop("target-8"), "has passes of 1, 2, 128 rows, expected one of 8"),
-    (lambda raw: raw["forms"]["cpu"]["graphs"].update({"target-2": raw["forms"]["cpu"]["graphs"]["target"]}),
-     "has 'target-2', expected sizes below its chunk of .*, and only if it is static"),
-    (other_caches, "target and target-2 have different caches"),
-    (lambda raw: raw["requires"].remove("pass-sizes"), "expected 'pass-sizes' if a target has several graphs"),
-    (lambda raw: raw["requires"].remove("bound-weights"), "expected 'bound-weights' if a form has weights"),
-    (lambda raw: weight(raw, file="weights/none.bin"), "names weights/none.bin, which is not among the files"),
-    (lambda raw: weight(raw, offset=1 << 40), "ends behind weights/"),
-    (lambda raw: weight(raw, shape=[1 << 31, 1 << 31]), "ends behind weights/"),
-    (lambda raw: weight(raw, dtype="float64"), "dtype is 'float64', expected one of float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: renamed(raw, "target-2", "target-128"), "has 'target-128', expected sizes below its chunk of 128"),
+        (lambda raw: renamed(raw, "target-2", "target-3"), r"tokens int64 \[2\], expected tokens int64 \[3\]"),
+        (
+            lambda raw: renamed(raw, "target-2", "target-02"),
+            "is 'target-02', expected one of target, shared, draft, .*target-N",
+        ),
+        (
+            lambda raw: raw["forms"]["migraphx"]["graphs"].pop("target-8"),
+            "has passes of 1, 2, 128 rows, expected one of 8",
+        ),
+        (
+            lambda raw: raw["forms"]["cpu"]["graphs"].update({"target-2": raw["forms"]["cpu"]["graphs"]["target"]}),
+            "has 'target-2', expected sizes below its chunk of .*, and only if it is static",
+        ),
+        (other_caches, "target and target-2 have different caches"),
+        (lambda raw: raw["requires"].remove("pass-sizes"), "expected 'pass-sizes' if a target has several graphs"),
+        (lambda raw: raw["requires"].remove("bound-weights"), "expected 'bound-weights' if a form has weights"),
+        (lambda raw: weight(raw, file="weights/none.bin"), "names weights/none.bin, which is not among the files"),
+        (lambda raw: weight(raw, offset=1 << 40), "ends behind weights/"),
+        (lambda raw: weight(raw, shape=[1 << 31, 1 << 31]), "ends behind weights/"),
+        (lambda raw: weight(raw, dtype="float64"), "dtype is 'float64', expected one of float32"),
+    ],
+)
 def test_contradicting_manifests_are_refused(bundle: Path, tmp_path: Path, change: Any, said: str) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(bundle / record.name, record)

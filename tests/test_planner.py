@@ -29,8 +29,8 @@ PROMPTS = ("def main(argv=None):\n", "class Reader:\n    def __init__(self", "im
 
 
 class Any:
-    """In a planner's place: drafts where it is told to, and verifies so many rows, or tokens instead that are told by how many were
-    emitted."""
+    """In a planner's place: drafts where it is told to, and verifies so many rows, or tokens instead that are told by
+    how many were emitted."""
 
     def __init__(
         self,
@@ -83,13 +83,23 @@ def model(demo_bundle: Path) -> Model:
 
 
 @examples(60)
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.integers(1, 8), min_size=1, max_size=7),
-       st.integers(0, 2), st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]),
-       st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))  # fmt: skip
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=12),
+    st.lists(st.integers(1, 8), min_size=1, max_size=7),
+    st.integers(0, 2),
+    st.sampled_from([{}, {"temperature": 1.0, "seed": 9}]),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5),
+)
 def test_no_plan_changes_a_text(
-    model: Model, drafts: list[bool], rows: list[int], prompt: int, asked: dict[str, float], found: list[tuple[int, int]]
+    model: Model,
+    drafts: list[bool],
+    rows: list[int],
+    prompt: int,
+    asked: dict[str, float],
+    found: list[tuple[int, int]],
 ) -> None:
-    """Whenever drafting rests and returns, and whatever is verified, be it right, wrong, or wrong from some token on."""
+    """Whenever drafting rests and returns, and whatever is verified, be it right, wrong, or wrong from some token
+    on."""
     wanted = plain(model, PROMPTS[prompt], 70, **asked)
 
     def lookup(emitted: int) -> list[int]:
@@ -124,7 +134,8 @@ def test_no_plan_changes_a_text_on_accelerators(make_bundle: MakeBundle, form: s
 
 
 def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
-    """After few plain tokens its cache is what it would have been, so the next tree is the same; after many it lacks a piece."""
+    """After few plain tokens its cache is what it would have been, so the next tree is the same; after many it lacks a
+    piece."""
     prompt, count = PROMPTS[0], 25
     model.decoder.planners = [Any(lambda i: False, lambda i: 8)] * 2  # type: ignore[assignment]
     text = [*model.encode(prompt), *ids(model, prompt, count)]
@@ -178,9 +189,9 @@ def costs(draft: float, row: float = 0.0, base: float = 1e6, rows: int = 8) -> C
 
 @given(st.integers(0, 10_000), st.floats(0, 1e6), st.floats(0, 3e5))
 def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
-    """Of all sizes the one with the most expected tokens per time, the draft's included, or where plain decoding is faster, the one
-    that loses least against it. At first more is expected than scores say, the more the deeper, but of no depth more than of the
-    one before.
+    """Of all sizes the one with the most expected tokens per time, the draft's included, or where plain decoding is
+    faster, the one that loses least against it. At first more is expected than scores say, the more the deeper, but of
+    no depth more than of the one before.
     """
     random = np.random.default_rng(seed)
     planner, scores = Planner(costs(draft, row), 4), np.sort(-random.exponential(2, 8))[::-1]
@@ -205,7 +216,8 @@ def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
 def simulate(
     planner: Planner, cost: Costs, accepted: Callable[[], int], tokens: int, text: int = 400, score: float = -0.7
 ) -> tuple[float, int]:
-    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted. score: of each row after the other."""
+    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted. score: of each row
+    after the other."""
     scores, depths = score * np.arange(8.0), np.array([0, 1, 2, 3, 4, 5, 6, 7])
     spent, made, drafted = 0.0, 0, 0
     while made < tokens:
@@ -214,7 +226,9 @@ def simulate(
         if planner.drafting and not planner.plain_pass_due:
             rows = planner.choose_rows(scores, depths)
             depth = min(rows - 1, accepted())
-            planner.drafted(scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), int(cost.host)))
+            planner.drafted(
+                scores[:rows], depths[:rows], depth, (int(cost.draft), int(cost.target[rows]), int(cost.host))
+            )
             spent, made, drafted = spent + cost.draft + cost.target[rows] + cost.host, made + depth + 1, drafted + 1
         else:
             planner.decoded(int(cost.target[1]))
@@ -232,14 +246,16 @@ def resting(cost: Costs) -> Planner:
 
 @given(st.integers(0, 7), st.floats(0, 1e6), st.floats(0, 6e5), st.booleans(), st.floats(0.1, 3))
 def test_looked_up_tokens_that_pay(most: int, draft: float, row: float, drafts: bool, score: float) -> None:
-    """Of all numbers of tokens the one with the most expected per time, or none where plain decoding or drafts promise more. At first
-    every other repetition is expected to go on."""
+    """Of all numbers of tokens the one with the most expected per time, or none where plain decoding or drafts promise
+    more. At first every other repetition is expected to go on."""
     cost = costs(draft, row)
     planner, pace = Planner(cost, 7) if drafts else resting(cost), 1 / cost.target[1]
     if drafts:
         scores = [-score * depth for depth in range(8)]
         planner.choose_rows(scores, range(8))
-        expected = np.cumsum(np.minimum.accumulate([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)]))
+        expected = np.cumsum(
+            np.minimum.accumulate([min(1.0, float(np.exp(s)) * 1.5**depth) for depth, s in enumerate(scores)])
+        )
         pace = max(pace, *(expected[rows - 1] / (spent + draft) for rows, spent in cost.target.items()))
     assert planner.drafting == drafts
     planner.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1])
@@ -359,10 +375,13 @@ def test_pauses_of_the_machine_change_nothing() -> None:
 
 @st.composite
 def falsified(draw: st.DrawFn) -> tuple[Costs, Costs]:
-    """Costs of a device, and what a costs.json says of them: all of it wrong by one factor, and each entry by one of its own."""
+    """Costs of a device, and what a costs.json says of them: all of it wrong by one factor, and each entry by one of
+    its own."""
     row, draft = draw(st.floats(0, 3e5)), draw(st.floats(2e4, 5e5))
     growth = draw(
-        st.sampled_from([lambda n: row * n, lambda n: 8 * row * ((n - 1) / 7) ** 0.5, lambda n: row * ((n > 1) + 2 * (n > 4))])
+        st.sampled_from(
+            [lambda n: row * n, lambda n: 8 * row * ((n - 1) / 7) ** 0.5, lambda n: row * ((n > 1) + 2 * (n > 4))]
+        )
     )
     true = Costs({n: 1e6 + growth(n) for n in sizes(8)}, draft, draw(st.sampled_from([1e4, 1e5])))
     factors = [draw(st.sampled_from([1.0, 0.1, 20.0]) | st.floats(0.1, 20)) for _ in range(9)]
@@ -403,13 +422,15 @@ def right(score: float, seed: int) -> Callable[[], int]:
 @pytest.mark.exhaustive
 @given(falsified(), st.sampled_from([-0.1, -0.2, -0.4]))
 def test_no_stored_costs_put_a_good_drafter_to_rest(costs: tuple[Costs, Costs], score: float) -> None:
-    """Of the time that drafting saves with the device's own costs, at most a twentieth is lost: in the mean, since a single text's luck
-    makes up to a ninth. Where little is saved, chance decides."""
+    """Of the time that drafting saves with the device's own costs, at most a twentieth is lost: in the mean, since a
+    single text's luck makes up to a ninth. Where little is saved, chance decides."""
     true, stored = costs
     plain = true.target[1] + true.host
 
     def pace(known: Costs) -> float:
-        return float(np.mean([simulate(Planner(known, 7), true, right(score, seed), 400, score=score)[0] for seed in range(8)]))
+        return float(
+            np.mean([simulate(Planner(known, 7), true, right(score, seed), 400, score=score)[0] for seed in range(8)])
+        )
 
     best = pace(true)
     assume(best < 0.6 * plain)
@@ -440,12 +461,15 @@ def test_plain_passes_are_measured_while_drafting() -> None:
 
 
 def test_measured_passes_bound_the_others() -> None:
-    """Fewer rows cost no more and more rows no less; between measured sizes, and behind them, a dear guess gives way to a line."""
+    """Fewer rows cost no more and more rows no less; between measured sizes, and behind them, a dear guess gives way to
+    a line."""
     guesses = {1: 100.0, 2: 120.0, 3: 900.0, 4: 900.0, 6: 900.0, 8: 900.0}
     prices = Prices(guesses)
     assert prices.now == guesses
     assert prices.measured(4, 140)
-    assert prices.now == pytest.approx({1: 100, 2: 100 + 40 / 3, 3: 100 + 80 / 3, 4: 140, 6: 100 + 200 / 3, 8: 100 + 280 / 3})
+    assert prices.now == pytest.approx(
+        {1: 100, 2: 100 + 40 / 3, 3: 100 + 80 / 3, 4: 140, 6: 100 + 200 / 3, 8: 100 + 280 / 3}
+    )
     prices.measured(1, 200)
     assert prices.now == pytest.approx(dict.fromkeys((1, 2, 3, 4, 6, 8), 140))
     for _ in range(5):
@@ -507,7 +531,8 @@ def test_a_slow_first_draft_does_not_put_drafting_to_rest() -> None:
 
 
 def test_random_pauses_change_little() -> None:
-    """One of ten passes takes up to a hundred times as long, whichever it is. A good drafter still drafts nearly always."""
+    """One of ten passes takes up to a hundred times as long, whichever it is. A good drafter still drafts nearly
+    always."""
     cost, plain = costs(draft=2e5, row=2e4), list[int]()
     scores, depths = -0.3 * np.arange(8.0), np.arange(8)
     for seed in range(60):
@@ -539,7 +564,9 @@ def test_costs_are_measured_kept_and_read(make_bundle: MakeBundle, tmp_path: Pat
     assert tuple(found.target) == (1, 8, 2, 3, 4, 5, 6)
     assert all(cost > 0 for cost in (*found.target.values(), found.draft, found.host))
     assert [longer.context for longer in found.longer] == [n for n in (512, 2048) if n < capacity - 8] + [capacity - 8]
-    assert all(list(longer.target) == [1, 8] and min(*longer.target.values(), longer.draft) > 0 for longer in found.longer)
+    assert all(
+        list(longer.target) == [1, 8] and min(*longer.target.values(), longer.draft) > 0 for longer in found.longer
+    )
     found.save(folder)
     assert Costs.load(folder) == found
     with load(bundle, "cpu", threads=1) as model:
@@ -564,24 +591,68 @@ def stored(target: object = ((1, 1e6), (8, 2e6)), draft: object = 1e5, host: obj
     return json.dumps({"target": target, "draft": draft, "host": host, **more})
 
 
-@pytest.mark.parametrize("content", [
-    "", "{", "[]", "3", "null", "[" * 100_000, '{"a":' * 100_000, " " * (1 << 20) + stored(), stored() + "x", "{}",
-    stored(target=[]), stored(target={}), stored(target=3), stored(target="ab"), stored(target=None), stored(target=[3]),
-    stored(target=[[1, 1e6, 2], [8, 2e6]]), stored(target=[["1", 1e6], [8, 2e6]]), stored(target=[[1.0, 1e6], [8, 2e6]]),
-    stored(target=[[True, 1e6], [8, 2e6]]), stored(target=[[2, 1e6], [8, 2e6]]), stored(target=[[1, 1e6], [2, 2e6]]),
-    stored(target=[[0, 1e6], [1, 1e6], [8, 1e6]]), stored(target=[[1, 1e6], [8, 1e6], [9, 1e6]]),
-    *(stored(longer=wrong) for wrong in (
-        3, {}, [3], [[512, [[1, 1e6], [8, 1e6]]]], [[128, [[1, 1e6], [8, 1e6]], 1.0]], [[True, [[1, 1e6], [8, 1e6]], 1.0]],
-        [[1 << 25, [[1, 1e6], [8, 1e6]], 1.0]], [[512, [[1, 1e6]], 1.0]], [[512, [[1, 1e6], [3, 1e6], [8, 1e6]], 1.0]],
-        [[512, [[1, 1e6], [8, 1e6]], -1]], [[512.0, [[1, 1e6], [8, 1e6]], 1]], [[512, [[1, 1e6], [8, 1e6]], 1]] * 2,
-    )), stored(target=[[1, 1e6], [1, 2e6], [8, 2e6]]), stored(target=[[1, 1e6], [10**40, 1e6], [8, 1e6]]),
-    *(stored(target=[[1, wrong], [8, 2e6]]) for wrong in (0, -1, 1e-300, float("nan"), float("inf"), 1e300, 10**400, "1", None, [], True)),
-    *(stored(draft=wrong) for wrong in (-1, float("nan"), float("inf"), 1e300, "1", None, [], False)),
-    *(stored(host=wrong) for wrong in (-1, float("nan"), {}, "6e4")), stored().replace("100000.0", "1" * 5000), "\0", "\ud800",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        " " * (1 << 20) + stored(),
+        stored() + "x",
+        "{}",
+        stored(target=[]),
+        stored(target={}),
+        stored(target=3),
+        stored(target="ab"),
+        stored(target=None),
+        stored(target=[3]),
+        stored(target=[[1, 1e6, 2], [8, 2e6]]),
+        stored(target=[["1", 1e6], [8, 2e6]]),
+        stored(target=[[1.0, 1e6], [8, 2e6]]),
+        stored(target=[[True, 1e6], [8, 2e6]]),
+        stored(target=[[2, 1e6], [8, 2e6]]),
+        stored(target=[[1, 1e6], [2, 2e6]]),
+        stored(target=[[0, 1e6], [1, 1e6], [8, 1e6]]),
+        stored(target=[[1, 1e6], [8, 1e6], [9, 1e6]]),
+        *(
+            stored(longer=wrong)
+            for wrong in (
+                3,
+                {},
+                [3],
+                [[512, [[1, 1e6], [8, 1e6]]]],
+                [[128, [[1, 1e6], [8, 1e6]], 1.0]],
+                [[True, [[1, 1e6], [8, 1e6]], 1.0]],
+                [[1 << 25, [[1, 1e6], [8, 1e6]], 1.0]],
+                [[512, [[1, 1e6]], 1.0]],
+                [[512, [[1, 1e6], [3, 1e6], [8, 1e6]], 1.0]],
+                [[512, [[1, 1e6], [8, 1e6]], -1]],
+                [[512.0, [[1, 1e6], [8, 1e6]], 1]],
+                [[512, [[1, 1e6], [8, 1e6]], 1]] * 2,
+            )
+        ),
+        stored(target=[[1, 1e6], [1, 2e6], [8, 2e6]]),
+        stored(target=[[1, 1e6], [10**40, 1e6], [8, 1e6]]),
+        *(
+            stored(target=[[1, wrong], [8, 2e6]])
+            for wrong in (0, -1, 1e-300, float("nan"), float("inf"), 1e300, 10**400, "1", None, [], True)
+        ),
+        *(stored(draft=wrong) for wrong in (-1, float("nan"), float("inf"), 1e300, "1", None, [], False)),
+        *(stored(host=wrong) for wrong in (-1, float("nan"), {}, "6e4")),
+        stored().replace("100000.0", "1" * 5000),
+        "\0",
+        "\ud800",
+    ],
+)
 def test_damaged_costs(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(DamageError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$") as error:
+    with pytest.raises(
+        DamageError, match=r"^[^\n]*costs.json is damaged \([^\n]+\): compile the engines again$"
+    ) as error:
         Costs.load(tmp_path, 8)
     assert len(str(error.value)) < 300 + len(str(tmp_path))
 
@@ -602,9 +673,15 @@ def test_costs_never_fall_with_rows_and_are_told(tmp_path: Path) -> None:
     assert len(costs(draft=1e5, row=1e4).lines()) == 2
 
 
-LONG = Costs({1: 1e6, 2: 1.1e6, 4: 1.2e6, 8: 1.4e6}, 5e5, 6e4, (
-    Longer(512, {1: 2e6, 8: 3.1e6}, 6e5), Longer(4096, {1: 3e6, 4: 1e7, 8: 3e7}, 7e5),
-))  # fmt: skip
+LONG = Costs(
+    {1: 1e6, 2: 1.1e6, 4: 1.2e6, 8: 1.4e6},
+    5e5,
+    6e4,
+    (
+        Longer(512, {1: 2e6, 8: 3.1e6}, 6e5),
+        Longer(4096, {1: 3e6, 4: 1e7, 8: 3e7}, 7e5),
+    ),
+)
 
 
 def test_costs_behind_more_positions() -> None:
@@ -676,7 +753,9 @@ def test_measured_costs_never_fall_with_rows(
         with load(bundle, "cpu", threads=1) if form == "cpu" else opened(bundle, form, lazy=True) as model:
             lengths = list[tuple[int, int]]()
 
-            def fastest(call: object, times: chain[float] = times, model: Model = model, lengths: list = lengths) -> float:  # type: ignore[type-arg]
+            def fastest(
+                call: object, times: chain[float] = times, model: Model = model, lengths: list = lengths
+            ) -> float:  # type: ignore[type-arg]
                 lengths.append((model.decoder.target.length, model.decoder.draft.length))
                 return next(times)
 
@@ -702,7 +781,8 @@ def test_rows_that_mean_nothing() -> None:
 def test_passes_of_fixed_sizes_have_the_price_of_the_size_that_took_them(
     ladder: tuple[int, ...], guess: dict[int, float]
 ) -> None:
-    """Lookups have any number of rows. If larger passes take far longer than guessed, they are soon no longer chosen."""
+    """Lookups have any number of rows. If larger passes take far longer than guessed, they are soon no longer
+    chosen."""
     planner, period, looked_up, emitted = Planner(Costs(guess, 0.0, 1e4), 1, drafts=False, fixed=True), 10, 0, [0]
     planner.begin([*range(period)] * 3)
     position = 3 * period + 1

@@ -25,9 +25,23 @@ from tests.end_to_end.test_quantized import CPU4, meant_by, rounding
 from tests.seal import update
 from tests.test_selftest import SMALL
 
-TEXT = "\n".join(f"def {name}_of(self, {name}):\n    return [{name}.value for {name} in self.{name}s]\n" for name in (
-    "row", "token", "path", "layer", "child", "matrix", "sample", "width", "error", "column", "parent", "bundle",
-))  # fmt: skip
+TEXT = "\n".join(
+    f"def {name}_of(self, {name}):\n    return [{name}.value for {name} in self.{name}s]\n"
+    for name in (
+        "row",
+        "token",
+        "path",
+        "layer",
+        "child",
+        "matrix",
+        "sample",
+        "width",
+        "error",
+        "column",
+        "parent",
+        "bundle",
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +59,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def expected(folders: Sequence[LlamaForCausalLM], texts: Sequence[Sequence[int]]) -> tuple[list[float], float, float]:
-    """transformers' own mean losses, and by its logits the divergence of the second model from the first and their agreement."""
+    """transformers' own mean losses, and by its logits the divergence of the second model from the first and their
+    agreement."""
     losses, divergence, same, count = [0.0] * len(folders), 0.0, 0, 0
     for ids in (torch.tensor([text]) for text in texts):
         outputs = [model(ids, labels=ids) for model in folders]
@@ -60,8 +75,21 @@ def expected(folders: Sequence[LlamaForCausalLM], texts: Sequence[Sequence[int]]
 def test_numbers_are_transformers_own(
     bundles: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In windows that no chunk divides. The int4 target is compared with the numbers its codes stand for, its rows rounded alike."""
-    argv = ["quality", *map(str, bundles), "--text", str(text), "--window", "90", "--tokens", "300", "--threads", "1", "--json"]
+    """In windows that no chunk divides. The int4 target is compared with the numbers its codes stand for, its rows
+    rounded alike."""
+    argv = [
+        "quality",
+        *map(str, bundles),
+        "--text",
+        str(text),
+        "--window",
+        "90",
+        "--tokens",
+        "300",
+        "--threads",
+        "1",
+        "--json",
+    ]
     assert main(argv) == 0
     out = json.loads(capsys.readouterr().out)
     start, *ids = Bundle(bundles[0]).tokenizer.encode(TEXT).ids[:301]
@@ -83,7 +111,9 @@ def test_numbers_are_transformers_own(
     assert 0 < quantized["kl_divergence_error"] < quantized["kl_divergence"]
 
 
-def test_a_table_and_another_reference(bundles: tuple[Path, Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_another_reference(
+    bundles: tuple[Path, Path], text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, quantized = map(str, bundles)
     options = ["--text", str(text), "--window", "61", "--tokens", "60"]
     assert main(["quality", quantized, plain, *options, "--reference", plain]) == 0
@@ -135,20 +165,28 @@ def test_special_tokens_begin_every_window(bundles: tuple[Path, Path]) -> None:
     assert [len(part) for part in windows(bundle, TEXT, 50, 101)] == [50, 50]  # one token by itself predicts nothing
 
 
-# --- what cannot be measured ---------------------------------------------------------------------------------------------
+# --- what cannot be measured ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--text", "nowhere.txt"], "'nowhere.txt' cannot be read as the text"),
-    (["--text", "EMPTY"], "has too few tokens to measure anything: give a longer text"),
-    (["--text", "TEXT", "--window", "1"], "--window is 1: give 2 to 200, the smallest capacity"),
-    (["--text", "TEXT", "--window", "201"], "--window is 201: give 2 to 200, the smallest capacity"),
-    (["--text", "TEXT", "--tokens", "1"], "--tokens is 1: give 2 or more"),
-    (["--text", "TEXT", "--backend", "cuda"], "has graphs for cpu and none for cuda"),
-    (["--text", "TEXT", "--reference", "/"], "is not a bundle"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--text", "nowhere.txt"], "'nowhere.txt' cannot be read as the text"),
+        (["--text", "EMPTY"], "has too few tokens to measure anything: give a longer text"),
+        (["--text", "TEXT", "--window", "1"], "--window is 1: give 2 to 200, the smallest capacity"),
+        (["--text", "TEXT", "--window", "201"], "--window is 201: give 2 to 200, the smallest capacity"),
+        (["--text", "TEXT", "--tokens", "1"], "--tokens is 1: give 2 or more"),
+        (["--text", "TEXT", "--backend", "cuda"], "has graphs for cpu and none for cuda"),
+        (["--text", "TEXT", "--reference", "/"], "is not a bundle"),
+    ],
+)
 def test_options_that_cannot_be(
-    bundles: tuple[Path, Path], text: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    bundles: tuple[Path, Path],
+    text: Path,
+    tmp_path: Path,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").write_text("a")
     given = [{"TEXT": str(text), "EMPTY": str(tmp_path / "empty")}.get(option, option) for option in options]

@@ -57,7 +57,10 @@ def test_schemes_by_name() -> None:
     )
     assert schemes.of("lm_head.weight", 64) == eight
     assert (
-        schemes.of("lm_head.weight", 32) is schemes.of("fc.weight", 40) is schemes.of("layers.1.mlp.up_proj.weight", 64) is None
+        schemes.of("lm_head.weight", 32)
+        is schemes.of("fc.weight", 40)
+        is schemes.of("layers.1.mlp.up_proj.weight", 64)
+        is None
     )
     found = [schemes.within(f"layers.{i}").within("mlp")["up_proj.weight"] for i in (0, 1, 10)]
     assert found == [four, None, eight]
@@ -67,7 +70,7 @@ def source(tensor: Tensor, pieces: int = 1) -> Source:
     return Source(tuple(tensor.shape), lambda: iter(tensor.reshape(-1, tensor.shape[-1]).chunk(pieces)))
 
 
-# --- rounding and packing ------------------------------------------------------------------------------------------------
+# --- rounding and packing ---------------------------------------------------------------------------------------------
 
 
 def unpacked(codes: np.ndarray, twos_complement: bool, bits: int) -> list[int]:
@@ -85,17 +88,25 @@ def squared_error(block: np.ndarray, scale: float) -> float:
 
 @settings(max_examples=90)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.sampled_from(BLOCKS), st.sampled_from([torch.float32, torch.float16]),
-    st.sampled_from(["normal", "positive", "small", "zero", "spike"]), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(BLOCKS),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from(["normal", "positive", "small", "zero", "spike"]),
+    st.integers(0, 99),
+)
 def test_codes_and_scales_against_loops(
     rows: int, blocks: int, scheme: Scheme, dtype: torch.dtype, kind: str, seed: int
 ) -> None:
     block, codes, bits = scheme.block, scheme.codes, scheme.bits
     values = numbers(rows, blocks * block, seed=seed)
     values = {
-        "normal": values, "positive": values.abs(), "small": values * 1e-9, "zero": values * 0, "spike": torch.where(values > 2, 50, values),
-    }[kind]  # fmt: skip
+        "normal": values,
+        "positive": values.abs(),
+        "small": values * 1e-9,
+        "zero": values * 0,
+        "spike": torch.where(values > 2, 50, values),
+    }[kind]
     packed, scales = quantize(values, scheme, dtype)
     assert (packed.shape, packed.dtype) == ((rows, blocks, block * bits // 8), codes)
     assert (packed.shape, scales.shape) == scheme.shapes(tuple(values.shape))
@@ -177,17 +188,24 @@ def e4m3() -> np.ndarray:
     """Every number that the 8 bits can be, by the format's definition (arXiv 2209.05433, table 1)."""
     magnitudes = [
         (mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-        for exponent in range(16) for mantissa in range(8) if (exponent, mantissa) != (15, 7)
-    ]  # fmt: skip
+        for exponent in range(16)
+        for mantissa in range(8)
+        if (exponent, mantissa) != (15, 7)
+    ]
     return np.array([-m for m in magnitudes[:0:-1]] + magnitudes)
 
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 4), st.integers(1, 70), st.sampled_from([torch.float32, torch.float16]),
-    st.sampled_from([1.0, 1e-3, 1e-9, 0.0, 300.0]), st.integers(0, 99),
-)  # fmt: skip
-def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torch.dtype, size: float, seed: int) -> None:
+    st.integers(1, 4),
+    st.integers(1, 70),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([1.0, 1e-3, 1e-9, 0.0, 300.0]),
+    st.integers(0, 99),
+)
+def test_fp8_is_the_nearest_number_of_its_row(
+    rows: int, width: int, dtype: torch.dtype, size: float, seed: int
+) -> None:
     values = numbers(rows, width, seed=seed) * size
     codes, scales = quantize(values, ROWS_OF_FP8, dtype)
     assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((rows, width), FP8, (rows,), dtype)
@@ -196,7 +214,9 @@ def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torc
     assert known.max() == 448
     made = dequantize(codes, scales)
     assert made.dtype == dtype
-    for row, stored, scale, found in zip(values.double(), codes.double().numpy(), scales.double(), made.double(), strict=True):
+    for row, stored, scale, found in zip(
+        values.double(), codes.double().numpy(), scales.double(), made.double(), strict=True
+    ):
         assert set(stored) <= set(known)
         wanted = row.numpy() / float(scale)
         nearest = np.abs(wanted[:, None] - known[None]).min(1)
@@ -210,8 +230,12 @@ def test_fp8_is_the_nearest_number_of_its_row(rows: int, width: int, dtype: torc
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 40), st.integers(1, 70), st.integers(1, 7), st.sampled_from([1.0, 1e-9, 0.0, 300.0]), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(1, 7),
+    st.sampled_from([1.0, 1e-9, 0.0, 300.0]),
+    st.integers(0, 99),
+)
 def test_whole_rows_of_int8(rows: int, width: int, pieces: int, size: float, seed: int) -> None:
     """Input-major, whatever slices they are read in, and each number the nearest that its row's scale has."""
     values = numbers(rows, width, seed=seed) * size
@@ -276,7 +300,9 @@ def test_the_other_way_of_keeping_codes(tmp_path: Path, first: torch.dtype, bits
     assert three["x.weight"] == two["heads.weight.0"]
     assert three["x.scale"] == one["heads.scale.0"]
     scale = one["heads.scale.0"].mapped(tmp_path)
-    found = [dequantize(place.mapped(tmp_path), scale, bits) for place in (one["heads.weight.0"], two["heads.weight.0"])]
+    found = [
+        dequantize(place.mapped(tmp_path), scale, bits) for place in (one["heads.weight.0"], two["heads.weight.0"])
+    ]
     assert torch.equal(*found)
     assert found[0].shape == values.shape
 
@@ -303,7 +329,7 @@ def test_slices_are_quantized_as_they_are_read(workers: int, monkeypatch: pytest
         list(ahead(lambda n: 1 // n, [1, 0, 1]))
 
 
-# --- products --------------------------------------------------------------------------------------------------------------
+# --- products ---------------------------------------------------------------------------------------------------------
 
 
 class Products(nn.Module):
@@ -323,15 +349,17 @@ def drawn() -> dict[str, Tensor]:
     """The numbers behind the parameters, output-major."""
     shapes = {n: tuple(p.shape) for n, p in Products(Plain, None).named_parameters()}
     return {
-        n: numbers(*shape, seed=i) * (0.1 if "bias" in n else shape[-1] ** -0.5) for i, (n, shape) in enumerate(shapes.items())
+        n: numbers(*shape, seed=i) * (0.1 if "bias" in n else shape[-1] ** -0.5)
+        for i, (n, shape) in enumerate(shapes.items())
     }
 
 
 def expected(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """In double precision, from the numbers that codes and scales stand for."""
     w = {
-        n: (t if "bias" in n else dequantize(*quantize(t, scheme, torch.float32), scheme.bits)).double() for n, t in drawn().items()
-    }  # fmt: skip
+        n: (t if "bias" in n else dequantize(*quantize(t, scheme, torch.float32), scheme.bits)).double()
+        for n, t in drawn().items()
+    }
     out = ((x + x * x).double() @ w["first.weight"].T + 2 * w["first.bias"]) @ w["second.weight"].T
     heads = (
         torch.nn.functional.silu(x.double() @ w["heads.first.weight"].T + w["heads.first.bias"])
@@ -398,16 +426,36 @@ def test_eager_products_of_many_slices(monkeypatch: pytest.MonkeyPatch, bits: in
     torch.testing.assert_close(Plain.linear(x, *made, None), x @ dequantize(*made, bits).T)
 
 
-@pytest.mark.parametrize(("ops", "scheme", "operator"), [
-    *(pytest.param(Standard, Scheme(block, torch.uint8, bits), "MatMulNBits", marks=pytest.mark.exhaustive if block == 64 else ())
-      for block in (32, 64) for bits in (4, 8)),
-    (Decomposed, Scheme(64, torch.int8), "DequantizeLinear"),
-    pytest.param(Standard, Scheme(64, torch.int8), "DequantizeLinear", marks=pytest.mark.exhaustive),
-    *(pytest.param(Basic, Scheme(block, torch.int8, bits), "DequantizeLinear", marks=pytest.mark.exhaustive if block == 64 else ())
-      for block in (32, 64) for bits in (4, 8)),
-    (Standard, ROWS_OF_FP8, "DequantizeLinear"),
-    pytest.param(Decomposed, ROWS_OF_FP8, "DequantizeLinear", marks=pytest.mark.exhaustive),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("ops", "scheme", "operator"),
+    [
+        *(
+            pytest.param(
+                Standard,
+                Scheme(block, torch.uint8, bits),
+                "MatMulNBits",
+                marks=pytest.mark.exhaustive if block == 64 else (),
+            )
+            for block in (32, 64)
+            for bits in (4, 8)
+        ),
+        (Decomposed, Scheme(64, torch.int8), "DequantizeLinear"),
+        pytest.param(Standard, Scheme(64, torch.int8), "DequantizeLinear", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(
+                Basic,
+                Scheme(block, torch.int8, bits),
+                "DequantizeLinear",
+                marks=pytest.mark.exhaustive if block == 64 else (),
+            )
+            for block in (32, 64)
+            for bits in (4, 8)
+        ),
+        (Standard, ROWS_OF_FP8, "DequantizeLinear"),
+        pytest.param(Decomposed, ROWS_OF_FP8, "DequantizeLinear", marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str) -> None:
     model = traced(tmp_path, ops, scheme)
     if ops is Basic:
@@ -427,17 +475,24 @@ def rounded(x: Tensor, block: int) -> Tensor:
     return ((blocks / step).round() * step).flatten(1).double()
 
 
-@pytest.mark.parametrize(("ops", "scheme"), [
-    pytest.param(ops, scheme, marks=pytest.mark.exhaustive if ops is Exact or scheme.block == 64 else ())
-    for ops in (Contrib, Exact) for scheme in BLOCKS if scheme.codes == torch.uint8
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("ops", "scheme"),
+    [
+        pytest.param(ops, scheme, marks=pytest.mark.exhaustive if ops is Exact or scheme.block == 64 else ())
+        for ops in (Contrib, Exact)
+        for scheme in BLOCKS
+        if scheme.codes == torch.uint8
+    ],
+    ids=str,
+)
 def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain], scheme: Scheme) -> None:
     model = traced(tmp_path, ops, scheme)
     run = runs(tmp_path, model)
     levels = [n.attributes.get_int("accuracy_level") for n in model.graph if n.op_type == "MatMulNBits"]
     assert levels == [4] * 10
     first, second = (
-        dequantize(*quantize(drawn()[f"{n}.weight"], scheme, torch.float32), scheme.bits).double() for n in ("first", "second")
+        dequantize(*quantize(drawn()[f"{n}.weight"], scheme, torch.float32), scheme.bits).double()
+        for n in ("first", "second")
     )
     for rows in (1, 4, 17):
         x = numbers(rows, 256, seed=rows)
@@ -450,15 +505,29 @@ def test_rows_are_rounded_to_int8_and_each_alike(tmp_path: Path, ops: type[Plain
             copies = 2 if scheme.bits == 4 and one_row_differs() else 1
             alone = [[out.narrow(-2, 0, 1) for out in run(x[[i] * copies])] for i in range(rows)]
             together = run(x) if rows >= copies else alone[0]
-            assert all(torch.equal(a, torch.cat(b, dim=-2)) for a, b in zip(together, zip(*alone, strict=True), strict=True))
+            assert all(
+                torch.equal(a, torch.cat(b, dim=-2)) for a, b in zip(together, zip(*alone, strict=True), strict=True)
+            )
 
 
-@pytest.mark.parametrize(("backend", "ops", "scheme"), [
-    *(pytest.param("migraphx", Basic, Scheme(block, dtype, bits), marks=pytest.mark.exhaustive if block == 64 else ())
-      for block in (32, 64) for bits, dtype in ((4, torch.int8), (4, torch.uint8), (8, torch.int8))),
-    ("tensorrt", Standard, Scheme(64, torch.int8)), ("tensorrt", Standard, ROWS_OF_FP8),
-], ids=str)  # fmt: skip
-def test_parsers_take_the_spelling_of_their_backend(tmp_path: Path, backend: str, ops: type[Plain], scheme: Scheme) -> None:
+@pytest.mark.parametrize(
+    ("backend", "ops", "scheme"),
+    [
+        *(
+            pytest.param(
+                "migraphx", Basic, Scheme(block, dtype, bits), marks=pytest.mark.exhaustive if block == 64 else ()
+            )
+            for block in (32, 64)
+            for bits, dtype in ((4, torch.int8), (4, torch.uint8), (8, torch.int8))
+        ),
+        ("tensorrt", Standard, Scheme(64, torch.int8)),
+        ("tensorrt", Standard, ROWS_OF_FP8),
+    ],
+    ids=str,
+)
+def test_parsers_take_the_spelling_of_their_backend(
+    tmp_path: Path, backend: str, ops: type[Plain], scheme: Scheme
+) -> None:
     assert refusals(traced(tmp_path, ops, scheme, rows=3), backend) == []
 
 
@@ -476,9 +545,15 @@ def test_migraphx_itself_multiplies_alike(tmp_path: Path, scheme: Scheme) -> Non
         np.testing.assert_allclose(np.array(found), wanted.numpy(), rtol=1e-4, atol=1e-5)
 
 
-# --- what is written -------------------------------------------------------------------------------------------------------
+# --- what is written --------------------------------------------------------------------------------------------------
 
-WIDE = {"vocab_size": 701, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {
+    "vocab_size": 701,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TREE = ("--rows", "9", "--heads", "1", "--top-k", "2", "--head-top-k", "2", "--beam", "2", "--capacity", "64")
 BOTH = ("--weights", "int4", "--draft-weights", "int4")
 MIXED = ("--weights", "int8", "--draft-weights", "int4")
@@ -506,14 +581,21 @@ def pack(plan: Recipe, folder: Path) -> dict[torch.dtype, dict[str, dict[str, Lo
     return exporter.writing.bundle._pack(plan, Packer(folder / "out", plan.dtype, lambda _: None))
 
 
-@pytest.mark.parametrize(("tied", "backends"), [
-    pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
-    for tied in (False, True) for backends in (("cpu",), ("cpu", "migraphx"))
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("tied", "backends"),
+    [
+        pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
+        for tied in (False, True)
+        for backends in (("cpu",), ("cpu", "migraphx"))
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "which", [(), BOTH[:2], BOTH[2:], BOTH, MIXED, ("--weights", "int8", "--draft-weights", "int8")], ids=" ".join
 )
-def test_sizes_are_what_gets_written(tmp_path: Path, which: tuple[str, ...], backends: tuple[str, ...], tied: bool) -> None:
+def test_sizes_are_what_gets_written(
+    tmp_path: Path, which: tuple[str, ...], backends: tuple[str, ...], tied: bool
+) -> None:
     RandomPair(WIDE | {"tie_word_embeddings": tied}, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *which, "--backend", *backends, "--dtype", "fp32")
     pack(plan, tmp_path)
@@ -545,10 +627,14 @@ def test_sizes_of_fp8_are_what_gets_written(tmp_path: Path, how: tuple[str, str 
 
 
 @pytest.mark.parametrize("option", ["--weights", "--draft-weights"])
-@pytest.mark.parametrize(("how", "backends", "taken"), [
-    ("fp8", ("cpu",), "int4, int8"), ("fp8", ("tensorrt", "migraphx"), "int4, int8"),
-    ("int8", ("cpu", "tensorrt"), "int4, fp8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "backends", "taken"),
+    [
+        ("fp8", ("cpu",), "int4, int8"),
+        ("fp8", ("tensorrt", "migraphx"), "int4, int8"),
+        ("int8", ("cpu", "tensorrt"), "int4, fp8"),
+    ],
+)
 def test_what_a_backend_does_not_take(
     tmp_path: Path, option: str, how: str, backends: tuple[str, ...], taken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,7 +658,9 @@ def test_both_lm_heads_are_one_and_no_embedding(tmp_path: Path) -> None:
         assert models["extend"] is models["draft"]
     one, same, two = (models["target"] for models in places.values())
     assert one == same
-    assert {name for name in one if one[name] != two[name]} == {n for n in one if scale_of(n) in one and scale_of(n) != n}
+    assert {name for name in one if one[name] != two[name]} == {
+        n for n in one if scale_of(n) in one and scale_of(n) != n
+    }
 
 
 def test_one_of_the_two_alone(tmp_path: Path) -> None:
@@ -599,7 +687,8 @@ def test_biases_norms_and_tables_keep_their_dtype(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_whole_blocks_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """48 wide, and 80 between: only what reads two states side by side has whole blocks; and of 64, where rows are that long, one."""
+    """48 wide, and 80 between: only what reads two states side by side has whole blocks; and of 64, where rows are that
+    long, one."""
     RandomPair({"vocab_size": 61}, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *BOTH)
     places = pack(plan, tmp_path)[UNSIGNED]
@@ -621,9 +710,11 @@ def test_blocks_are_those_of_the_pickiest_backend(tmp_path: Path) -> None:
     RandomPair(WIDE, heads=1).write(tmp_path / "wide")
     RandomPair(WIDE | {"intermediate_size": 224}, heads=1).write(tmp_path / "odd")  # not a multiple of 64
     for pair, flags, blocks in (
-        ("wide", (), {4: 32, 8: 64}), ("odd", (), {4: 32, 8: 32}), ("wide", ("--backend", "cpu", "cuda"), {4: 32, 8: 32}),
+        ("wide", (), {4: 32, 8: 64}),
+        ("odd", (), {4: 32, 8: 32}),
+        ("wide", ("--backend", "cpu", "cuda"), {4: 32, 8: 32}),
         ("wide", ALL, {4: 64, 8: 64}),
-    ):  # fmt: skip
+    ):
         assert wanted(tmp_path / pair, *BOTH, *flags).blocks == blocks
 
 
@@ -634,12 +725,18 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
     RandomPair(heads=1).write(tmp_path / "narrow")  # whose rows are not several blocks, most of them
     int8 = ("--weights", "int8", "--draft-weights", "int8")
     for pair, flags, dialects in (
-        ("wide", (), (Contrib, Contrib)), ("odd", (), (Standard, Standard)),
-        ("wide", BOTH, (Exact, Contrib)), ("wide", int8, (Exact, Contrib)), ("odd", int8, (Exact, Rounded)),
-        ("wide", BOTH[2:], (Contrib, Contrib)), ("odd", BOTH[2:], (Standard, Rounded)),
-        ("wide", (*BOTH, *ALL), (Standard, Contrib)), ("narrow", int8, (Standard, Rounded)),
-        ("long heads", int8, (Standard, Contrib)), ("long heads", (), (Contrib, Contrib)),
-    ):  # fmt: skip
+        ("wide", (), (Contrib, Contrib)),
+        ("odd", (), (Standard, Standard)),
+        ("wide", BOTH, (Exact, Contrib)),
+        ("wide", int8, (Exact, Contrib)),
+        ("odd", int8, (Exact, Rounded)),
+        ("wide", BOTH[2:], (Contrib, Contrib)),
+        ("odd", BOTH[2:], (Standard, Rounded)),
+        ("wide", (*BOTH, *ALL), (Standard, Contrib)),
+        ("narrow", int8, (Standard, Rounded)),
+        ("long heads", int8, (Standard, Contrib)),
+        ("long heads", (), (Contrib, Contrib)),
+    ):
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)
     plan = wanted(tmp_path / "wide", *int8)
@@ -647,9 +744,15 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
         assert replace(plan, tree=replace(plan.tree, rows=rows)).exact == (rows <= MOST_ROWS)
 
 
-@pytest.mark.parametrize(("backend", "how", "warned"), [
-    ("migraphx", "int4", True), ("migraphx", "int8", False), ("cpu", "int4", False), ("tensorrt", "int4", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "how", "warned"),
+    [
+        ("migraphx", "int4", True),
+        ("migraphx", "int8", False),
+        ("cpu", "int4", False),
+        ("tensorrt", "int4", False),
+    ],
+)
 def test_an_int4_drafter_for_migraphx_is_warned_of(
     tmp_path: Path, backend: str, how: str, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

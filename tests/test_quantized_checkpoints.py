@@ -1,5 +1,5 @@
-"""Targets quantized by GPTQ, AWQ and compressed-tensors: packed here by loops, read against the numbers they were packed from, and
-exported against transformers over these numbers."""
+"""Targets quantized by GPTQ, AWQ and compressed-tensors: packed here by loops, read against the numbers they were
+packed from, and exported against transformers over these numbers."""
 
 import json
 import shutil
@@ -29,9 +29,14 @@ from tests.pairs import RandomPair
 from tests.test_as_is import assert_logits, parsed, rounding, stored
 
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -53,7 +58,13 @@ class Form:
         elif self.method == "awq":
             own |= {"zero_point": True, "version": "gemm"}
         else:
-            weights = {"num_bits": 4, "type": "int", "symmetric": self.symmetric, "strategy": "group", "group_size": self.group}
+            weights = {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": self.symmetric,
+                "strategy": "group",
+                "group_size": self.group,
+            }
             group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
             own = {
                 "quant_method": self.method,
@@ -232,9 +243,16 @@ def test_a_drafter_is_trained_on_those_numbers(made: Any) -> None:
     assert torch.equal(found(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("name", [
-    "awq", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("compressed", "gptq", "gptq, zeros", "gptq_v2", "compressed, zeros")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq",
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in ("compressed", "gptq", "gptq, zeros", "gptq_v2", "compressed, zeros")
+        ),
+    ],
+)
 @torch.inference_mode()
 def test_floats_in_the_lm_head_leave_transformers_tokens_and_logits(name: str, made: Any, tmp_path: Path) -> None:
     folder, model = made(name)
@@ -255,7 +273,9 @@ def test_floats_in_the_lm_head_leave_transformers_tokens_and_logits(name: str, m
     with load(tmp_path / "out", "cpu", threads=1) as opened:
         for prompt in ([5, 9, 33], [60], [7, 8, 9, 10, 11, 2]):
             ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+            )
             assert tokens(opened, prompt, 20)[0] == out[0, len(prompt) :].tolist()
 
 
@@ -289,18 +309,27 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize(("form", "said"), [
-    (Form("gptq", 32, config={"bits": 8}), "gptq with bits 8, expected 4"),
-    (Form("gptq", 32, config={"bits": True}), "gptq with bits True, expected 4"),
-    (Form("gptq", 32, config={"group_size": -1}), "gptq with group_size -1, expected 32 or 64 or 128"),
-    (Form("gptq", 32, config={"checkpoint_format": "marlin"}), "checkpoint_format 'marlin', expected 'gptq' or 'gptq_v2'"),
-    (Form("gptq", 32, config={"dynamic": {"-:lm_head": {}}}), "with dynamic"),
-    (Form("awq", 32, config={"version": "gemv"}), "awq with version 'gemv', expected 'gemm'"),
-    (Form("compressed-tensors", 32, config={"format": "int-quantized"}), "format 'int-quantized', expected 'pack-quantized'"),
-    (Form("compressed-tensors", 32, config={"config_groups": None}), "groups in config_groups: 0, expected 1"),
-    (Form("compressed-tensors", 32, config={"transform_config": {"a": 1}}), "with transform_config"),
-    (Form("compressed-tensors", 32, config=ACTIVATIONS), "with input_activations"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (Form("gptq", 32, config={"bits": 8}), "gptq with bits 8, expected 4"),
+        (Form("gptq", 32, config={"bits": True}), "gptq with bits True, expected 4"),
+        (Form("gptq", 32, config={"group_size": -1}), "gptq with group_size -1, expected 32 or 64 or 128"),
+        (
+            Form("gptq", 32, config={"checkpoint_format": "marlin"}),
+            "checkpoint_format 'marlin', expected 'gptq' or 'gptq_v2'",
+        ),
+        (Form("gptq", 32, config={"dynamic": {"-:lm_head": {}}}), "with dynamic"),
+        (Form("awq", 32, config={"version": "gemv"}), "awq with version 'gemv', expected 'gemm'"),
+        (
+            Form("compressed-tensors", 32, config={"format": "int-quantized"}),
+            "format 'int-quantized', expected 'pack-quantized'",
+        ),
+        (Form("compressed-tensors", 32, config={"config_groups": None}), "groups in config_groups: 0, expected 1"),
+        (Form("compressed-tensors", 32, config={"transform_config": {"a": 1}}), "with transform_config"),
+        (Form("compressed-tensors", 32, config=ACTIVATIONS), "with input_activations"),
+    ],
+)
 def test_other_formats_are_refused_by_name(form: Form, said: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     write(form, tmp_path, sizes)
@@ -316,21 +345,36 @@ def act_order(state: dict[str, Tensor]) -> None:
     state[f"{NAME}.g_idx"] = state[f"{NAME}.g_idx"].flip(0).contiguous()
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda s: s.pop(f"{NAME}.qzeros"), "lacks the tensor 'layers.1.mlp.up_proj.qzeros', without which"),
-    (lambda s: s.pop(f"{NAME}.scales"), "lacks the tensor 'layers.1.mlp.up_proj.scales'"),
-    (lambda s: s.pop(f"{NAME}.qweight"), "lacks the tensor 'layers.1.mlp.up_proj.weight', expected with shape"),
-    (lambda s: s.update({f"{NAME}.qzeros": s[f"{NAME}.qzeros"][:1]}), r"up_proj.qzeros' is \[1, 16\], expected \[2, 16\]"),
-    (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"].long()}), "up_proj.qweight' is I64, expected I32"),
-    (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][:8]}), r"up_proj.scales' is \[2, 128\], expected \[1, 128\]"),
-    (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][0]}), r"up_proj.qweight' is \[128\], expected a matrix"),
-    (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][:5]}), "expected whole groups of 64"),
-    (lambda s: s.update({f"{NAME}.weight": torch.zeros(2, 2)}), "and no 'layers.1.mlp.up_proj.weight' beside it"),
-    (act_order, "quantized with act-order .desc_act., so that the groups of 'layers.1.mlp.up_proj' are not consecutive"),
-    (lambda s: s[f"{NAME}.qzeros"].fill_(-1), "'layers.1.mlp.up_proj.qzeros' holds the zero point 16"),
-    (lambda s: s.update({f"{NAME}.bias": torch.eye(2)[0]}), "has the tensor 'layers.1.mlp.up_proj.bias'"),
-    (lambda s: s[f"{NAME}.scales"].fill_(torch.inf), "'layers.1.mlp.up_proj.scales' holds NaN or infinity"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop(f"{NAME}.qzeros"), "lacks the tensor 'layers.1.mlp.up_proj.qzeros', without which"),
+        (lambda s: s.pop(f"{NAME}.scales"), "lacks the tensor 'layers.1.mlp.up_proj.scales'"),
+        (lambda s: s.pop(f"{NAME}.qweight"), "lacks the tensor 'layers.1.mlp.up_proj.weight', expected with shape"),
+        (
+            lambda s: s.update({f"{NAME}.qzeros": s[f"{NAME}.qzeros"][:1]}),
+            r"up_proj.qzeros' is \[1, 16\], expected \[2, 16\]",
+        ),
+        (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"].long()}), "up_proj.qweight' is I64, expected I32"),
+        (
+            lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][:8]}),
+            r"up_proj.scales' is \[2, 128\], expected \[1, 128\]",
+        ),
+        (
+            lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][0]}),
+            r"up_proj.qweight' is \[128\], expected a matrix",
+        ),
+        (lambda s: s.update({f"{NAME}.qweight": s[f"{NAME}.qweight"][:5]}), "expected whole groups of 64"),
+        (lambda s: s.update({f"{NAME}.weight": torch.zeros(2, 2)}), "and no 'layers.1.mlp.up_proj.weight' beside it"),
+        (
+            act_order,
+            "quantized with act-order .desc_act., so that the groups of 'layers.1.mlp.up_proj' are not consecutive",
+        ),
+        (lambda s: s[f"{NAME}.qzeros"].fill_(-1), "'layers.1.mlp.up_proj.qzeros' holds the zero point 16"),
+        (lambda s: s.update({f"{NAME}.bias": torch.eye(2)[0]}), "has the tensor 'layers.1.mlp.up_proj.bias'"),
+        (lambda s: s[f"{NAME}.scales"].fill_(torch.inf), "'layers.1.mlp.up_proj.scales' holds NaN or infinity"),
+    ],
+)
 def test_damage_is_told_in_a_sentence(change: Change, said: str, made: Any, tmp_path: Path) -> None:
     folder, _ = made("gptq, zeros")
     state = load_file(folder / "model.safetensors")
@@ -341,7 +385,13 @@ def test_damage_is_told_in_a_sentence(change: Change, said: str, made: Any, tmp_
         LoneTarget(target_checkpoint(str(tmp_path))).target_sources(1)["layers.1.mlp.up_proj.weight"].whole()
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["g", "weights", "num_bits"]), inner, max_size=2), max_leaves=4)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["g", "weights", "num_bits"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
 
 
 @given(st.sampled_from(list(FORMS)), st.data())

@@ -1,4 +1,5 @@
-"""exporter.backends.ranges by brute force: random graphs of integers, run by ONNX Runtime, and in fp32 without rounding by numpy."""
+"""exporter.backends.ranges by brute force: random graphs of integers, run by ONNX Runtime, and in fp32 without rounding
+by numpy."""
 
 from collections.abc import Callable
 
@@ -30,7 +31,8 @@ STEPS = (
     "{o}a, {o} = TopK <axis = 0> ({x}, size)",
     "{o}a = Cast <to = 1> ({x}) {o}b = Mul({o}a, {f}) {o} = Cast <to = 7> ({o}b)",
     "{o}a = Cast <to = 10> ({x}) {o} = Cast <to = 7> ({o}a)",
-    "{o}a = Cast <to = 1> ({x}) {o}b = Mul({o}a, {f}) {o}c = Clip({o}b, {low}, {high}) {o}e = Floor({o}c) {o} = Cast <to = 7> ({o}e)",
+    "{o}a = Cast <to = 1> ({x}) {o}b = Mul({o}a, {f}) {o}c = Clip({o}b, {low}, {high}) {o}e = Floor({o}c) {o} = Cast "
+    "<to = 7> ({o}e)",
 )
 
 
@@ -46,12 +48,16 @@ def graphs(draw: st.DrawFn) -> tuple[ir.Model, int]:
         body += " " + draw(st.sampled_from(STEPS)).format(x=x, y=y, c=constant, f=factor, o=f"v{i}", low=low, high=high)
         values.append(f"v{i}")
     constants = (
-        f"int64[1] axis = {{0}}, int64[1] axis1 = {{1}}, int64[1] end = {{{n + 1}}}, int64[1] size = {{{n}}}, int64 two = {{2}}, "
-        "int64 minus = {-3}, int64 many = {4096}, float half = {0.5}, float three = {3.0}, float none = {0.0}, float most = {16777216.0}, "
+        f"int64[1] axis = {{0}}, int64[1] axis1 = {{1}}, int64[1] end = {{{n + 1}}}, int64[1] size = {{{n}}}, int64 "
+        f"two = {{2}}, "
+        "int64 minus = {-3}, int64 many = {4096}, float half = {0.5}, float three = {3.0}, float none = {0.0}, float "
+        "most = {16777216.0}, "
         f"int64[{n}] backward = {{{', '.join(map(str, reversed(range(n))))}}}"
     )
     ends = ", ".join(f"int64[{n}] {name}" for name in values[2:])
-    text = f'<ir_version: 10, opset_import: ["" : 18]> g (int64[{n}] a, int64[{n}] b) => ({ends}) <{constants}> {{{body}}}'
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 18]> g (int64[{n}] a, int64[{n}] b) => ({ends}) <{constants}> {{{body}}}'
+    )
     return ir.from_onnx_text(text), n
 
 
@@ -70,8 +76,16 @@ def _cast(x: np.ndarray, to: int) -> np.ndarray:
 
 
 NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Max": np.maximum, "Clip": lambda x, low, high: np.minimum(np.maximum(x, low), high), "Floor": np.floor, "Neg": np.negative, "Less": np.less,
-    "Equal": np.equal, "Where": np.where,
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Max": np.maximum,
+    "Clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "Floor": np.floor,
+    "Neg": np.negative,
+    "Less": np.less,
+    "Equal": np.equal,
+    "Where": np.where,
     "Gather": lambda x, i: x[i.astype(int)],
     "ReduceSum": lambda x, _: x.sum(keepdims=True, dtype=np.float32),
     "ReduceMin": lambda x, _: x.min(keepdims=True),
@@ -79,7 +93,7 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "Concat": lambda *x: np.concatenate(x),
     "Slice": lambda x, start, end, _: x[int(start[0]) : int(end[0])],
     "TopK": lambda x, _: np.argsort(-x, kind="stable").astype(np.float32),
-}  # fmt: skip
+}
 
 
 def without_rounding(model: ir.Model, feed: Feed) -> Feed:
@@ -88,7 +102,9 @@ def without_rounding(model: ir.Model, feed: Feed) -> Feed:
     found |= {v.name: v.const_value.numpy().astype(np.float32) for v in model.graph.initializers.values()}
     for node in model.graph:
         given = [found[value.name] for value in node.inputs]
-        made = _cast(given[0], node.attributes["to"].as_int()) if node.op_type == "Cast" else NUMPY[node.op_type](*given)
+        made = (
+            _cast(given[0], node.attributes["to"].as_int()) if node.op_type == "Cast" else NUMPY[node.op_type](*given)
+        )
         found[node.outputs[-1].name] = made
     return found
 
@@ -98,7 +114,9 @@ def test_what_is_accepted_is_the_same_in_fp32(made: tuple[ir.Model, int], seed: 
     model, n = made
     draw = np.random.default_rng(seed)
     # Small numbers are often equal; the largest there may be are the length's.
-    feed = {name: np.where(draw.random(n) < 0.5, draw.integers(0, 3, n), draw.integers(n // 2, n + 1, n)) for name in "ab"}
+    feed = {
+        name: np.where(draw.random(n) < 0.5, draw.integers(0, 3, n), draw.integers(n // 2, n + 1, n)) for name in "ab"
+    }
     truth, facts = run(model, feed), _facts(model)
     # The longest axis, a constant's among them, is what an input may hold.
     known = ranges(model.graph, {v: f.shape or () for v, f in facts.items()}, {v: f.dtype for v, f in facts.items()}, n)

@@ -31,9 +31,15 @@ class Outer:
 
 INNER = st.builds(Inner, st.integers(1, 1000), st.from_regex("[a-z]{1,8}", fullmatch=True))
 OUTER = st.builds(
-    Outer, st.sampled_from(("one", "two")), st.floats(allow_nan=False, allow_infinity=False), st.booleans(),
-    st.tuples(st.integers(), st.text()), st.lists(st.integers() | st.just("rows")).map(tuple), st.dictionaries(st.text(), INNER), st.text(),
-)  # fmt: skip
+    Outer,
+    st.sampled_from(("one", "two")),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+    st.tuples(st.integers(), st.text()),
+    st.lists(st.integers() | st.just("rows")).map(tuple),
+    st.dictionaries(st.text(), INNER),
+    st.text(),
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),

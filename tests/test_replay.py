@@ -69,7 +69,11 @@ def test_checks_go_on_in_other_processes(chat_bundle: Path, model: Model) -> Non
 
 @pytest.mark.exhaustive
 def test_many_tokens(
-    chat_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat_bundle: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All of them are compared, also after an interruption, and a wrong one is found."""
     out = tmp_path / "tokens.jsonl"
@@ -103,7 +107,8 @@ def test_requests_are_the_same_for_the_same_number(model: Model, prompts: Path) 
     assert drawn == [compare_tokens.request(model, texts, number, 50) for number in range(60)]
     for one in drawn:
         check_settings(
-            model.bundle.manifest, Settings.of(1, True, {n: v for n, v in one.items() if n not in ("prompt", "max_tokens")})
+            model.bundle.manifest,
+            Settings.of(1, True, {n: v for n, v in one.items() if n not in ("prompt", "max_tokens")}),
         )  # type: ignore[arg-type]
     assert all(len(one["prompt"]) + one["max_tokens"] <= model.capacity for one in drawn)
     assert len({str(sorted(one.keys() - {"prompt", "max_tokens", "seed"})) for one in drawn}) > 6

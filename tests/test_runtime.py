@@ -31,7 +31,8 @@ from tests.end_to_end.test_quantized import WHOLE
 from tests.pairs import SMALL, RandomPair
 from tests.seal import edit, update
 
-ROUNDED = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, seed=5)  # whose rows are rounded to int8
+# whose rows are rounded to int8
+ROUNDED = RandomPair({"vocab_size": 40, "hidden_size": 96, "intermediate_size": 64}, seed=5)
 PROMPT = "def main(argv=None):\n    parser = argparse.ArgumentParser("
 
 
@@ -42,7 +43,8 @@ import sys
 from runtime import load
 with load({str(demo_bundle)!r}) as model:
     assert "".join(model.generate({PROMPT!r}, max_new_tokens=32))
-heavy = {{"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "exporter", "graphs", "safetensors"}} & set(sys.modules)
+heavy = {{"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "exporter", "graphs",
+    "safetensors"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
@@ -209,7 +211,9 @@ def test_the_first_token_waits_for_the_target_alone(demo_bundle: Path, monkeypat
             return lambda: (passes.append(entry), call())[1]
 
         monkeypatch.setattr(Engine, "bind", logged)
-        decoder = Decoder(model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.engines, model.decoder.device)
+        decoder = Decoder(
+            model.bundle.manifest, model.bundle.manifest.form("cpu"), model.decoder.engines, model.decoder.device
+        )
         monkeypatch.setitem(model.decoders._made, model.decoders.drafter, decoder)
         cycles = model.generate(prompt, 40).cycles()
         next(cycles)
@@ -311,7 +315,16 @@ def test_products_of_bytes_need_a_processor_that_does_not_overflow(
     ROUNDED.make_target().save_pretrained(tmp_path / "target")
     monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: True)
     capsys.readouterr()
-    command = ["--target", str(tmp_path / "target"), "--weights", "w8a8", "--capacity", "100", "--out", str(tmp_path / "out")]
+    command = [
+        "--target",
+        str(tmp_path / "target"),
+        "--weights",
+        "w8a8",
+        "--capacity",
+        "100",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.main(command) == 0
     done = capsys.readouterr()
     assert done.err.startswith("note: w8a8 needs a CPU with VNNI, which this one lacks")  # before anything is read
@@ -330,8 +343,11 @@ def test_the_model_is_not_entered_twice(demo_bundle: Path, tmp_path: Path) -> No
     with load(demo_bundle) as model:
         session = model.session()
         tries: list[Callable[[], object]] = [
-            lambda: session.save(tmp_path / "s"), lambda: model.generate("x", 3), lambda: session.generate("x", 3), model.close,
-        ]  # fmt: skip
+            lambda: session.save(tmp_path / "s"),
+            lambda: model.generate("x", 3),
+            lambda: session.generate("x", 3),
+            model.close,
+        ]
         for attempt in tries:
             for where in ("callback", "processors"):
                 call = (lambda *_: attempt()) if where == "callback" else [lambda *_: attempt()]  # noqa: B023
@@ -434,14 +450,20 @@ def test_events_are_logged_under_one_name(demo_bundle: Path) -> None:
         gumiho.setLevel(logging.NOTSET)
         root.removeHandler(handler)
     messages = {record.getMessage(): record.levelname for record in records if record.name.startswith("gumiho.")}
-    assert [level for message, level in messages.items() if message.startswith(f"loaded {demo_bundle} for cpu in ")] == ["INFO"]
+    assert [
+        level for message, level in messages.items() if message.startswith(f"loaded {demo_bundle} for cpu in ")
+    ] == ["INFO"]
     ended = [
-        level for message, level in messages.items() if message.startswith("generation ended: {") and "'tokens': 5" in message
+        level
+        for message, level in messages.items()
+        if message.startswith("generation ended: {") and "'tokens': 5" in message
     ]
     assert ended == ["DEBUG"]
 
 
 def test_nothing_is_printed_where_no_logging_is_set_up(demo_bundle: Path) -> None:
     code = f"from runtime import load\nwith load({str(demo_bundle)!r}) as model: list(model.generate('x', 3))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

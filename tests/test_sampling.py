@@ -1,4 +1,5 @@
-"""runtime.decoding.sampling against transformers' own processors, against loops, and against the distributions it should draw from."""
+"""runtime.decoding.sampling against transformers' own processors, against loops, and against the distributions it
+should draw from."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -23,9 +24,14 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 
 def sampler(
-    settings: Settings, vocabulary: int, prompt: Sequence[int] = (0,), text: Sequence[int] = (), ends: Sequence[int] = (),
-    matcher: Any = None, seed: int = 0,
-) -> Sampler:  # fmt: skip
+    settings: Settings,
+    vocabulary: int,
+    prompt: Sequence[int] = (0,),
+    text: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    matcher: Any = None,
+    seed: int = 0,
+) -> Sampler:
     """A sampler that has accepted a text."""
     made = Sampler(settings, seed, prompt, vocabulary, frozenset(ends), matcher)
     for token in text:
@@ -68,7 +74,9 @@ def draw_settings(data: st.DataObject, steps: Sequence[str], vocabulary: int) ->
     return {step: data.draw(drawn[step], step) for step in steps}
 
 
-def their_row(row: np.ndarray, asked: dict[str, Any], prompt: list[int], text: list[int], ends: list[int]) -> np.ndarray:
+def their_row(
+    row: np.ndarray, asked: dict[str, Any], prompt: list[int], text: list[int], ends: list[int]
+) -> np.ndarray:
     """What transformers' generate makes of a row before it looks at the temperature, in its order."""
     makers = {
         "logit_bias": lambda bias: hf.SequenceBiasLogitsProcessor({(token,): by for token, by in bias.items()}),
@@ -96,7 +104,8 @@ def their_logits(row: np.ndarray, temperature: float, asked: dict[str, Any], sla
 @pytest.mark.parametrize("steps", [*((step,) for step in PROCESSING), PROCESSING], ids="+".join)
 @given(st.data(), rows())
 def test_processed_is_transformers(steps: tuple[str, ...], data: st.DataObject, row: np.ndarray) -> None:
-    """Each step alone and all of them in a row leave the same logits and the same -inf. The given row is left as it is."""
+    """Each step alone and all of them in a row leave the same logits and the same -inf. The given row is left as it
+    is."""
     prompt, text = data.draw(texts(len(row)))
     ends = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=3))
     asked, before = draw_settings(data, steps, len(row)), row.copy()
@@ -107,7 +116,9 @@ def test_processed_is_transformers(steps: tuple[str, ...], data: st.DataObject, 
 
 
 @given(st.data(), rows(), st.floats(-2, 2), st.floats(-2, 2))
-def test_presence_and_frequency_equal_a_loop(data: st.DataObject, row: np.ndarray, presence: float, frequency: float) -> None:
+def test_presence_and_frequency_equal_a_loop(
+    data: st.DataObject, row: np.ndarray, presence: float, frequency: float
+) -> None:
     """Of the text alone, not of the prompt; once and as often as a token is there."""
     prompt, text = data.draw(texts(len(row)))
     expected = [
@@ -117,7 +128,9 @@ def test_presence_and_frequency_equal_a_loop(data: st.DataObject, row: np.ndarra
     np.testing.assert_allclose(sampler(asked, len(row), prompt, text).processed(row), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [(), *((step,) for step in FILTERS), FILTERS], ids=lambda steps: "+".join(steps) or "none")
+@pytest.mark.parametrize(
+    "steps", [(), *((step,) for step in FILTERS), FILTERS], ids=lambda steps: "+".join(steps) or "none"
+)
 @given(st.data(), st.one_of(rows(), rows(600, 5000)), st.sampled_from([0.01, 0.5, 0.7, 1.0, 1.3, 5.0]))
 def test_kept_is_transformers(steps: tuple[str, ...], data: st.DataObject, row: np.ndarray, temperature: float) -> None:
     """As many tokens stay, and they are the likeliest, of equal ones the lower ids; ties at the edge of top-k all stay.
@@ -188,8 +201,8 @@ class FakeMatcher:
 
 @given(st.data(), rows())
 def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarray) -> None:
-    """The caller's processors get the ids and the row behind every penalty, in turn; the grammar masks what they leave; a
-    forced token that fits it is chosen whatever else was said before, and only at its place."""
+    """The caller's processors get the ids and the row behind every penalty, in turn; the grammar masks what they leave;
+    a forced token that fits it is chosen whatever else was said before, and only at its place."""
     prompt, text = data.draw(texts(len(row)))
     asked = {**draw_settings(data, PROCESSING, len(row)), "presence_penalty": 0.5, "frequency_penalty": 0.25}
     calls: list[tuple[str, list[int], np.ndarray]] = []
@@ -208,7 +221,9 @@ def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarra
     guided = sampler(made, len(row), prompt, text, [2], matcher)
     assert matcher.accepted == text
     if at == 0 and token % 2 == 0:
-        with pytest.raises(GumihoError, match=f"token {token}, forced at index {len(text)}, is not allowed by the grammar"):
+        with pytest.raises(
+            GumihoError, match=f"token {token}, forced at index {len(text)}, is not allowed by the grammar"
+        ):
             guided.processed(row)
         return
     out = guided.processed(row)
@@ -223,15 +238,28 @@ def test_processors_then_grammar_then_forced(data: st.DataObject, row: np.ndarra
 
 
 def test_idle_says_that_the_largest_logit_is_the_choice() -> None:
-    """Nothing that bears on the choice is idle; filters of a draw that does not take place are. Places count from the text."""
+    """Nothing that bears on the choice is idle; filters of a draw that does not take place are. Places count from the
+    text."""
     for asked in (
-        {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"seed": 3}, {"stop": ["x"]}, {"stop_token_ids": [1]},
-    ):  # fmt: skip
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"seed": 3},
+        {"stop": ["x"]},
+        {"stop_token_ids": [1]},
+    ):
         assert sampler(Settings(**asked), 8, [1, 2], [3]).idle
     for asked in (
-        {"temperature": 0.1}, {"logit_bias": {1: 0.1}}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1}, {"no_repeat_ngram": 2}, {"banned": [1]}, {"processors": [lambda ids, row: None]},
-    ):  # fmt: skip
+        {"temperature": 0.1},
+        {"logit_bias": {1: 0.1}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"no_repeat_ngram": 2},
+        {"banned": [1]},
+        {"processors": [lambda ids, row: None]},
+    ):
         assert not sampler(Settings(**asked), 8, [1, 2], [3]).idle
     assert not sampler(Settings(), 8, matcher=FakeMatcher()).idle
     made, idle = sampler(Settings(forced={1: 5, 3: 6}, min_new_tokens=1), 8, [1, 2]), []
@@ -271,13 +299,19 @@ SETTINGS: list[tuple[float, dict[str, float], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("along", "temperature", "filters", "penalties"), [
-    pytest.param(along, *settings, marks=() if along == "positions" or settings is SETTINGS[-1] else pytest.mark.exhaustive)
-    for along in ("positions", "seeds") for settings in SETTINGS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("along", "temperature", "filters", "penalties"),
+    [
+        pytest.param(
+            along, *settings, marks=() if along == "positions" or settings is SETTINGS[-1] else pytest.mark.exhaustive
+        )
+        for along in ("positions", "seeds")
+        for settings in SETTINGS
+    ],
+)
 def test_draws_follow_the_softmax(along: str, temperature: float, filters: dict, penalties: dict) -> None:
-    """Thousands of draws, of one seed along a text or of many seeds at one place, against the softmax that transformers draws
-    from; what it leaves out is never drawn."""
+    """Thousands of draws, of one seed along a text or of many seeds at one place, against the softmax that transformers
+    draws from; what it leaves out is never drawn."""
     vocabulary, draws, prompt = 40, 8000, [0, 3, 5, 7]
     row = np.random.default_rng(5).normal(0, 2, vocabulary).astype(np.float32)
     row[11] = -inf
@@ -297,14 +331,15 @@ def test_draws_follow_the_softmax(along: str, temperature: float, filters: dict,
 
 
 def test_near_rows_nearly_always_draw_the_same() -> None:
-    """Two rows whose distributions are d apart (total variation) agree at least as often as (1 - d) / (1 + d), which is what
-    Gumbel noise in common promises; rows drawn from apart would agree a few times in a hundred."""
+    """Two rows whose distributions are d apart (total variation) agree at least as often as (1 - d) / (1 + d), which is
+    what Gumbel noise in common promises; rows drawn from apart would agree a few times in a hundred."""
     rng = np.random.default_rng(3)
     row = rng.normal(0, 1, 100).astype(np.float32)
     for scale in (1e-4, 0.05, 0.3):
         other = (row + rng.normal(0, scale, 100)).astype(np.float32)
         d = float(
-            np.abs(np.subtract(*(torch.softmax(torch.from_numpy(r).double(), 0).numpy() for r in (row, other)))).sum() / 2
+            np.abs(np.subtract(*(torch.softmax(torch.from_numpy(r).double(), 0).numpy() for r in (row, other)))).sum()
+            / 2
         )
         made = [sampler(Settings(temperature=1.0), 100, seed=seed) for seed in range(3000)]
         same = np.mean([s.choose(row) == s.choose(other) for s in made])
@@ -337,7 +372,8 @@ def unsplit_mix(out: int) -> int:
 
 
 def test_the_generator_is_split_mix() -> None:
-    """The functions above give the published first outputs of the seed 1234567, so they can stand in judgement below."""
+    """The functions above give the published first outputs of the seed 1234567, so they can stand in judgement
+    below."""
     states = [(1234567 + i * GOLDEN) & MASK for i in (1, 2, 3, 4, 5)]
     outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert [split_mix(state) for state in states] == outputs
@@ -351,8 +387,8 @@ def stream(seed: int, position: int) -> int:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 2**31), min_size=1, max_size=9))
 def test_noise_depends_on_seed_position_and_id_alone(seed: int, position: int, ids: list[int]) -> None:
-    """Each token's noise is what integers give for it by itself, whichever tokens are asked for along with it: a seed means the
-    same text wherever and whenever it is used."""
+    """Each token's noise is what integers give for it by itself, whichever tokens are asked for along with it: a seed
+    means the same text wherever and whenever it is used."""
     ours = noise(seed, position, np.array(ids))
     for token, value in zip(ids, ours.tolist(), strict=True):
         uniform = split_mix((stream(seed, position) + (token + 1) * GOLDEN) & MASK) / 2**64
@@ -367,7 +403,9 @@ def test_noise_depends_on_seed_position_and_id_alone(seed: int, position: int, i
     st.sampled_from([1e-300, 1e-6, 0.05, 0.7, 1.0, 5.0, 1e9]),
     st.sampled_from([0.0, 1e-7, 1.0, 8.0, 1e30]),
 )
-def test_a_draw_is_the_best_of_all_tokens(seed: int, position: int, size: int, temperature: float, spread: float) -> None:
+def test_a_draw_is_the_best_of_all_tokens(
+    seed: int, position: int, size: int, temperature: float, spread: float
+) -> None:
     """Of which only a few are looked at: every token's noise is added to its logit here."""
     rng = np.random.default_rng(seed)
     row = (spread * np.round(rng.normal(0, 1, size), int(rng.integers(0, 3)))).astype(np.float32)
@@ -388,7 +426,8 @@ def test_noise_is_finite_at_its_ends() -> None:
 
 
 def kolmogorov(values: np.ndarray) -> float:
-    """The distance of values' distribution from Gumbel's, times the root of how many; above 2.5 once in 100,000 times."""
+    """The distance of values' distribution from Gumbel's, times the root of how many; above 2.5 once in 100,000
+    times."""
     cdf = np.sort(np.exp(-np.exp(-values)))
     steps = np.arange(len(cdf) + 1) / len(cdf)
     return float(max((cdf - steps[:-1]).max(), (steps[1:] - cdf).max()) * np.sqrt(len(cdf)))
@@ -404,8 +443,8 @@ def test_noise_is_gumbel_along_every_axis() -> None:
 
 
 def test_neighbouring_noise_is_independent() -> None:
-    """Neither the next seed, position or id nor any mixture of steps, such as the next position's previous id, tells of a
-    token's noise: pairs fill a grid evenly, and do not correlate."""
+    """Neither the next seed, position or id nor any mixture of steps, such as the next position's previous id, tells of
+    a token's noise: pairs fill a grid evenly, and do not correlate."""
     shape, cells = (40, 40, 64), 8
     values = np.stack([[noise(seed, position, np.arange(64)) for position in range(40)] for seed in range(40)])
     uniform = np.exp(-np.exp(-values))
@@ -430,12 +469,15 @@ def peaked(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("row", "temperature", "filters"),
     [
-        *((peaked, 0.8, filters) for filters in ({"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {})),
+        *(
+            (peaked, 0.8, filters)
+            for filters in ({"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {})
+        ),
         (peaked, 0.01, {"top_p": 0.9}),  # next to all weigh nothing, and are equal
         (lambda rng: np.maximum(peaked(rng), 6.0), 0.8, {"top_p": 0.9}),
         (lambda rng: rng.normal(0, 1, 128256), 0.3, {"top_p": 0.3}),
     ],
-)  # fmt: skip
+)
 def test_a_row_is_not_sorted(
     row: Callable[[np.random.Generator], np.ndarray], temperature: float, filters: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,26 +531,42 @@ def test_settings_that_mean_nothing(name: str, values: list) -> None:
 def test_settings_at_their_limits() -> None:
     """The least and the largest that mean something, together."""
     Settings(
-        max_new_tokens=0, max_seconds=0, temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1e-3, seed=2**64 - 1,
-        logit_bias={1: -inf}, presence_penalty=-2,
-    )  # fmt: skip
+        max_new_tokens=0,
+        max_seconds=0,
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=1e-3,
+        seed=2**64 - 1,
+        logit_bias={1: -inf},
+        presence_penalty=-2,
+    )
     Settings(top_p=1e-9, min_p=1, seed=0, tree="fta", max_seconds=inf)
 
 
 @pytest.mark.parametrize("token", [-1, 8, 10**9])
 def test_ids_outside_the_vocabulary(token: int) -> None:
     """Refused where the user names them, and let be where the target's own ends of text are concerned."""
-    asked = {"banned": [1, token], "logit_bias": {1: 1.0, token: 1.0}, "forced": {0: token}, "stop_token_ids": [1, token]}
+    asked = {
+        "banned": [1, token],
+        "logit_bias": {1: 1.0, token: 1.0},
+        "forced": {0: token},
+        "stop_token_ids": [1, token],
+    }
     for name, value in asked.items():
         with pytest.raises(GumihoError, match=f"^{name} names token id {token},"):
             sampler(Settings(**{name: value}), 8)
     row = np.arange(8, dtype=np.float32)
-    np.testing.assert_array_equal(sampler(Settings(min_new_tokens=5), 8, ends=[2, token]).processed(row) > -inf, row != 2)
+    np.testing.assert_array_equal(
+        sampler(Settings(min_new_tokens=5), 8, ends=[2, token]).processed(row) > -inf, row != 2
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constraints_that_leave_nothing(temperature: float) -> None:
-    """Everything banned, by whatever name, ends in an error that says where; one token left is chosen, however unlikely."""
+    """Everything banned, by whatever name, ends in an error that says where; one token left is chosen, however
+    unlikely."""
     everything, row = list(range(8)), np.zeros(8, np.float32)
     for asked in (
         {"banned": everything},

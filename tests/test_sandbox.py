@@ -17,22 +17,43 @@ from runtime.errors import GumihoError
 MESSAGES = [{"role": "user", "content": "a\nb"}]
 HOSTILE = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ lipsum(n=100000) }}", "{{ [1] | slice(10**9) | list }}", "{{ [1] | batch(10**9, 'x') | list }}", "{{ [1, 2] | tojson(indent=10**9) }}",
-    "{{ 'x' * 10**9 }}", "{{ 10**9 * 'x' }}", "{{ ([1] * 10**9) | length }}", "{{ 10 ** (10 ** 9) }}", "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10**9, 1) }}",
-    "{{ '%1000000000d' | format(1) }}", "{{ '{:1000000000d}'.format(1) }}", "{{ 'x' | center(10**9) }}", "{{ 'x' | indent(10**9, true) }}",
-    "{{ 'x'.center(10**9) }}", "{{ 'x'.ljust(10**9) }}", "{{ 'x'.zfill(10**9) }}", "{{ '\\t'.expandtabs(10**9) }}",
+    "{{ lipsum(n=100000) }}",
+    "{{ [1] | slice(10**9) | list }}",
+    "{{ [1] | batch(10**9, 'x') | list }}",
+    "{{ [1, 2] | tojson(indent=10**9) }}",
+    "{{ 'x' * 10**9 }}",
+    "{{ 10**9 * 'x' }}",
+    "{{ ([1] * 10**9) | length }}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (10**9, 1) }}",
+    "{{ '%1000000000d' | format(1) }}",
+    "{{ '{:1000000000d}'.format(1) }}",
+    "{{ 'x' | center(10**9) }}",
+    "{{ 'x' | indent(10**9, true) }}",
+    "{{ 'x'.center(10**9) }}",
+    "{{ 'x'.ljust(10**9) }}",
+    "{{ 'x'.zfill(10**9) }}",
+    "{{ '\\t'.expandtabs(10**9) }}",
     "{% set x = 'x' * 8000000 %}" + "{% set x = x ~ x %}" * 12 + "{{ x | length }}",
     "{% set x = 'x' * 8000000 %}" + "{% set x = x + x %}" * 12 + "{{ x | length }}",
     "{% set x = 'x' * 8000000 %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 12 + "{{ x | length }}",
     "{% set x = 'x' * 8000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
-    "{% set x = 'x' * 99999 %}{{ x | replace('x', x) | length }}", "{% set x = 'x' * 99999 %}{{ x.replace('x', x) | length }}",
-    "{% set x = 'x' * 99999 %}{{ ([x] * 99999) | join | length }}", "{% set x = 'x' * 99999 %}{{ ''.join([x] * 99999) | length }}",
+    "{% set x = 'x' * 99999 %}{{ x | replace('x', x) | length }}",
+    "{% set x = 'x' * 99999 %}{{ x.replace('x', x) | length }}",
+    "{% set x = 'x' * 99999 %}{{ ([x] * 99999) | join | length }}",
+    "{% set x = 'x' * 99999 %}{{ ''.join([x] * 99999) | length }}",
     "{% set x = 'x' * 99999 %}{{ x.join(x) | length }}",
-    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ (1).to_bytes(10**9, 'big') | length }}", "{{ ('x'.encode() * 10**9) | length }}", "{{ 'x'.encode().center(10**9) | length }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ (1).to_bytes(10**9, 'big') | length }}",
+    "{{ ('x'.encode() * 10**9) | length }}",
+    "{{ 'x'.encode().center(10**9) | length }}",
     "{{ 1.5 | round(10**9, 'ceil') }}",
-    "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}", "{{ ('<!--' * 999999) | striptags }}", "{{ (('\\n' * 99999) | indent(4000)) | length }}",
-]  # fmt: skip
+    "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}",
+    "{{ ('<!--' * 999999) | striptags }}",
+    "{{ (('\\n' * 99999) | indent(4000)) | length }}",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -81,13 +102,20 @@ def test_what_templates_do_is_not_too_much() -> None:
     text = "word\n" * 100_000
     template = ChatTemplate(
         "{% for m in messages %}{{ '<|' + m.role ~ '|>' }}{{ m.content | replace('\n', ' ') | trim | length }}"
-        "{{ m.content.split('\n') | join('\n') | length }}{{ '-' * 40 }}{{ '%s' % m.role }}{{ [1] | tojson(indent=4) }}{% endfor %}", {}, "x",
-    )  # fmt: skip
-    assert template.render([{"role": "user", "content": text}]) == "<|user|>499999" + "500000" + "-" * 40 + "user[\n    1\n]"
+        "{{ m.content.split('\n') | join('\n') | length }}{{ '-' * 40 }}{{ '%s' % m.role }}{{ [1] | tojson(indent=4) "
+        "}}{% endfor %}",
+        {},
+        "x",
+    )
+    assert (
+        template.render([{"role": "user", "content": text}])
+        == "<|user|>499999" + "500000" + "-" * 40 + "user[\n    1\n]"
+    )
 
 
 def test_every_filter_and_method_with_a_large_number() -> None:
-    """None takes long or much (``memory``), whether it is refused or not; transformers' value is what those give that are not."""
+    """None takes long or much (``memory``), whether it is refused or not; transformers' value is what those give that
+    are not."""
     values = {"'a b'": "a b", "['a', 'b']": ["a", "b"], "'a'.encode()": b"a", "7": 7, "1.5": 1.5, "{'a': 1}": {"a": 1}}
     calls = [f"{value} | {name}(10**9)" for value in values for name in DEFAULT_FILTERS]
     for spelled, value in values.items():
@@ -114,9 +142,17 @@ def test_every_filter_and_method_with_a_large_number() -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["('word ' * 9) | truncate(100000)", "'a b' | truncate(9999999, True, '')", "'aaa'.replace('a', 'b', 99999)", "'a,b'.split(',', 99999)",
-     "'a' | default(123456)", "[1, 99999] | select('gt', 50000) | list", "'x' | int(99999)", "'abc'.find('c', 0, 99999)"],
-)  # fmt: skip
+    [
+        "('word ' * 9) | truncate(100000)",
+        "'a b' | truncate(9999999, True, '')",
+        "'aaa'.replace('a', 'b', 99999)",
+        "'a,b'.split(',', 99999)",
+        "'a' | default(123456)",
+        "[1, 99999] | select('gt', 50000) | list",
+        "'x' | int(99999)",
+        "'abc'.find('c', 0, 99999)",
+    ],
+)
 def test_large_numbers_that_are_no_sizes(expression: str) -> None:
     expected = _compile_jinja_template(f"{{{{ {expression} }}}}").render()
     assert ChatTemplate(f"{{{{ {expression} }}}}", {}, "x").render(MESSAGES) == expected

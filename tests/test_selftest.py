@@ -141,16 +141,20 @@ def test_nothing_is_not_proof(bundle: Path, option: list[str], capsys: pytest.Ca
 
 
 class Tabled:
-    """A model whose logits [10] depend on the length of the text and its last token. rounding: the largest change of each of them."""
+    """A model whose logits [10] depend on the length of the text and its last token. rounding: the largest change of
+    each of them."""
 
     def __init__(self, seed: int, precision: str, rounding: float = 0.0) -> None:
         self.table = np.random.default_rng(seed).normal(0, 3, (4, 10, 10))
         self.table[..., 4] = self.table[..., 3] - 1e-5  # nearly tied wherever one of them is the fourth
         self.table += np.random.default_rng(seed + 1).uniform(-rounding, rounding, self.table.shape)
         self.decoder = SimpleNamespace(
-            clear=lambda: None, prefill=self.prefill,
-            target=SimpleNamespace(row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}),
-        )  # fmt: skip
+            clear=lambda: None,
+            prefill=self.prefill,
+            target=SimpleNamespace(
+                row=lambda row: self.table[row], graphs={"target": SimpleNamespace(precision=precision)}
+            ),
+        )
 
     def prefill(self, text: list[int], speculate: bool) -> tuple[int, int]:
         return len(text) - 1, text[-1]
@@ -183,11 +187,13 @@ def chance(judge: Tabled, drawn: Tabled) -> float:
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_rounding_may_decide_who_is_last_of_top_k(seeds: int) -> None:
-    """Passes of different shapes round differently: a token as likely as the last of top k is drawn in one and has no chance in the other."""
+    """Passes of different shapes round differently: a token as likely as the last of top k is drawn in one and has no
+    chance in the other."""
     tied = [seed for seed in range(seeds) if distribution(Tabled(seed, "float16"), [0])[1]]  # type: ignore[arg-type]
     assert len(tied) > seeds // 8
     coarse = [chance(Tabled(seed, "float16"), Tabled(seed, "float16", 2e-3)) for seed in tied]
     assert min(coarse) > 1e-4
-    exact = [chance(Tabled(seed, "int8"), Tabled(seed, "int8", 2e-3)) for seed in tied]  # whose rows are the same in every pass
+    # whose rows are the same in every pass
+    exact = [chance(Tabled(seed, "int8"), Tabled(seed, "int8", 2e-3)) for seed in tied]
     assert 0.0 in exact
     assert max(chance(Tabled(seed, "float16"), Tabled(seed + 100, "float16")) for seed in tied) < 1e-4

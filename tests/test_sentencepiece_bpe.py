@@ -21,7 +21,8 @@ from tests.test_tokenizer import CONFIG
 
 TEXT = [
     "The archive keeps one record per parcel: when it came in, who brought it, and where it lies now.",
-    "def lowest(shelf):\n    for place in sorted(shelf):\n        if place.free:\n            return place  # the first",
+    "def lowest(shelf):\n    for place in sorted(shelf):\n        if place.free:\n            return place  # the "
+    "first",
     "naïve café — déjà vu 2024,   3 spaces\tand a tab; x = [1, 22, 333]",
 ] * 3
 FORMS: dict[str, dict[str, Any]] = {
@@ -36,10 +37,16 @@ FORMS: dict[str, dict[str, Any]] = {
 def trained(form: str, kind: str = "bpe") -> bytes:
     out, options = io.BytesIO(), {"byte_fallback": kind == "bpe", "remove_extra_whitespaces": False} | FORMS[form]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_writer=out, model_type=kind, vocab_size=420 if options["byte_fallback"] else 150 if kind == "bpe" else 70,
-        character_coverage=0.99, split_digits=True, allow_whitespace_only_pieces=True, minloglevel=2,
+        sentence_iterator=iter(TEXT),
+        model_writer=out,
+        model_type=kind,
+        vocab_size=420 if options["byte_fallback"] else 150 if kind == "bpe" else 70,
+        character_coverage=0.99,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
         **{"normalization_rule_name": "identity", **options},
-    )  # fmt: skip
+    )
     return out.getvalue()
 
 
@@ -68,19 +75,27 @@ def fields(form: str) -> dict[str, Any]:
     return {
         f"tokenizer.ggml.{name}": value
         for name, value in {
-            "model": "llama", "pre": "default", "tokens": list(texts), "scores": list(scores), "token_type": list(kinds),
-            "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": rules.add_dummy_prefix,
-            "remove_extra_whitespaces": rules.remove_extra_whitespaces, "precompiled_charsmap": list(rules.precompiled_charsmap),
+            "model": "llama",
+            "pre": "default",
+            "tokens": list(texts),
+            "scores": list(scores),
+            "token_type": list(kinds),
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "unknown_token_id": 0,
+            "add_space_prefix": rules.add_dummy_prefix,
+            "remove_extra_whitespaces": rules.remove_extra_whitespaces,
+            "precompiled_charsmap": list(rules.precompiled_charsmap),
         }.items()
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @given(
     text=st.text(st.sampled_from("aeinrt Td=[]:#1234\n\té—\U0001f98a,._<"), max_size=60)
-    | st.lists(st.sampled_from(["  ", "    ", "\n\n", "place", " the", "<b>", "<0x41>", "22", "é", "日本"]), max_size=9).map(
-        "".join
-    )
+    | st.lists(
+        st.sampled_from(["  ", "    ", "\n\n", "place", " the", "<b>", "<0x41>", "22", "é", "日本"]), max_size=9
+    ).map("".join)
     | st.text(max_size=20)
     | st.sampled_from(TEXT)
 )
@@ -98,15 +113,40 @@ def test_ids_are_sentencepiece_s(form: str, text: str) -> None:
         assert ours[0].decode(expected) == theirs.decode(expected)
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("scores", None, "the tokenizer has no tokenizer.ggml.scores, without which it is not supported: convert the model again, or name "),
-    ("token_type", None, "the tokenizer has no tokenizer.ggml.token_type, without which it is not supported: convert the model again"),
-    ("scores", [float("nan")] * 420, "tokenizer.ggml.scores holds NaN or infinity: convert the model again"),
-    ("scores", [0.0] * 420, "the tokenizer gives '▁▁' and '▁▁▁▁' the same score, so that a text decides which is made first, which is not "
-     "supported: convert the model again, or name another target"),
-    ("add_space_prefix", 1, "tokenizer.ggml.add_space_prefix is 1, expected true or false: convert the model again"),
-    ("precompiled_charsmap", "x", "tokenizer.ggml.precompiled_charsmap is 'x', expected a list of whole numbers: convert the model again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "scores",
+            None,
+            "the tokenizer has no tokenizer.ggml.scores, without which it is not supported: convert the model again, "
+            "or name ",
+        ),
+        (
+            "token_type",
+            None,
+            "the tokenizer has no tokenizer.ggml.token_type, without which it is not supported: convert the model "
+            "again",
+        ),
+        ("scores", [float("nan")] * 420, "tokenizer.ggml.scores holds NaN or infinity: convert the model again"),
+        (
+            "scores",
+            [0.0] * 420,
+            "the tokenizer gives '▁▁' and '▁▁▁▁' the same score, so that a text decides which is made first, which is "
+            "not supported: convert the model again, or name another target",
+        ),
+        (
+            "add_space_prefix",
+            1,
+            "tokenizer.ggml.add_space_prefix is 1, expected true or false: convert the model again",
+        ),
+        (
+            "precompiled_charsmap",
+            "x",
+            "tokenizer.ggml.precompiled_charsmap is 'x', expected a list of whole numbers: convert the model again",
+        ),
+    ],
+)
 def test_what_no_converter_writes_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
     """llama.cpp takes the leftmost of pieces with the same score, and bytes for text if there are no types."""
     changed = fields("as Llama 2") | {f"tokenizer.ggml.{name}": value}
@@ -132,5 +172,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
     for content in (trained("as Llama 2", "unigram"), b"IQ== 0\nIg== 1\n", b""):
         file.write_bytes(content)
-        with pytest.raises(InputError, match="is no SentencePiece model of byte pairs: put the model's tokenizer.json into"):
+        with pytest.raises(
+            InputError, match="is no SentencePiece model of byte pairs: put the model's tokenizer.json into"
+        ):
             load_tokenizer(tmp_path, CONFIG)

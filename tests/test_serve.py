@@ -1,4 +1,5 @@
-"""The server as its clients see it: the official openai client, raw HTTP, a browser. Texts are those of the model by itself."""
+"""The server as its clients see it: the official openai client, raw HTTP, a browser. Texts are those of the model by
+itself."""
 
 import asyncio
 import http.client
@@ -37,7 +38,12 @@ from tests.conftest import examples, with_template
 from tests.serving import client, logged, served
 
 USER = [{"role": "user", "content": "def main(argv):"}]
-PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,11 @@ def test_a_conversation(api: OpenAI, alone: Model) -> None:
     assert answer.usage.completion_tokens == 30
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
     # The next turn reads only what is new.
-    more = [*USER, {"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "x = 1"}]
+    more = [
+        *USER,
+        {"role": "assistant", "content": answer.choices[0].message.content},
+        {"role": "user", "content": "x = 1"},
+    ]
     second = api.chat.completions.create(model="demo", messages=more, temperature=0, max_completion_tokens=10)  # type: ignore[arg-type]
     assert second.choices[0].message.content == expected(alone, more, 10)
     assert second.usage is not None
@@ -93,14 +103,17 @@ def test_a_conversation(api: OpenAI, alone: Model) -> None:
         ({"seed": -5}, {"temperature": 1.0, "seed": (1 << 64) - 5}),
         ({"temperature": 0, "stop": ["\n"]}, {"stop": "\n"}),
         ({"temperature": 0, "stop": "\n"}, {"stop": "\n"}),
-        ({"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}),
+        (
+            {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+            {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        ),
         ({"temperature": 0, "logit_bias": {"10": -100, "11": 5}}, {"logit_bias": {10: float("-inf"), 11: 5}}),
         (
             {"seed": 1, "extra_body": {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3}},
             {"seed": 1, "temperature": 1.0, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3},
         ),
     ],
-)  # fmt: skip
+)
 def test_settings(api: OpenAI, alone: Model, options: dict[str, Any], same: dict[str, Any]) -> None:
     text = expected(alone, **same)
     answer = api.chat.completions.create(model="demo", messages=USER, max_tokens=30, **options)  # type: ignore[call-overload]
@@ -124,36 +137,79 @@ def test_variables_of_the_chat_template(api: OpenAI, alone: Model) -> None:
     assert answer.usage.prompt_tokens > len(alone.chat(USER))  # type: ignore[arg-type]
 
 
-# Parameters of the API with values that clients send, and what becomes of them: "used", "ignored" (the text is the same) or "refused".
-# The names are those of openai 3.57.0:
-#     from openai.types import completion_create_params as text; from openai.types.chat import completion_create_params as chat
-#     print([*chat.CompletionCreateParamsBase.__annotations__, *text.CompletionCreateParamsBase.__annotations__])
-# Open WebUI's are those that its page sends to its own backend, and to a server directly.
+# Parameters of the API with values that clients send, and what becomes of them: "used", "ignored" (the text is the
+# same) or "refused". The names are those of openai 3.57.0: from openai.types import completion_create_params as text;
+# from openai.types.chat import completion_create_params as chat
+# print([*chat.CompletionCreateParamsBase.__annotations__, *text.CompletionCreateParamsBase.__annotations__]) Open
+# WebUI's are those that its page sends to its own backend, and to a server directly.
 BOTH: dict[str, tuple[Any, str]] = {
-    "frequency_penalty": (0.5, "used"), "logit_bias": ({"5": 1}, "used"), "max_tokens": (3, "used"), "model": ("demo", "used"), "n": (2, "used"),
-    "presence_penalty": (0.5, "used"), "seed": (1, "used"), "stop": (["x"], "used"), "stream_options": ({"include_usage": True}, "used"),
-    "temperature": (0.5, "used"), "top_p": (0.5, "used"), "user": ({"id": "1", "name": "Ann", "email": "a@example.com", "role": "user"}, "ignored"),
+    "frequency_penalty": (0.5, "used"),
+    "logit_bias": ({"5": 1}, "used"),
+    "max_tokens": (3, "used"),
+    "model": ("demo", "used"),
+    "n": (2, "used"),
+    "presence_penalty": (0.5, "used"),
+    "seed": (1, "used"),
+    "stop": (["x"], "used"),
+    "stream_options": ({"include_usage": True}, "used"),
+    "temperature": (0.5, "used"),
+    "top_p": (0.5, "used"),
+    "user": ({"id": "1", "name": "Ann", "email": "a@example.com", "role": "user"}, "ignored"),
     # Open WebUI
-    "background_tasks": ({"title_generation": True}, "ignored"), "chat_id": ("1", "ignored"), "features": ({"web_search": False}, "ignored"),
-    "filter_ids": ([], "ignored"), "id": ("1", "ignored"), "model_item": ({"id": "demo"}, "ignored"), "parent_id": (None, "ignored"),
-    "parent_message": ({"id": "1"}, "ignored"), "session_id": ("1", "ignored"), "tool_ids": (["x"], "ignored"), "tool_servers": ([], "ignored"),
-    "folder_id": ("1", "ignored"), "skill_ids": (["x"], "ignored"), "terminal_id": ("1", "ignored"), "user_message": ({"id": "1"}, "ignored"),
+    "background_tasks": ({"title_generation": True}, "ignored"),
+    "chat_id": ("1", "ignored"),
+    "features": ({"web_search": False}, "ignored"),
+    "filter_ids": ([], "ignored"),
+    "id": ("1", "ignored"),
+    "model_item": ({"id": "demo"}, "ignored"),
+    "parent_id": (None, "ignored"),
+    "parent_message": ({"id": "1"}, "ignored"),
+    "session_id": ("1", "ignored"),
+    "tool_ids": (["x"], "ignored"),
+    "tool_servers": ([], "ignored"),
+    "folder_id": ("1", "ignored"),
+    "skill_ids": (["x"], "ignored"),
+    "terminal_id": ("1", "ignored"),
+    "user_message": ({"id": "1"}, "ignored"),
     "variables": ({"{{USER_NAME}}": "Ann"}, "ignored"),
-}  # fmt: skip
+}
 CHAT: dict[str, tuple[Any, str]] = {
-    "audio": ({"format": "wav", "voice": "alloy"}, "refused"), "function_call": ({"name": "f"}, "refused"), "functions": ([{"name": "f"}], "refused"),
-    "logprobs": (True, "used"), "max_completion_tokens": (3, "used"), "messages": (USER, "used"), "metadata": ({"a": 1}, "ignored"),
-    "modalities": (["text", "audio"], "refused"), "moderation": ({"model": "m"}, "refused"), "parallel_tool_calls": (False, "used"),
-    "prediction": ({"type": "content", "content": "x"}, "ignored"), "prompt_cache_key": ("k", "ignored"),
-    "prompt_cache_options": ({"mode": "explicit"}, "ignored"), "prompt_cache_retention": ("24h", "ignored"), "reasoning_effort": ("high", "used"),
-    "response_format": ({"type": "text"}, "used"), "safety_identifier": ("s", "ignored"), "service_tier": ("priority", "ignored"),
-    "store": (True, "ignored"), "tool_choice": ("auto", "used"), "tools": ([], "used"), "top_logprobs": (2, "used"), "verbosity": ("low", "refused"),
-    "web_search_options": ({}, "refused"), "files": ([{"id": "f"}], "refused"), "params": ({"temperature": 0}, "refused"), "echo": (True, "refused"),
-}  # fmt: skip
+    "audio": ({"format": "wav", "voice": "alloy"}, "refused"),
+    "function_call": ({"name": "f"}, "refused"),
+    "functions": ([{"name": "f"}], "refused"),
+    "logprobs": (True, "used"),
+    "max_completion_tokens": (3, "used"),
+    "messages": (USER, "used"),
+    "metadata": ({"a": 1}, "ignored"),
+    "modalities": (["text", "audio"], "refused"),
+    "moderation": ({"model": "m"}, "refused"),
+    "parallel_tool_calls": (False, "used"),
+    "prediction": ({"type": "content", "content": "x"}, "ignored"),
+    "prompt_cache_key": ("k", "ignored"),
+    "prompt_cache_options": ({"mode": "explicit"}, "ignored"),
+    "prompt_cache_retention": ("24h", "ignored"),
+    "reasoning_effort": ("high", "used"),
+    "response_format": ({"type": "text"}, "used"),
+    "safety_identifier": ("s", "ignored"),
+    "service_tier": ("priority", "ignored"),
+    "store": (True, "ignored"),
+    "tool_choice": ("auto", "used"),
+    "tools": ([], "used"),
+    "top_logprobs": (2, "used"),
+    "verbosity": ("low", "refused"),
+    "web_search_options": ({}, "refused"),
+    "files": ([{"id": "f"}], "refused"),
+    "params": ({"temperature": 0}, "refused"),
+    "echo": (True, "refused"),
+}
 TEXT: dict[str, tuple[Any, str]] = {
-    "best_of": (2, "refused"), "echo": (True, "refused"), "logprobs": (2, "used"), "prompt": ("a", "used"), "suffix": ("x", "refused"),
+    "best_of": (2, "refused"),
+    "echo": (True, "refused"),
+    "logprobs": (2, "used"),
+    "prompt": ("a", "used"),
+    "suffix": ("x", "refused"),
     "messages": (USER, "refused"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("path", "own"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
@@ -188,9 +244,17 @@ def test_notes_of_clients_are_no_text(api: OpenAI, alone: Model) -> None:
         "content": [{"type": "text", "text": USER[0]["content"], "cache_control": {"type": "ephemeral"}, "id": "1"}],
     }
     answer = {
-        "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None, "annotations": [], "audio": None,
-        "function_call": None, "tool_calls": None, "parsed": {"a": 1}, "reasoning_content": "hm", "name": "Ann",
-    }  # fmt: skip
+        "role": "assistant",
+        "content": [{"type": "refusal", "refusal": "no"}],
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "parsed": {"a": 1},
+        "reasoning_content": "hm",
+        "name": "Ann",
+    }
     refusal = {"role": "assistant", "content": None, "refusal": "never"}
     asked = [first, answer, first, refusal, {"role": "user", "content": "x", "mood": "Glad."}]
     plain = [
@@ -202,7 +266,9 @@ def test_notes_of_clients_are_no_text(api: OpenAI, alone: Model) -> None:
     ]
     given: Any = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 12, "reasoning_effort": "high"}
     text = "".join(
-        alone.generate(alone.chat([*plain[:-1], plain[-1] | {"mood": "Glad."}], variables={"reasoning_effort": "high"}), 12)
+        alone.generate(
+            alone.chat([*plain[:-1], plain[-1] | {"mood": "Glad."}], variables={"reasoning_effort": "high"}), 12
+        )
     )
     assert api.chat.completions.create(**given).choices[0].message.content == text
     own = api.chat.completions.create(**given, extra_body={"chat_template_kwargs": {"reasoning_effort": "low"}})
@@ -225,21 +291,30 @@ def test_completions_of_several_prompts(api: OpenAI, alone: Model) -> None:
     for chunk in api.completions.create(model="demo", prompt=prompts, n=2, seed=5, max_tokens=12, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == texts
-    by_ids = api.completions.create(model="demo", prompt=[alone.encode(one) for one in prompts], temperature=0, max_tokens=5)
+    by_ids = api.completions.create(
+        model="demo", prompt=[alone.encode(one) for one in prompts], temperature=0, max_tokens=5
+    )
     assert [choice.text for choice in by_ids.choices] == ["".join(alone.generate(one, 5)) for one in prompts]
 
 
 def test_open_webui(address: str, alone: Model) -> None:
-    """Its calls, by backend/open_webui/routers/openai.py: a list of models, then streamed answers with usage, whose last message may be a
-    list of parts with a note for caches, and a title for the conversation, whole."""
+    """Its calls, by backend/open_webui/routers/openai.py: a list of models, then streamed answers with usage, whose
+    last message may be a list of parts with a note for caches, and a title for the conversation, whole."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
     connection.request("GET", "/v1/models", headers={"Authorization": "Bearer ", "Content-Type": "application/json"})
     name = json.loads(connection.getresponse().read())["data"][0]["id"]
     part = {"type": "text", "text": USER[0]["content"], "cache_control": {"type": "ephemeral"}}
     asked = {
-        "model": name, "messages": [{"role": "user", "content": [part]}], "stream": True, "temperature": 0, "max_tokens": 20, "stop": [],
-        "logit_bias": {"5": -100}, "frequency_penalty": 0, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": name,
+        "messages": [{"role": "user", "content": [part]}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": 20,
+        "stop": [],
+        "logit_bias": {"5": -100},
+        "frequency_penalty": 0,
+        "stream_options": {"include_usage": True},
+    }
     connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})
     lines = [line.removeprefix(b"data: ") for line in connection.getresponse().read().split(b"\n\n") if line]
     assert lines.pop() == b"[DONE]"
@@ -276,7 +351,14 @@ def test_long_work_does_not_keep_others_waiting(model: Model, api: OpenAI, monke
 def test_logprobs(api: OpenAI, alone: Model) -> None:
     generation = alone.generate(alone.chat(USER), 12, logprobs=3)
     text = "".join(generation)
-    asked: Any = {"model": "demo", "messages": USER, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    asked: Any = {
+        "model": "demo",
+        "messages": USER,
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     answer = api.chat.completions.create(**asked)
     listed = answer.choices[0].logprobs.content
     assert b"".join(bytes(one.bytes) for one in listed).decode() == text
@@ -300,8 +382,13 @@ def test_guided_texts(api: OpenAI) -> None:
     )
     for form in formats:
         answer = api.chat.completions.create(
-            model="demo", messages=USER, seed=3, max_tokens=60, response_format=form, temperature=0.3  # type: ignore[arg-type]
-        )  # fmt: skip
+            model="demo",
+            messages=USER,
+            seed=3,
+            max_tokens=60,
+            response_format=form,
+            temperature=0.3,  # type: ignore[arg-type]
+        )
         if answer.choices[0].finish_reason == "stop":
             assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
     assert set(json.loads(answer.choices[0].message.content or "")) == {"age"}
@@ -311,15 +398,24 @@ def test_guided_texts(api: OpenAI) -> None:
 
 def test_sources_name_what_drafted_each_token(api: OpenAI, alone: Model) -> None:
     stream = api.chat.completions.create(
-        model="demo", messages=USER, temperature=0, max_tokens=30, stream=True, extra_body={"sources": True}  # type: ignore[arg-type]
-    )  # fmt: skip
+        model="demo",
+        messages=USER,
+        temperature=0,
+        max_tokens=30,
+        stream=True,
+        extra_body={"sources": True},  # type: ignore[arg-type]
+    )
     sources = [source for chunk in stream for source in (chunk.choices[0].model_extra or {}).get("sources", ())]
     assert "".join(text for text, _ in sources) == expected(alone)
     assert {name for _, name in sources} <= {"target", "serial 1", "serial 2", "head 1", "head 2", "head 3", "lookup"}
     assert len({name for _, name in sources}) > 1
     ended = api.chat.completions.create(
-        model="demo", messages=USER, max_tokens=3, logit_bias={str(alone.eos_token_ids[0]): 100}, extra_body={"sources": True}  # type: ignore[arg-type]
-    )  # fmt: skip
+        model="demo",
+        messages=USER,
+        max_tokens=3,
+        logit_bias={str(alone.eos_token_ids[0]): 100},
+        extra_body={"sources": True},  # type: ignore[arg-type]
+    )
     assert ended.choices[0].finish_reason == "stop"
     assert [text for text, _ in ended.choices[0].model_extra["sources"]] == [""]  # an end of text is no text
 
@@ -395,7 +491,7 @@ def test_a_prompt_that_another_stream_has_read_is_copied(model: Model, alone: Mo
     second.close()
 
 
-# --- requests that are refused --------------------------------------------------------------------------------------------
+# --- requests that are refused ----------------------------------------------------------------------------------------
 
 
 def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
@@ -465,7 +561,12 @@ def test_what_is_not_supported_is_refused_by_name(api: OpenAI) -> None:
         ),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": 5}]}, "messages.1.tool_calls: "),
         (
-            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+            {
+                "messages": [
+                    *USER,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+                ]
+            },
             "messages.1.tool_calls: this model's chat template has no calls of tools: leave it out",
         ),
         ({"unheard_of": [], "n": 0}, "n: Input should be greater than or equal to 1"),
@@ -531,7 +632,9 @@ def test_of_many_errors_the_first_is_enough(own: dict[str, Any]) -> None:
     assert error.value.error_count() <= 2, "a union has one for each of its kinds"
 
 
-def post(address: str, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:
+def post(
+    address: str, body: bytes, path: str = "/v1/chat/completions", **headers: str
+) -> tuple[int, Any, dict[str, str]]:
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
     connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
@@ -543,10 +646,15 @@ def post(address: str, body: bytes, path: str = "/v1/chat/completions", **header
 def test_bodies_that_are_no_requests(model: Model) -> None:
     with served(model, Limits(body=2000, patience=1)) as address:
         for body, status, message in (
-            (b"", 400, "not JSON (line 1, column 1)"), (b"{", 400, "not JSON (line 1, column 2)"), (b"a\xff", 400, "byte 1 is not UTF-8"), (b"[1]", 400, "no JSON object"),
-            (b'{"temperature": NaN}', 400, "NaN"), (b'{"temperature": 1e999}', 400, "too large"), (b"[" * 1500, 400, "nested too deeply"),
+            (b"", 400, "not JSON (line 1, column 1)"),
+            (b"{", 400, "not JSON (line 1, column 2)"),
+            (b"a\xff", 400, "byte 1 is not UTF-8"),
+            (b"[1]", 400, "no JSON object"),
+            (b'{"temperature": NaN}', 400, "NaN"),
+            (b'{"temperature": 1e999}', 400, "too large"),
+            (b"[" * 1500, 400, "nested too deeply"),
             (b" " * 2001, 413, "--max-body"),
-        ):  # fmt: skip
+        ):
             found, answer, _ = post(address, body)
             assert (found, message in answer["error"]["message"]) == (status, True), answer
         assert post(address, b"{}", **{"Content-Type": "text/plain"})[0] == 415
@@ -556,13 +664,18 @@ def test_bodies_that_are_no_requests(model: Model) -> None:
             assert (status, answer["error"]["message"].partition(":")[0]) == (400, "the body is not valid Unicode")
         chunked = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         chunked.request(
-            "POST", "/v1/completions", iter([b"x" * 1500] * 2), {"Content-Type": "application/json"}, encode_chunked=True
+            "POST",
+            "/v1/completions",
+            iter([b"x" * 1500] * 2),
+            {"Content-Type": "application/json"},
+            encode_chunked=True,
         )
         assert chunked.getresponse().status == 413
         chunked.close()
         with socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])), timeout=30) as late:
             late.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+                b"application/json\r\nContent-Length: 9\r\n\r\n{"
             )
             assert b" 408 " in late.recv(1000)
 
@@ -582,7 +695,9 @@ def test_keys(model: Model) -> None:
 
 
 def test_other_pages_and_other_names(model: Model) -> None:
-    with served(model, access=Access(origins=["https://good.example"], hosts=["localhost", "127.0.0.1", "[::1]"])) as address:
+    with served(
+        model, access=Access(origins=["https://good.example"], hosts=["localhost", "127.0.0.1", "[::1]"])
+    ) as address:
         for host, status in (("localhost:1", 415), ("[::1]:5", 415), ("evil.example", 403), ("", 403)):
             assert post(address, b"{}", Host=host, **{"Content-Type": "x"})[0] == status
         _, _, headers = post(address, b"{}", Origin="https://good.example")
@@ -626,7 +741,9 @@ def running(address: str) -> float:
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
-    return sum(float(value) for value in re.findall(r"^vllm:num_requests_(?:running|waiting) (.*)$", text, re.MULTILINE))
+    return sum(
+        float(value) for value in re.findall(r"^vllm:num_requests_(?:running|waiting) (.*)$", text, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -634,7 +751,8 @@ def test_a_client_that_leaves_ends_its_text(model: Model, address: str, stream: 
     """Also while it waits for a stream, and while its prompt is read."""
     with held(model):
         opened = [
-            streaming(address, {"model": "demo", "prompt": "a" * 99, "stream": stream, "max_tokens": 150}) for _ in range(5)
+            streaming(address, {"model": "demo", "prompt": "a" * 99, "stream": stream, "max_tokens": 150})
+            for _ in range(5)
         ]
         deadline = monotonic() + 30
         while running(address) < 5 and monotonic() < deadline:
@@ -651,7 +769,11 @@ def test_a_client_that_leaves_ends_its_text(model: Model, address: str, stream: 
 def test_connections_that_send_nothing_are_closed(model: Model) -> None:
     with served(model, Limits(patience=0.5)) as address:
         port = int(address.rsplit(":", 1)[1])
-        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea"):
+        for sent in (
+            b"",
+            b"GET /health HTTP/1.1\r\nHost: x",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=30) as idle:
                 idle.sendall(sent)
                 while idle.recv(1000):
@@ -682,7 +804,7 @@ def test_a_client_that_does_not_read_is_left(model: Model) -> None:
             sleep(0.05)
 
 
-# --- what it tells --------------------------------------------------------------------------------------------------------
+# --- what it tells ----------------------------------------------------------------------------------------------------
 
 
 def test_the_log_holds_no_prompts(model: Model) -> None:
@@ -757,19 +879,30 @@ def test_metrics(model: Model) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
 NAMES = sorted(
-    {*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.UNSUPPORTED, *CompletionBody.UNSUPPORTED, *Body.IGNORED}
+    {
+        *ChatBody.model_fields,
+        *CompletionBody.model_fields,
+        *ChatBody.UNSUPPORTED,
+        *CompletionBody.UNSUPPORTED,
+        *Body.IGNORED,
+    }
     - {"model"}
 )
 SANE = st.fixed_dictionaries(
     {"prompt": st.text(max_size=9) | st.lists(st.integers(0, 3000), max_size=9), "messages": st.just(USER)},
     optional={
-        "max_tokens": st.integers(0, 5), "temperature": st.floats(0, 2), "stop": st.text(max_size=2), "n": st.integers(1, 3),
-        "logit_bias": st.dictionaries(st.integers(0, 2100).map(str), st.floats(-100, 100), max_size=2), "stream": st.booleans(),
+        "max_tokens": st.integers(0, 5),
+        "temperature": st.floats(0, 2),
+        "stop": st.text(max_size=2),
+        "n": st.integers(1, 3),
+        "logit_bias": st.dictionaries(st.integers(0, 2100).map(str), st.floats(-100, 100), max_size=2),
+        "stream": st.booleans(),
     },
-)  # fmt: skip
+)
 
 
 @given(SANE, st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2), st.booleans())

@@ -85,8 +85,11 @@ def test_running_requests_end_before_the_server_does(chat_bundle: Path) -> None:
 
 
 def test_grace_ends(chat_bundle: Path) -> None:
-    """Clients that never finish do not keep the server; they are told, and the log has a line for each. Neither does one that sends no HTTP."""
-    with started(chat_bundle, "--grace", "1", "--patience", "1000", "--streams", "1", "--max-seconds", "1000") as running:
+    """Clients that never finish do not keep the server; they are told, and the log has a line for each. Neither does
+    one that sends no HTTP."""
+    with started(
+        chat_bundle, "--grace", "1", "--patience", "1000", "--streams", "1", "--max-seconds", "1000"
+    ) as running:
         port = int(running.address.rsplit(":", 1)[1])
 
         def opened(body: bytes, length: bytes, kind: bytes = b"application/json") -> socket.socket:
@@ -95,7 +98,9 @@ def test_grace_ends(chat_bundle: Path) -> None:
             connection.sendall(b"\r\n".join(head) + body)
             return connection
 
-        content = json.dumps({"model": "demo", "prompt": ["a"] * 16, "stream": True, "max_tokens": 190, "logprobs": 5}).encode()
+        content = json.dumps(
+            {"model": "demo", "prompt": ["a"] * 16, "stream": True, "max_tokens": 190, "logprobs": 5}
+        ).encode()
         with opened(b"ZZ\r\n", b"Transfer-Encoding: chunked") as invalid:
             assert b" 400 " in invalid.recv(1000)
         with opened(b"", b"Transfer-Encoding: chunked", b"text/plain") as invalid:
@@ -103,7 +108,10 @@ def test_grace_ends(chat_bundle: Path) -> None:
             invalid.sendall(b"ZZ\r\n")
             while invalid.recv(1000):
                 pass
-        with opened(b"{", b"Content-Length: 9") as waiting, opened(content, b"Content-Length: %d" % len(content)) as streaming:
+        with (
+            opened(b"{", b"Content-Length: 9") as waiting,
+            opened(content, b"Content-Length: %d" % len(content)) as streaming,
+        ):
             received = streaming.recv(1000)
             assert running.stop() == 0
             while more := streaming.recv(1 << 20):
@@ -242,7 +250,9 @@ print(Path("/proc/self/statm").read_text().split()[1])
 def test_free_memory_between_used_one_goes_back() -> None:
     def pages(how: str) -> int:
         return int(
-            subprocess.run([sys.executable, "-c", GAPS, how], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+            subprocess.run(
+                [sys.executable, "-c", GAPS, how], capture_output=True, text=True, cwd=ROOT, check=True
+            ).stdout
         )
 
     assert (pages("kept") - pages("returned")) * os.sysconf("SC_PAGE_SIZE") > 70_000_000

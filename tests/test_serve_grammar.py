@@ -33,7 +33,9 @@ ENDS = {END, TURN}
 
 
 def chain(n: int, name: str = "r") -> Grammar:
-    return Grammar.lark(f"start: {name}0\n" + "".join(f'{name}{i}: "a" {name}{i + 1}\n' for i in range(n)) + f'{name}{n}: "b"')
+    return Grammar.lark(
+        f"start: {name}0\n" + "".join(f'{name}{i}: "a" {name}{i + 1}\n' for i in range(n)) + f'{name}{n}: "b"'
+    )
 
 
 def references(n: int) -> Grammar:
@@ -80,7 +82,9 @@ def test_what_passed_a_trial_may_take_as_much_as_others() -> None:
     others, tried, compiled = processes(), *(TINY.prepared(Grammar.regex("a")) for _ in range(2))
     assert tried.try_to_prepare()
     compiled.prepare()
-    lines = [Path(f"/proc/{process}/limits").read_text().partition("Max data size")[2] for process in processes() - others]
+    lines = [
+        Path(f"/proc/{process}/limits").read_text().partition("Max data size")[2] for process in processes() - others
+    ]
     first, second = (int(line.split()[0]) for line in lines)
     assert abs(first - second) < 1 << 20
 
@@ -188,7 +192,9 @@ def test_others_are_answered_while_grammars_are_compiled_and_these_end_with_thei
     with served(model, Limits(queue=1)) as address, ExitStack() as clients:
         api, others = client(address), processes()
         body = json.dumps({"model": "demo", "prompt": "x", "grammar": f"start: %json {SLOW.text}"})
-        slow = [clients.enter_context(closing(HTTPConnection(urlsplit(address).netloc, timeout=60))) for _ in model.streams]
+        slow = [
+            clients.enter_context(closing(HTTPConnection(urlsplit(address).netloc, timeout=60))) for _ in model.streams
+        ]
         for connection in slow:
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         wait_for(lambda: processes() - others)

@@ -18,7 +18,19 @@ from runtime import Model, load
 from runtime.decoding.grammar import GrammarMatchers
 from runtime.errors import InputError
 from runtime.serve.answers import ChatAnswer, Part, Usage
-from runtime.serve.tools import Allowance, Call, Function, Hermes, Llama, Mistral, NamedTool, Splitter, Tool, Tools, recognized
+from runtime.serve.tools import (
+    Allowance,
+    Call,
+    Function,
+    Hermes,
+    Llama,
+    Mistral,
+    NamedTool,
+    Splitter,
+    Tool,
+    Tools,
+    recognized,
+)
 from tests.conftest import with_template
 from tests.serving import TEMPLATE, client, served
 
@@ -29,7 +41,10 @@ WEATHER = {
         "description": "The weather of a city",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -48,15 +63,20 @@ UNHELD = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItem
 SECRET = {"type": "object", "properties": {"word": {"type": "string", "format": "password"}}}
 # Written like the templates of Qwen 2.5, Llama 3.2 and Mistral 7B v0.3, as far as the format of calls goes.
 HERMES = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools> answer <tool_call>\n{...}\n</tool_call>\n{% endif %}"
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools> answer "
+    "<tool_call>\n{...}\n</tool_call>\n{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}<assistant>'
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% '
+    "endfor %}<assistant>"
 )
 LLAMA = (
-    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}parameters{% endif %}"
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}{% endfor %}<|start_header_id|>assistant"
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}parameters{% endif %}{% for m in messages "
+    "%}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}{% endfor %}<|start_header_id|>assistant"
 )
-MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[INST]{{ m.content }}{% endfor %}{# [TOOL_CALLS] #}"
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[INST]{{ m.content }}{% "
+    "endfor %}{# [TOOL_CALLS] #}"
+)
 USER = [{"role": "user", "content": "Paris?"}]
 
 
@@ -146,7 +166,9 @@ def test_text_without_a_call_stays_text(servers: dict[str, tuple[Model, OpenAI]]
         answer = api.chat.completions.create(**asked).choices[0]
         assert answer.message.content == text
         assert answer.message.tool_calls is None
-        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in api.chat.completions.create(stream=True, **asked))
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in api.chat.completions.create(stream=True, **asked)
+        )
         assert streamed == text
 
 
@@ -165,7 +187,10 @@ def test_what_cannot_be_called_is_refused(servers: dict[str, tuple[Model, OpenAI
             "'f' cannot be enforced .*nonsense.*: correct",
         ),
         ({"tools": [CLOCK, function("f", UNHELD)], "tool_choice": "required"}, "'f' cannot be enforced .*uniqueItems"),
-        ({"tools": [CLOCK, function("f", UNHELD, strict=True)]}, "'f' cannot be enforced .*uniqueItems.*leave strict out"),
+        (
+            {"tools": [CLOCK, function("f", UNHELD, strict=True)]},
+            "'f' cannot be enforced .*uniqueItems.*leave strict out",
+        ),
         ({"tools": [CLOCK, function("f", SECRET)], "tool_choice": named("f")}, "'f' cannot be enforced .*password"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [], "tool_choice": named("f")}, "there are no tools"),
@@ -185,7 +210,13 @@ def test_formats_are_recognized() -> None:
     assert isinstance(recognized(HERMES), Hermes)
     assert isinstance(recognized(LLAMA), Llama)
     assert isinstance(recognized(MISTRAL.replace("tools", "tools ")), Mistral)
-    for unknown in (TEMPLATE, HERMES + "<function=f>", MISTRAL + "[ARGS]", "{{ tools }}", HERMES.replace("tools", "toys")):
+    for unknown in (
+        TEMPLATE,
+        HERMES + "<function=f>",
+        MISTRAL + "[ARGS]",
+        "{{ tools }}",
+        HERMES.replace("tools", "toys"),
+    ):
         assert recognized(unknown) is None
 
 
@@ -292,17 +323,32 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
         [{"x": {}}, {"x": {"x": {"x": {}}}}, {"x": {"y": 1}}, {"x": 1}, {"y": 1}],
     ),
     (
-        {"$ref": "#/$defs/T", "$defs": {"T": {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}}},
-        {"$ref": "#/$defs/T", "$defs": {"T": {"type": "object", "properties": {"x": WORD}, "required": ["x"], "additionalProperties": False}}},
+        {
+            "$ref": "#/$defs/T",
+            "$defs": {
+                "T": {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
+            },
+        },
+        {
+            "$ref": "#/$defs/T",
+            "$defs": {
+                "T": {"type": "object", "properties": {"x": WORD}, "required": ["x"], "additionalProperties": False}
+            },
+        },
         [{"x": 1}, {"x": "a"}, {}],
     ),
     (
         openai.pydantic_function_tool(Car)["function"]["parameters"],
         openai.pydantic_function_tool(Engine)["function"]["parameters"],
-        [{"engine": ENGINE, "wheel": None}, {"engine": ENGINE, "wheel": {"spokes": 36}}, {"engine": {"spokes": 24}, "wheel": None}, ENGINE,
-         {"electric": True, "parts": [{"spokes": 1}]}],
+        [
+            {"engine": ENGINE, "wheel": None},
+            {"engine": ENGINE, "wheel": {"spokes": 36}},
+            {"engine": {"spokes": 24}, "wheel": None},
+            ENGINE,
+            {"electric": True, "parts": [{"spokes": 1}]},
+        ],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -360,19 +406,26 @@ def test_complete_calls_are_kept(demo_bundle: Path, form: Any, text: str, argume
         whole = answer.whole([[Part(text, finish_reason=reason)]], Usage())["choices"][0]
         deltas = [chunk["choices"][0] for chunk in answer.chunks(0, Part(text, finish_reason=reason))]
         assert len(whole["message"].get("tool_calls", ())) == arguments
-        assert whole["finish_reason"] == deltas[-1]["finish_reason"] == ("tool_calls" if calls and reason == "stop" else reason)
+        assert (
+            whole["finish_reason"]
+            == deltas[-1]["finish_reason"]
+            == ("tool_calls" if calls and reason == "stop" else reason)
+        )
         said = "" if calls and reason == "length" else rest
         assert (whole["message"]["content"] or "") == "".join(one["delta"].get("content", "") for one in deltas) == said
 
 
 @given(st.data())
 def test_a_stream_is_split_like_the_whole(data: st.DataObject) -> None:
-    """However a text is cut into pieces, calls and other text are those of the whole, and nothing of a call is shown."""
+    """However a text is cut into pieces, calls and other text are those of the whole, and nothing of a call is
+    shown."""
     form: Any = data.draw(st.sampled_from([Hermes(), Llama(), Mistral()]))
     call = CALL.replace("arguments", form.ARGUMENTS)
     whole = {"Hermes": f"<tool_call>\n{call}\n</tool_call>", "Llama": call, "Mistral": f"[{call}]"}[type(form).__name__]
     parts = data.draw(
-        st.lists(st.sampled_from([whole, "It rains. ", "<tool", "<", "{", "[", "\n", call[:9], "</tool_call>"]), max_size=3)
+        st.lists(
+            st.sampled_from([whole, "It rains. ", "<tool", "<", "{", "[", "\n", call[:9], "</tool_call>"]), max_size=3
+        )
     )
     text = "".join(parts)
     tools = Tools(form, [Function(**WEATHER["function"])], False, True)  # type: ignore[arg-type]
@@ -401,7 +454,11 @@ def test_tools_of_a_request() -> None:
     assert Tools.of([], "auto", True, HERMES) is None
     named_one = Tools.of(tools, NamedTool(**named("clock")), True, HERMES)
     assert named_one is not None
-    assert ([one.name for one in named_one.functions], named_one.required, named_one.several) == (["clock"], True, False)
+    assert ([one.name for one in named_one.functions], named_one.required, named_one.several) == (
+        ["clock"],
+        True,
+        False,
+    )
     allowed = {"mode": "required", "tools": [named("clock")]}
     listed = Tools.of(tools, Allowance(type="allowed_tools", allowed_tools=allowed), True, HERMES)  # type: ignore[arg-type]
     assert listed is not None

@@ -77,12 +77,13 @@ def counted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def test_a_turn_reads_what_is_new(model: Model, other: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of both ways in any order, greedy and sampled, some stopped within a block. A plain turn reads the tokens behind the last
-    one that was passed through the target. One that drafts goes back to where the drafter is: the last accepted block, and
-    whatever plain turns left, but for the hidden rows of the first tokens, which they keep."""
+    """Turns of both ways in any order, greedy and sampled, some stopped within a block. A plain turn reads the tokens
+    behind the last one that was passed through the target. One that drafts goes back to where the drafter is: the last
+    accepted block, and whatever plain turns left, but for the hidden rows of the first tokens, which they keep."""
     draw, session = np.random.default_rng(0), model.session()
     forget(model)
-    target = drafter = known = stopped = blocks = 0  # positions in the caches; known: those the drafter has read or can read
+    # positions in the caches; known: those the drafter has read or can read
+    target = drafter = known = stopped = blocks = 0
     prompt = model.encode(TEXT)[:20]
     for turn in range(40):
         speculate = bool(draw.random() < 0.6)
@@ -134,7 +135,8 @@ def test_a_prompt_that_is_all_there(model: Model, other: Model, monkeypatch: pyt
 
 
 def test_another_prompt(model: Model, other: Model) -> None:
-    """Whatever it shares with the text in the caches, from nothing to all of it, longer or shorter; also one longer than a chunk."""
+    """Whatever it shares with the text in the caches, from nothing to all of it, longer or shorter; also one longer
+    than a chunk."""
     text = model.encode(TEXT * 3)[:150]
     session, draw = model.session(), np.random.default_rng(1)
     for turn in range(24):
@@ -148,7 +150,9 @@ def test_another_prompt(model: Model, other: Model) -> None:
         assert generation.stats.cached_tokens <= len(before)
 
 
-@pytest.mark.parametrize("speculate", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["speculative", "plain"])
+@pytest.mark.parametrize(
+    "speculate", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["speculative", "plain"]
+)
 def test_rewind_anywhere(model: Model, other: Model, speculate: bool) -> None:
     """Behind any token of prompt or text the session goes on as a fresh generation does, in either way."""
     prompt = model.encode(TEXT)[:6]
@@ -170,7 +174,8 @@ def test_rewind_anywhere(model: Model, other: Model, speculate: bool) -> None:
 
 
 def test_something_else_in_between(model: Model, other: Model) -> None:
-    """Another generation, a second session and a turn that was left in its middle cost reading again, and change nothing."""
+    """Another generation, a second session and a turn that was left in its middle cost reading again, and change
+    nothing."""
     prompt = model.encode(TEXT)[:16]
     wanted = finished(other.generate(prompt, 40)).ids
     first, second = model.session(), model.session()
@@ -193,8 +198,8 @@ def test_something_else_in_between(model: Model, other: Model) -> None:
 
 @pytest.mark.parametrize("form", ["migraphx", "tensorrt", "cuda"])
 def test_accelerators_to_the_last_position(bundle: Path, other: Model, form: str) -> None:
-    """Their passes have one size, so what a turn reads is padded, wherever it begins: also past the end of the text's room. Callbacks
-    that fail leave their memory as good as it was."""
+    """Their passes have one size, so what a turn reads is padded, wherever it begins: also past the end of the text's
+    room. Callbacks that fail leave their memory as good as it was."""
     text = (other.encode(TEXT) * 5)[:200]
     with opened(bundle, form, lazy=True) as model:
         session, asked = model.session(), {"temperature": 0.8, "seed": 2, "logit_bias": {1: -1000.0}}
@@ -223,8 +228,8 @@ def test_a_refused_turn_changes_nothing(model: Model) -> None:
 
 @pytest.mark.parametrize("form", ["cpu", "migraphx", pytest.param("tensorrt", marks=pytest.mark.exhaustive)])
 def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str, tmp_path: Path) -> None:
-    """Into the same model, a freshly loaded one and another backend's, and back from there: the caches are what they were, so that
-    only what is new is read, and the text goes on as it would have."""
+    """Into the same model, a freshly loaded one and another backend's, and back from there: the caches are what they
+    were, so that only what is new is read, and the text goes on as it would have."""
     prompt = model.encode(TEXT)
     session = model.session()
     finished(session.generate(prompt, 20, stop_token_ids=[finished(other.generate(prompt, 20)).ids[10]]))
@@ -256,7 +261,8 @@ def test_saved_and_restored(bundle: Path, model: Model, other: Model, form: str,
 
 
 def test_saved_at_odd_moments(model: Model, other: Model, tmp_path: Path) -> None:
-    """Before the first turn, between two cycles, after a rewind, after something else was read, after a prompt that was broken off."""
+    """Before the first turn, between two cycles, after a rewind, after something else was read, after a prompt that was
+    broken off."""
     file, prompt = tmp_path / "session.npz", model.encode(TEXT)
 
     def goes_on(ids: list[int], cached: int) -> None:
@@ -299,7 +305,8 @@ def test_saved_at_odd_moments(model: Model, other: Model, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_what_the_drafter_was_to_read_it_reads_later(model: Model, other: Model, tmp_path: Path, saved: bool) -> None:
-    """A turn that ends with its first token leaves the prompt to it; the next one need not have the target read it again."""
+    """A turn that ends with its first token leaves the prompt to it; the next one need not have the target read it
+    again."""
     prompt = (model.encode(TEXT) * 5)[:180]
     forget(model)
     session = model.session()
@@ -397,7 +404,9 @@ def test_a_full_disk(model: Model, tmp_path: Path, failing: str, there: bool, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(failing, full)
-        with pytest.raises(GumihoError, match=r"session.npz' cannot be written \(No space left on device\): free some space"):
+        with pytest.raises(
+            GumihoError, match=r"session.npz' cannot be written \(No space left on device\): free some space"
+        ):
             session.save(file)
     assert [path.name for path in tmp_path.iterdir()] == ["session.npz"] * there
     assert not there or file.read_bytes() == content
@@ -431,8 +440,8 @@ def test_an_interrupted_save(model: Model, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.exhaustive
 def test_what_was_accepted_on_trust_is_read_again(demo_bundle: Path, tmp_path: Path) -> None:
-    """Full Tree Attention keeps rows that were read under other ancestors: a turn behind it equals a fresh generation all the same,
-    and so does one that is restored."""
+    """Full Tree Attention keeps rows that were read under other ancestors: a turn behind it equals a fresh generation
+    all the same, and so does one that is restored."""
     with load(demo_bundle, threads=1) as model:
         borrowed = 0
         for seed in range(24):

@@ -1,4 +1,5 @@
-"""Bundles with several drafters: each drafts as if it were alone, texts change between them, and none changes a text."""
+"""Bundles with several drafters: each drafts as if it were alone, texts change between them, and none changes a
+text."""
 
 import json
 import re
@@ -61,9 +62,19 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def argv(drafters: Path, names: Sequence[str], out: Path) -> list[str]:
     return [
-        "--ckpt", *(str(drafters / name) for name in names), "--target", str(drafters / "pair/target"), "--out", str(out),
-        "--rows", "8", "--capacity", "200", "--draft-weights", "none",
-    ]  # fmt: skip
+        "--ckpt",
+        *(str(drafters / name) for name in names),
+        "--target",
+        str(drafters / "pair/target"),
+        "--out",
+        str(out),
+        "--rows",
+        "8",
+        "--capacity",
+        "200",
+        "--draft-weights",
+        "none",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +91,8 @@ def cycles(model: Model, prompt: Sequence[int], **options: Any) -> list[tuple[An
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("eagle3", "an-extend") else pytest.mark.exhaustive) for name in NAMES]
+    "name",
+    [pytest.param(name, marks=() if name in ("eagle3", "an-extend") else pytest.mark.exhaustive) for name in NAMES],
 )
 def test_each_drafts_as_if_it_were_alone(name: str, bundle: Path, drafters: Path, tmp_path: Path) -> None:
     assert main(argv(drafters, [name], tmp_path / "alone")) == 0
@@ -115,7 +127,9 @@ def test_a_session_goes_on_with_another_drafter(bundle: Path, drafters: Path, tm
             turn = session.generate(text, 6, drafter=name)
             list(turn.cycles())
             assert len(turn.ids) == 6
-            llama.assert_same(drafters / "pair/target", text, turn.ids, llama.generate(drafters / "pair/target", [text], 6)[0])
+            llama.assert_same(
+                drafters / "pair/target", text, turn.ids, llama.generate(drafters / "pair/target", [text], 6)[0]
+            )
             text = [*session.ids, 7]
 
 
@@ -202,7 +216,8 @@ def test_one_bundle_for_every_backend(drafters: Path, tmp_path: Path, capsys: py
 
 @pytest.mark.exhaustive
 def test_what_calibrating_changes_is_validated_for_all(drafters: Path, tmp_path: Path) -> None:
-    """In int8 the target's matrices are smoothed, and errors above their limits fail the export. The drafters are fp32, which leaves no room for the target's."""
+    """In int8 the target's matrices are smoothed, and errors above their limits fail the export. The drafters are fp32,
+    which leaves no room for the target's."""
     options = "--weights", "int8", "--validate"
     assert main([*argv(drafters, ("gumiho", "a-draft"), tmp_path / "out"), *options]) == 0
 
@@ -213,7 +228,10 @@ HOSTILE = {
     "a drafter left out": (lambda raw: raw["drafters"].pop("medusa"), "none of the drafters"),
     "no drafters": (lambda raw: raw.update(drafters={}), "none of the drafters"),
     "another first": (lambda raw: raw.update(depth=3), "not those of the first"),
-    "a missing graph": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend.a-draft"), "has caches and there is no graph"),
+    "a missing graph": (
+        lambda raw: raw["forms"]["cpu"]["graphs"].pop("extend.a-draft"),
+        "has caches and there is no graph",
+    ),
     "a missing draft": (lambda raw: raw["forms"]["cpu"]["graphs"].pop("draft.medusa"), "no graph 'draft'"),
     "other rows": (lambda raw: raw["drafters"]["a-draft"]["tree"].update(rows=7), "drafters.a-draft has depth"),
     "too deep": (lambda raw: raw["drafters"]["a-draft"].update(depth=8), "drafters.a-draft has depth 8"),
@@ -313,9 +331,17 @@ def test_the_doctor_says_what_each_costs(bundle: Path, capsys: pytest.CaptureFix
         (("gumiho", "medusa"), ("--serial-steps", "2"), "drafter .*medusa' has 0|leave it out"),
         (("gumiho", "eagle3"), ("--head-top-k", "2"), "eagle3' has no heads: leave --head-top-k out"),
         (("medusa", "gumiho"), ("--draft-tree", "static"), "--draft-tree static is for"),
-        (("gumiho",), ("--family", "eagle"), "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho"),
+        (
+            ("gumiho",),
+            ("--family", "eagle"),
+            "is eagle, but drafter .* has 2 serial layers and 2 heads, and is a gumiho",
+        ),
         (("gumiho",), ("--family", "medusa"), "is medusa, but drafter .* has no tensor such as '0.0.linear.weight'"),
-        (("a-draft",), ("--family", "eagle3"), "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'"),
+        (
+            ("a-draft",),
+            ("--family", "eagle3"),
+            "is eagle3, but drafter .* has no tensor such as 'layers.0.hidden_norm.weight'",
+        ),
         (("a-draft",), ("--family", "eagle"), "is eagle, but drafter .* has no tensor such as 'fc.weight'"),
     ],
 )
@@ -337,7 +363,9 @@ def test_what_cannot_be_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_family_that_tensors_tell_may_be_named(drafters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_that_tensors_tell_may_be_named(
+    drafters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, family in zip(NAMES, ("gumiho", "eagle3", "medusa", "small", "hydra"), strict=True):
         assert main([*argv(drafters, [name], tmp_path / name), "--family", family, "--dry-run"]) == 0
     assert "Draft tree" in capsys.readouterr().out

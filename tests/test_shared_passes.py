@@ -1,4 +1,5 @@
-"""Passes over rows of several streams: what each row gets is what a pass of its own would give, and none is lost or waits for nothing."""
+"""Passes over rows of several streams: what each row gets is what a pass of its own would give, and none is lost or
+waits for nothing."""
 
 import shutil
 from collections.abc import Iterator
@@ -42,14 +43,16 @@ PARTS = st.lists(st.tuples(st.sampled_from([0, 1, 100, 129, 300, 450]), st.integ
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.exhaustive if n in ("int8", "int4") else ()) for n in PRECISIONS]
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.exhaustive if n in ("int8", "int4") else ()) for n in PRECISIONS],
 )
 def bundle(request: pytest.FixtureRequest, make_bundle: MakeBundle) -> Path:
     return make_bundle(DEMO, *PRECISIONS[request.param])
 
 
 def engines_here(bundle: Bundle, cpu: Cpu) -> Path:
-    """Raises UnavailableError where the processor cannot multiply bytes, as loading does: there are no engines of w8a8 either."""
+    """Raises UnavailableError where the processor cannot multiply bytes, as loading does: there are no engines of w8a8
+    either."""
     require(bundle, cpu)
     return find_engines(bundle, cpu)
 
@@ -79,11 +82,15 @@ def buffers(bundle: Bundle, past: int, rows: int, wanted: list[int], seed: int) 
         mask[row] |= mask[parents[row]]
         depth[row] = depth[parents[row]] + 1
     made: dict[str, np.ndarray] = {
-        "tokens": rng.integers(0, manifest.vocabulary, rows), "depth": depth, "mask": mask, "wanted": np.array(wanted, np.int64),
-        "past_length": np.array([past]), "choice": np.zeros(len(wanted), np.int64),
+        "tokens": rng.integers(0, manifest.vocabulary, rows),
+        "depth": depth,
+        "mask": mask,
+        "wanted": np.array(wanted, np.int64),
+        "past_length": np.array([past]),
+        "choice": np.zeros(len(wanted), np.int64),
         "logits": np.zeros((len(wanted), manifest.vocabulary), manifest.dtype),
         "hidden": np.zeros((rows, manifest.hidden), manifest.dtype),
-    }  # fmt: skip
+    }
     for name in (tensor.name for tensor in graph.caches):
         positions = graph.cache_positions(manifest.capacity)
         made[name] = rng.standard_normal((1, heads, positions, width)).astype(manifest.dtype)
@@ -96,13 +103,17 @@ def buffers(bundle: Bundle, past: int, rows: int, wanted: list[int], seed: int) 
 def test_rows_get_what_a_pass_of_their_own_gives(
     opened: tuple[Bundle, Any, Lanes], parts: list[tuple[int, int]], last: bool, seed: int
 ) -> None:
-    """To the last bit, whatever the precision, in the same kernels: rows do not meet but in products, whose rows are summed alone."""
+    """To the last bit, whatever the precision, in the same kernels: rows do not meet but in products, whose rows are
+    summed alone."""
     bundle, target, lanes = opened
     least = Cpu("").form(bundle, Path()).least
     parts = [(past, max(least, rows)) for past, rows in parts]
     wanted = [[rows - 1] if last else list(range(rows)) for _, rows in parts]
     made = [
-        [buffers(bundle, past, rows, w, seed + i) for i, ((past, rows), w) in enumerate(zip(parts, wanted, strict=True))]
+        [
+            buffers(bundle, past, rows, w, seed + i)
+            for i, ((past, rows), w) in enumerate(zip(parts, wanted, strict=True))
+        ]
         for _ in "12"
     ]
     for own in made[0]:
@@ -154,7 +165,7 @@ def test_eager_is_the_targets_own_passes(counts: list[int], tmp_path: Path) -> N
         at += n
 
 
-# --- streams that share them ---------------------------------------------------------------------------------------------
+# --- streams that share them ------------------------------------------------------------------------------------------
 
 
 def test_streams_share_passes_and_none_changes_anothers_text(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +254,7 @@ def test_lanes_that_differ_fail_the_golden_run(bundle: Path, monkeypatch: pytest
         check_shared(read, made, folder)
 
 
-# --- bundles -------------------------------------------------------------------------------------------------------------
+# --- bundles ----------------------------------------------------------------------------------------------------------
 
 
 def test_bundles_without_the_graph_decode_by_turns(bundle: Path, tmp_path: Path) -> None:
@@ -265,11 +276,16 @@ def unnamed(raw: dict[str, Any]) -> None:
 
 def one_lane(raw: dict[str, Any]) -> None:
     own = raw["forms"]["cpu"]["graphs"]["shared"]
-    own["inputs"] = [tensor for tensor in own["inputs"] if not tensor["name"].startswith("mask.") or tensor["name"] == "mask.0"]
+    own["inputs"] = [
+        tensor for tensor in own["inputs"] if not tensor["name"].startswith("mask.") or tensor["name"] == "mask.0"
+    ]
 
 
 def other_rows(raw: dict[str, Any]) -> None:
-    next(t for t in raw["forms"]["cpu"]["graphs"]["shared"]["inputs"] if t["name"] == "mask.2")["shape"] = ["rows_1", "rows_2"]
+    next(t for t in raw["forms"]["cpu"]["graphs"]["shared"]["inputs"] if t["name"] == "mask.2")["shape"] = [
+        "rows_1",
+        "rows_2",
+    ]
 
 
 def missing_cache(raw: dict[str, Any]) -> None:
@@ -281,9 +297,16 @@ def elsewhere(raw: dict[str, Any]) -> None:
     raw["forms"]["cuda"] = {**raw["forms"]["cpu"]}
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (unnamed, "shared-passes"), (one_lane, "streams"), (other_rows, "mask.2"), (missing_cache, "shared"), (elsewhere, "a graph 'shared'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (unnamed, "shared-passes"),
+        (one_lane, "streams"),
+        (other_rows, "mask.2"),
+        (missing_cache, "shared"),
+        (elsewhere, "a graph 'shared'"),
+    ],
+)
 def test_contradicting_manifests_are_refused(bundle: Path, tmp_path: Path, change: Any, said: str) -> None:
     shutil.copytree(bundle, tmp_path / "copy", ignore=shutil.ignore_patterns("engines", "weights"))
     edit(tmp_path / "copy", change)

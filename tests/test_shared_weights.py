@@ -85,17 +85,28 @@ def test_a_file_that_became_shorter_is_named(bundle: Any, device: Lazy | None, f
 @pytest.mark.parametrize("device", [None, Lazy()], ids=["host", "device"])
 def test_a_file_that_is_gone_is_named(bundle: Any, device: Lazy | None) -> None:
     (bundle.path / "two.bin").unlink()
-    with pytest.raises(DamageError, match=r"two\.bin cannot be read \(No such file or directory\): copy the bundle again"):
+    with pytest.raises(
+        DamageError, match=r"two\.bin cannot be read \(No such file or directory\): copy the bundle again"
+    ):
         SharedWeights(bundle, FORM, device)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda weights: weights.update(past_length=weights.popitem()[1]), "has 'past_length', which is an input or output"),
-    (lambda weights: weights.update({"past_key.0": weights.popitem()[1]}), "has 'past_key.0', which is an input or output"),
-    (lambda weights: weights.update(logits=weights.popitem()[1]), "has 'logits', which is an input or output"),
-    (lambda weights: next(iter(weights.values())).update(offset=1), "begins at 1, which no float32 does"),
-    (lambda weights: next(iter(weights.values())).update(offset=1 << 40), "ends behind"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights.update(past_length=weights.popitem()[1]),
+            "has 'past_length', which is an input or output",
+        ),
+        (
+            lambda weights: weights.update({"past_key.0": weights.popitem()[1]}),
+            "has 'past_key.0', which is an input or output",
+        ),
+        (lambda weights: weights.update(logits=weights.popitem()[1]), "has 'logits', which is an input or output"),
+        (lambda weights: next(iter(weights.values())).update(offset=1), "begins at 1, which no float32 does"),
+        (lambda weights: next(iter(weights.values())).update(offset=1 << 40), "ends behind"),
+    ],
+)
 def test_weights_that_cannot_be_are_refused(
     make_bundle: MakeBundle, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
@@ -113,9 +124,10 @@ def test_engines_are_not_used_with_weights_from_elsewhere(make_bundle: MakeBundl
     form = bundle.manifest.form("migraphx")
     weights = dict(form.weights["target"])
     one, other = next(
-        (one, other) for one, other in combinations(weights, 2)
+        (one, other)
+        for one, other in combinations(weights, 2)
         if weights[one].shape == weights[other].shape and weights[one] != weights[other]
-    )  # fmt: skip
+    )
     weights[one], weights[other] = weights[other], weights[one]
     swapped = replace(form, weights={**form.weights, "target": weights})
     edited = SimpleNamespace(manifest=replace(bundle.manifest, forms={"migraphx": swapped}))
@@ -125,7 +137,8 @@ def test_engines_are_not_used_with_weights_from_elsewhere(make_bundle: MakeBundl
 
 
 def test_all_sizes_share_one_set(make_bundle: MakeBundle, tmp_path: Path) -> None:
-    """Every matrix of the demo pair's four target graphs and two drafter graphs is listed once, where the CPU's graphs find it too."""
+    """Every matrix of the demo pair's four target graphs and two drafter graphs is listed once, where the CPU's graphs
+    find it too."""
     manifest = Bundle(make_bundle(DEMO, *EVERY_BACKEND)).manifest
     form = manifest.form("migraphx")
     assert [len(form.targets), sorted(form.weights)] == [4, ["draft", "target"]]

@@ -39,15 +39,22 @@ MADE = {
     "llama": OWN,
     "tied": {**OWN, "tie_word_embeddings": True},
     "three layers": {**OWN, "num_hidden_layers": 3},
-    "qwen2": {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1},
+    "qwen2": {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+    },
     "qwen3": {**OWN, "model_type": "qwen3"},
     "fewer tokens": {**OWN, "vocab_size": 900},
     "more tokens": {**OWN, "vocab_size": 1100},
-}  # fmt: skip
+}
 
 
 class Naive:
-    """transformers' own model, which reads the whole text anew for every node; implements ``naive.Model``. A feature is a row of logits."""
+    """transformers' own model, which reads the whole text anew for every node; implements ``naive.Model``. A feature is
+    a row of logits."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         self.model, self.vocabulary, self.text = model, vocabulary, list[int]()
@@ -101,7 +108,9 @@ def rows_of(text: list[int]) -> Tensor:
     return torch.tensor([[token // 65536, token // 256 % 256, token % 256] for token in text], dtype=torch.float32)
 
 
-@given(st.lists(st.integers(0, (1 << 24) - 1), min_size=1), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+@given(
+    st.lists(st.integers(0, (1 << 24) - 1), min_size=1), st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+)
 def test_digits_are_exact(tokens: list[int], dtype: torch.dtype) -> None:
     digits = digits_of(torch.tensor(tokens)).to(dtype)
     assert torch.equal(digits.float(), rows_of(tokens))
@@ -125,7 +134,11 @@ def test_eager_tree_is_the_naive_one(name: str, shape: TreeConfig, tmp_path: Pat
 @pytest.mark.parametrize("dialect", [Contrib, Standard, Rounded])
 @pytest.mark.parametrize(
     "name",
-    ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive), pytest.param("fewer tokens", marks=pytest.mark.exhaustive)],
+    [
+        "llama",
+        pytest.param("qwen3", marks=pytest.mark.exhaustive),
+        pytest.param("fewer tokens", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_exported_tree_is_the_naive_one(name: str, dialect: type[Plain], tmp_path: Path) -> None:
     argv, small = written(tmp_path, name)
@@ -142,17 +155,29 @@ def exported(folder: Path, argv: list[str], *options: str) -> Path:
 
 
 def test_a_drafter_that_is_the_target_is_always_right(tmp_path: Path) -> None:
-    """So it reads the whole text, the first token too, at the target's positions; in prompts of several passes and beside lookups too."""
+    """So it reads the whole text, the first token too, at the target's positions; in prompts of several passes and
+    beside lookups too."""
     made = RandomPair(OWN, seed=3).make_target()
     made.save_pretrained(tmp_path / "target")
-    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
-                      "--draft-weights", "none", "--draft-tree", "chain", "--rows", "3", "--validate")  # fmt: skip
+    bundle = exported(
+        tmp_path,
+        ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
+        "--draft-weights",
+        "none",
+        "--draft-tree",
+        "chain",
+        "--rows",
+        "3",
+        "--validate",
+    )
     with load(bundle) as model:
         for length in (1, 2, 7, 130):
             prompt = [(5 * i * i + length) % 1000 + 2 for i in range(length)]
             generation = model.generate(prompt, 22, rows=3, lookup=False)
             accepted = [len(cycle.tokens) for cycle in generation.cycles()]
-            llama.assert_same(tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 22)[0])
+            llama.assert_same(
+                tmp_path / "target", prompt, generation.ids, llama.generate(tmp_path / "target", [prompt], 22)[0]
+            )
             if len(generation.ids) == 22:
                 assert accepted[1:-1] == [3] * len(accepted[1:-1])
                 assert len(accepted) == 8
@@ -172,8 +197,18 @@ def test_draws_of_a_part_of_the_tokens_are_known_by_their_ids(tmp_path: Path) ->
     """A drafter that is the target, but may draft only some tokens, has all draws of these accepted."""
     made = RandomPair(OWN, seed=3).make_target()
     made.save_pretrained(tmp_path / "target")
-    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
-                      "--draft-weights", "none", "--draft-tree", "chain", "--rows", "3", "--draft-vocab", "700")  # fmt: skip
+    bundle = exported(
+        tmp_path,
+        ["--ckpt", str(tmp_path / "target"), "--target", str(tmp_path / "target")],
+        "--draft-weights",
+        "none",
+        "--draft-tree",
+        "chain",
+        "--rows",
+        "3",
+        "--draft-vocab",
+        "700",
+    )
     with np.load(bundle / "draft_tokens.npz") as file:
         known = set(file["ids"].tolist())
     assert len(known) == 700
@@ -197,7 +232,18 @@ def test_the_output_is_that_of_plain_decoding(weights: str, tmp_path: Path) -> N
     RandomPair({**OWN, "intermediate_size": 64, "num_hidden_layers": 1}, seed=5).make_target().save_pretrained(
         tmp_path / "small"
     )
-    bundle = exported(tmp_path, ["--ckpt", str(tmp_path / "small"), "--target", str(tmp_path / "target")], "--weights", weights, "--rows", "8", "--beam", "2", "--serial-steps", "3")  # fmt: skip
+    bundle = exported(
+        tmp_path,
+        ["--ckpt", str(tmp_path / "small"), "--target", str(tmp_path / "target")],
+        "--weights",
+        weights,
+        "--rows",
+        "8",
+        "--beam",
+        "2",
+        "--serial-steps",
+        "3",
+    )
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 130, 40)]
     with load(bundle, streams=2) as model:
         assert model.bundle.manifest.hidden == 3
@@ -235,9 +281,18 @@ def test_fewer_tokens_can_be_drafted(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
     """The target's codes are kept as they are, the drafter's are not."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     large, small = (RandomPair(sizes, seed=seed).make_target() for seed in (1, 2))
-    files = gguf_files.write(large, tmp_path / "large.gguf", "Q8_0"), gguf_files.write(small, tmp_path / "small.gguf", "Q4_0")
+    files = (
+        gguf_files.write(large, tmp_path / "large.gguf", "Q8_0"),
+        gguf_files.write(small, tmp_path / "small.gguf", "Q4_0"),
+    )
     assert (
         main(
             [
@@ -263,7 +318,19 @@ def test_codes_of_a_gguf_drafter(tmp_path: Path) -> None:
 def test_small_capacities(capacity: int, rows: int, tmp_path: Path) -> None:
     argv, _ = written(tmp_path, "llama")
     assert (
-        main([*argv, "--capacity", str(capacity), "--rows", str(rows), "--serial-steps", "2", "--out", str(tmp_path / "out")])
+        main(
+            [
+                *argv,
+                "--capacity",
+                str(capacity),
+                "--rows",
+                str(rows),
+                "--serial-steps",
+                "2",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
         == 0
     )
 
@@ -276,13 +343,18 @@ def test_a_vocabulary_of_its_own_is_not_cut(name: str, tmp_path: Path, capsys: p
     assert "leave --draft-vocab out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
-    (("--heads", "1"), "has 0: give at most that many"),
-    (("--draft-tree", "static"), "--draft-tree static is for EAGLE-1"),
-    (("--backend", "vllm"), "is of the family small, which vLLM runs as it is"),
-])  # fmt: skip
-def test_what_is_refused(options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--taps", "1"), "--taps and --norm-before-residual are for an EAGLE-3"),
+        (("--heads", "1"), "has 0: give at most that many"),
+        (("--draft-tree", "static"), "--draft-tree static is for EAGLE-1"),
+        (("--backend", "vllm"), "is of the family small, which vLLM runs as it is"),
+    ],
+)
+def test_what_is_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv, _ = written(tmp_path, "llama")
     assert main([*argv, "--out", str(tmp_path / "out"), *options]) == 1
     assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""exporter.writing.smoothing: scales move from the inputs of matrices to their columns; the model stays, and rounded rows are nearer to it."""
+"""exporter.writing.smoothing: scales move from the inputs of matrices to their columns; the model stays, and rounded
+rows are nearer to it."""
 
 import json
 from dataclasses import replace
@@ -37,8 +38,16 @@ GROUPED = {
     "intermediate_size": 70,
     "vocab_size": 301,
 }
-BIASED = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "intermediate_size": 33, "vocab_size": 97,
-          "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}  # fmt: skip
+BIASED = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "hidden_size": 48,
+    "intermediate_size": 33,
+    "vocab_size": 97,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
 TARGETS = {
     "grouped": RandomPair(GROUPED, seed=1),
     "biased, tied": RandomPair(BIASED, seed=2),
@@ -82,7 +91,15 @@ def test_the_model_is_the_same(kind: str, tmp_path: Path) -> None:
     state = values(planned(tmp_path))
     before = model.state_dict()
     moved = {name for name, value in state.items() if not torch.equal(value, before[name])}
-    kept = ("q_proj.bias", "k_proj.bias", "o_proj.bias", "gate_proj.bias", "down_proj.bias", "q_norm.weight", "k_norm.weight")
+    kept = (
+        "q_proj.bias",
+        "k_proj.bias",
+        "o_proj.bias",
+        "gate_proj.bias",
+        "down_proj.bias",
+        "q_norm.weight",
+        "k_norm.weight",
+    )
     assert moved == {name for name in state if not name.endswith((*kept, "embed_tokens.weight"))}
     tokens = ids(model.config.vocab_size)
     wanted, found = model(tokens).logits, holding(pair, state)(tokens).logits
@@ -138,7 +155,8 @@ def test_columns_that_are_not_used_keep_their_numbers() -> None:
     inputs, columns = torch.tensor([16.0, 0.0, 1.0, 1.0, torch.inf]), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
     assert _scales(inputs, columns).tolist() == pytest.approx([2**0.5, 1, 1, 0.5**0.5, 1])
     assert _scales(torch.zeros(3), torch.ones(3)).tolist() == [1, 1, 1]
-    # A column that the text nearly lacks is not made more than twice as large, one that it is full of as small as may be.
+    # A column that the text nearly lacks is not made more than twice as large, one that it is full of as small as may
+    # be.
     assert _scales(torch.tensor([1e-12, 1e12]), torch.ones(2)).tolist() == pytest.approx([0.5, 1e3])
 
 
@@ -176,7 +194,10 @@ def test_outliers_cost_less(tmp_path: Path) -> None:
     tokens, made = ids(301), planned(tmp_path)
     wanted = with_outliers(pair)(tokens).logits
     errors = [
-        float((rounded(holding(pair, state))(tokens).logits - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        float(
+            (rounded(holding(pair, state))(tokens).logits - wanted).square().mean().sqrt()
+            / wanted.square().mean().sqrt()
+        )
         for state in (values(made), values(replace(made, factors={})))
     ]
     assert errors[0] < 0.25 * errors[1]
@@ -191,7 +212,9 @@ def test_a_drafter_keeps_its_inputs_and_its_numbers(tmp_path: Path) -> None:
     state, before = values(made), values(plain)
     for name in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"):
         assert torch.equal(state[name], before[name])
-    assert not torch.equal(state["model.layers.0.input_layernorm.weight"], before["model.layers.0.input_layernorm.weight"])
+    assert not torch.equal(
+        state["model.layers.0.input_layernorm.weight"], before["model.layers.0.input_layernorm.weight"]
+    )
     drafts = [one.sources()["weights/draft.bin"] for one in (made, plain)]
     for name, source in drafts[0].items():
         assert torch.equal(source.whole(), drafts[1][name].whole())
@@ -260,16 +283,29 @@ read = sum(part.numel() for name in factors if name in sources for part in sourc
 print(read, peak() - before)
 """
     hidden, between, vocabulary = 512, 1 << 15, 8
-    config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": between, "num_attention_heads": 8, "rms_norm_eps": 1e-5,
-              "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocabulary, "max_position_embeddings": 64}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": between,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     mlp, attention = "model.layers.0.mlp.{}_proj.weight", "model.layers.0.self_attn.{}_proj.weight"
     shapes = {
-        "model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden], "model.norm.weight": [hidden],
-        "model.layers.0.input_layernorm.weight": [hidden], "model.layers.0.post_attention_layernorm.weight": [hidden],
-        **{mlp.format(name): [between, hidden] for name in ("gate", "up")}, mlp.format("down"): [hidden, between],
+        "model.embed_tokens.weight": [vocabulary, hidden],
+        "lm_head.weight": [vocabulary, hidden],
+        "model.norm.weight": [hidden],
+        "model.layers.0.input_layernorm.weight": [hidden],
+        "model.layers.0.post_attention_layernorm.weight": [hidden],
+        **{mlp.format(name): [between, hidden] for name in ("gate", "up")},
+        mlp.format("down"): [hidden, between],
         **{attention.format(name): [64 * heads, hidden] for name, heads in (("q", 8), ("k", 2), ("v", 2), ("o", 8))},
-    }  # fmt: skip
+    }
     header, end = dict[str, Any](), 0
     for name, shape in shapes.items():
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [end, end := end + 2 * prod(shape)]}

@@ -1,4 +1,5 @@
-"""Two exports at once, interruptions at any time, and names that no folder can have: each ends in one sentence and leaves it whole.
+"""Two exports at once, interruptions at any time, and names that no folder can have: each ends in one sentence and
+leaves it whole.
 
 python -m tests.test_staging 50     # so many overlapping pairs of exports
 """
@@ -24,9 +25,13 @@ from tests.pairs import RandomPair
 
 ROOT = Path(__file__).parents[1]
 TINY = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}  # fmt: skip
+}
 TREE = ["--rows", "4", "--capacity", "64"]
 
 
@@ -49,13 +54,17 @@ def options(pair: Path, out: Path | str, *more: str) -> list[str]:
 
 def started(argv: list[str], **more: object) -> subprocess.Popen[str]:
     return subprocess.Popen(  # type: ignore[call-overload]
-        [sys.executable, "-m", "exporter.cli", *argv], cwd=ROOT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "exporter.cli", *argv],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more},
-    )  # fmt: skip
+    )
 
 
 def at_once(pair: Path, folder: Path, overwrite: bool, apart: float) -> str:
-    """Two real exports to one folder, the second started ``apart`` seconds behind the first. Returns what came of them."""
+    """Two real exports to one folder, the second started ``apart`` seconds behind the first. Returns what came of
+    them."""
     # Without a drafter there is one graph to trace.
     argv = ["--target", str(pair / "target"), "--out", str(folder / "out"), "--capacity", "64"]
     argv += ["--overwrite"] if overwrite else []
@@ -68,7 +77,9 @@ def at_once(pair: Path, folder: Path, overwrite: bool, apart: float) -> str:
         said = [line for line in error.splitlines() if "error" in line.lower()]
         if status:
             assert len(said) == 1, error
-            assert f"another export is writing '{folder / 'out'}'" in said[0] or (not overwrite and "exists" in said[0]), error
+            assert f"another export is writing '{folder / 'out'}'" in said[0] or (
+                not overwrite and "exists" in said[0]
+            ), error
     assert any(status == 0 for _, status in ends), ends
     Bundle(folder / "out").verify()
     assert [p.name for p in folder.iterdir()] == ["out"]
@@ -114,15 +125,26 @@ def test_an_interruption_after_the_last_step_is_too_late(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("option", "name"),
-    [("--out", "~nouser/out"), ("--out", "a" * 5000), ("--out", "a" * 250), ("--ckpt", "~nouser"), ("--ckpt", "b/" + "a" * 5000),
-     ("--target", "~nouser/x")],
+    [
+        ("--out", "~nouser/out"),
+        ("--out", "a" * 5000),
+        ("--out", "a" * 250),
+        ("--ckpt", "~nouser"),
+        ("--ckpt", "b/" + "a" * 5000),
+        ("--target", "~nouser/x"),
+    ],
     ids=lambda v: v[:9],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_names_that_no_folder_can_have(
-    pair: Path, tmp_path: Path, option: str, name: str, dry: list[str], monkeypatch: pytest.MonkeyPatch,
+    pair: Path,
+    tmp_path: Path,
+    option: str,
+    name: str,
+    dry: list[str],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     argv = options(pair, tmp_path / "out", *dry)
     argv[argv.index(option) + 1] = name
@@ -165,7 +187,8 @@ def test_standard_output_may_be_full(
         full.close()
     error = capsys.readouterr().err
     assert (
-        error == "error: standard output cannot be written (No space left on device): free some space, or write it elsewhere\n"
+        error == "error: standard output cannot be written (No space left on device): free some space, or write it "
+        "elsewhere\n"
     )
 
 
@@ -186,7 +209,7 @@ def test_an_interruption_while_libraries_are_imported(pair: Path, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-# --- replacing ---------------------------------------------------------------------------------------------------------
+# --- replacing --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exchange", [True, False])

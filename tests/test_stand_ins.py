@@ -1,6 +1,7 @@
 """Backends whose hardware is not here, on stand-ins for their libraries: the project's own half of driving them.
 
-The stand-ins compute with ONNX Runtime on the processor and assert that the libraries' rules are kept; each file says which.
+The stand-ins compute with ONNX Runtime on the processor and assert that the libraries' rules are kept; each file says
+which.
 """
 
 import asyncio
@@ -45,19 +46,22 @@ IMPORTERS = (
     "runtime.engines.devices.cuda",
 )
 SHORT = [5, 6, 7]
-PROMPTS = ((SHORT, 12), (list(range(2, 70)), 8), (list(range(9, 199)), 50))  # less than a pass, more than a chunk, to the end
+# less than a pass, more than a chunk, to the end
+PROMPTS = ((SHORT, 12), (list(range(2, 70)), 8), (list(range(9, 199)), 50))
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Forgets a module, now and again behind the test."""
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # without it nothing would be undone where there was no module
+    # without it nothing would be undone where there was no module
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
     del sys.modules[name]
     package, _, attribute = name.rpartition(".")
     monkeypatch.setattr(import_module(package), attribute, None, raising=False)
 
 
 def put(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, ModuleType]) -> None:
-    """Stand-ins under the names of what they stand in for; what imports them is imported anew, now and behind the test."""
+    """Stand-ins under the names of what they stand in for; what imports them is imported anew, now and behind the
+    test."""
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in IMPORTERS:
@@ -71,8 +75,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def read_once(make_bundle: MakeBundle) -> Iterator[None]:
-    """A file that has not changed is hashed once, and what an export left in memory is no garbage: both would take longer than what is
-    tested."""
+    """A file that has not changed is hashed once, and what an export left in memory is no garbage: both would take
+    longer than what is tested."""
     digest, hashes = bundle_hashes.file_hash, dict[Any, str]()
 
     def hash_once(file: Path) -> str:
@@ -192,14 +196,20 @@ def test_tensorrts_engines_keep_their_promises(nvidia: ModuleType, bundle: Path)
     compiled(bundle, "tensorrt")
     keeps_its_promises(bundle, "tensorrt")
     bench = promises.Bench(bundle, "tensorrt", "")
-    tensors = {name: tensor for name, tensor in bench.cache.bindings(bench.graph).items() if not name.startswith("present")}
+    tensors = {
+        name: tensor for name, tensor in bench.cache.bindings(bench.graph).items() if not name.startswith("present")
+    }
     bench.engine.bind({**bench.inputs(0), **tensors})()  # caches are written where they are read, asked for or not
     bench.close()
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
-    [("UNBUILDABLE", "no kernel for fused attention"), ("UNSIZED", "no profile for fused attention"), ("WRONG", "golden")],
+    [
+        ("UNBUILDABLE", "no kernel for fused attention"),
+        ("UNSIZED", "no profile for fused attention"),
+        ("WRONG", "golden"),
+    ],
 )
 def test_tensorrt_falls_back_to_decomposed_attention(
     nvidia: ModuleType, bundle: Path, expected: list[list[int]], wrong: str, reason: str
@@ -239,7 +249,9 @@ def test_a_tensorrt_that_cannot_write_caches_gets_primitives(
 def test_a_tensorrt_that_cannot_write_caches_says_so(nvidia: ModuleType, bundle: Path) -> None:
     edit(bundle, lambda raw: raw["forms"]["tensorrt"]["spares"].pop("basic", None))
     nvidia.__version__ = "10.13.3.9"
-    with pytest.raises(GumihoError, match=r"TensorRT 10\.13\.3\.9 cannot update caches in place, and the bundle has no graphs"):
+    with pytest.raises(
+        GumihoError, match=r"TensorRT 10\.13\.3\.9 cannot update caches in place, and the bundle has no graphs"
+    ):
         compiled(bundle, "tensorrt")
     nvidia.__version__ = "10.1.0"
     with pytest.raises(GumihoError, match=r"TensorRT 10\.1\.0 is too old: install 10\.3 or newer"):
@@ -376,7 +388,8 @@ def test_cuda_gives_the_cpus_tokens(
     assert (smallest, trees[-1]) == (1, read.manifest.rows)
     with load(bundle, "cuda") as model:
         held = sum(nbytes for nbytes, *_ in nvidia.cuda.LIVE.values())
-        # Beside weights and what is counted there are the inputs of every bound call, and a copy of outputs that go to the host.
+        # Beside weights and what is counted there are the inputs of every bound call, and a copy of outputs that go to
+        # the host.
         counted = backend("cuda").memory(read).running.device - (1 << 29)  # what CUDA's libraries take besides
         assert 0 <= held - counted < 4 << 20
         allocated, recorded = len(nvidia.cuda.LIVE), onnxruntime_gpu.RECORDED.total()
@@ -421,7 +434,8 @@ def test_cuda_records_in_no_text_of_asyncio_and_of_the_server(onnxruntime_gpu: M
 
 @pytest.mark.exhaustive
 def test_cuda_keeps_int4_inside(onnxruntime_gpu: ModuleType, make_bundle: MakeBundle, tmp_path: Path) -> None:
-    """The fast product of int4 rearranges constants only, so each session has its own weights, and the target one size."""
+    """The fast product of int4 rearranges constants only, so each session has its own weights, and the target one
+    size."""
     made = make_bundle(DEMO, "--backend", "cuda", "--weights", "int4", "--dtype", "fp32", "--rows", "8")
     bundle = copied(made, tmp_path / "bundle")
     form = Bundle(bundle).manifest.form("cuda")
@@ -441,7 +455,9 @@ def test_cudas_engines_keep_their_promises(onnxruntime_gpu: ModuleType, bundle: 
 
 def test_cuda_refuses_nodes_on_the_host(onnxruntime_gpu: ModuleType, bundle: Path) -> None:
     onnxruntime_gpu.ELSEWHERE.append("TopK")
-    with pytest.raises(GumihoError, match=r"does not run all of .*onnx on CUDA \(TopK on CPUExecutionProvider\): try another"):
+    with pytest.raises(
+        GumihoError, match=r"does not run all of .*onnx on CUDA \(TopK on CPUExecutionProvider\): try another"
+    ):
         compiled(bundle, "cuda")
     assert not kept(bundle)
 
@@ -468,7 +484,9 @@ def amd_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def amd(amd_apart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """It compiles in this process: another one takes longer to start than to compile."""
 
-    def compile_here(job: Job, scratch: Path, environment: Mapping[str, str], progress: Callable[[str], object]) -> None:
+    def compile_here(
+        job: Job, scratch: Path, environment: Mapping[str, str], progress: Callable[[str], object]
+    ) -> None:
         before = set(amd_apart.DEVICES)
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -495,12 +513,15 @@ def test_migraphx_names_its_tenth_output_in_two_ways(
         assert ids(model, *PROMPTS[1]) == expected[1]
 
 
-@pytest.mark.parametrize(("odd", "message"), [
-    ({"main:#output_:00099": "logits"}, "parameter 'main:#output_:00099', which is neither"),
-    ({"main:#output_1_0": "logits"}, "parameter 'main:#output_1_0', which is neither"),
-    ({"main:#output_0": "logits"}, "parameter 'main:#output_0' of another shape than its output 'choice'"),
-    ({"main:#output_:00001": "logits"}, "two parameters for its output 'logits'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"main:#output_:00099": "logits"}, "parameter 'main:#output_:00099', which is neither"),
+        ({"main:#output_1_0": "logits"}, "parameter 'main:#output_1_0', which is neither"),
+        ({"main:#output_0": "logits"}, "parameter 'main:#output_0' of another shape than its output 'choice'"),
+        ({"main:#output_:00001": "logits"}, "two parameters for its output 'logits'"),
+    ],
+)
 def test_migraphx_parameters_of_no_meaning_are_refused(
     amd: ModuleType, bundle: Path, odd: dict[str, str], message: str
 ) -> None:
@@ -510,12 +531,17 @@ def test_migraphx_parameters_of_no_meaning_are_refused(
     assert not kept(bundle)
 
 
-@pytest.mark.parametrize(("version", "message"), [
-    ("2.12.0.dev+9c2f1", "MIGraphX 2.12.0.dev.* leaves the order of equal TopK values undefined"),
-    ("2.13.0.dev", "ROCm 7.0 cannot compile TopK for some sizes: install ROCm 7.1"),
-    ("2.14.0.dev", r"no graph.*: try another version$"),
-])  # fmt: skip
-def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle: Path, version: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("2.12.0.dev+9c2f1", "MIGraphX 2.12.0.dev.* leaves the order of equal TopK values undefined"),
+        ("2.13.0.dev", "ROCm 7.0 cannot compile TopK for some sizes: install ROCm 7.1"),
+        ("2.14.0.dev", r"no graph.*: try another version$"),
+    ],
+)
+def test_migraphx_releases_with_a_wrong_kernel_are_named(
+    amd: ModuleType, bundle: Path, version: str, message: str
+) -> None:
     """What cannot be compiled is told apart from what is not here to be compiled."""
     amd.__version__ = version
     read = Bundle(bundle)
@@ -526,10 +552,13 @@ def test_migraphx_releases_with_a_wrong_kernel_are_named(amd: ModuleType, bundle
     assert made_on_ref.versions()["migraphx"] == version
 
 
-@pytest.mark.parametrize(("fate", "message"), [
-    ("killed", "was killed by SIGKILL while compiling target for gpu: free memory"),
-    ("exits", "ended with status 3 while compiling target for gpu: see its output above"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fate", "message"),
+    [
+        ("killed", "was killed by SIGKILL while compiling target for gpu: free memory"),
+        ("exits", "ended with status 3 while compiling target for gpu: see its output above"),
+    ],
+)
 def test_a_compiler_that_dies_says_how(
     amd_apart: ModuleType, bundle: Path, monkeypatch: pytest.MonkeyPatch, fate: str, message: str
 ) -> None:
@@ -604,16 +633,25 @@ def test_migraphxs_solutions_outlive_a_compilation(
     assert json.loads((tmp_path / "mine.json").read_text())
 
 
-@pytest.mark.parametrize(("architecture", "weights", "mine", "expected"), [
-    ("gfx942", "int4", None, "fused,dot"),
-    ("gfx942", "int4", "attention", "attention"),
-    ("gfx1151", "int4", None, None),
-    ("gfx942", "none", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "weights", "mine", "expected"),
+    [
+        ("gfx942", "int4", None, "fused,dot"),
+        ("gfx942", "int4", "attention", "attention"),
+        ("gfx1151", "int4", None, None),
+        ("gfx942", "none", None, None),
+    ],
+)
 def test_int4_on_gfx9_keeps_products_from_hipblaslt(
-    amd_apart: ModuleType, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    architecture: str, weights: str, mine: str | None, expected: str | None,
-) -> None:  # fmt: skip
+    amd_apart: ModuleType,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    weights: str,
+    mine: str | None,
+    expected: str | None,
+) -> None:
     amd_apart.ARCHITECTURE = architecture
     edit(bundle, lambda manifest: manifest.update(weights={} if weights == "none" else {"target": weights}))
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
@@ -638,7 +676,8 @@ def test_weights_of_older_bundles_that_went_to_the_hosts_memory_are_refused(
 
     amd.ARRIVING = 0.7
     message = (
-        r"weights of target take (\d+) MB, of which \d+ MB fit on Stand-in GPU .* and the rest is in the host's memory: free"
+        r"weights of target take (\d+) MB, of which \d+ MB fit on Stand-in GPU .* and the rest is in the host's "
+        r"memory: free"
     )
     with pytest.raises(GumihoError, match=message):
         load(bundle, "migraphx")
@@ -654,12 +693,16 @@ def test_an_empty_migraphx_names_the_pythons_it_is_for(monkeypatch: pytest.Monke
     (tmp_path / "lib").mkdir()
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
     put(monkeypatch, {"migraphx": ModuleType("migraphx")})
-    with pytest.raises(GumihoError, match=r"is empty\): install ROCm's package migraphx \(the package of that name on PyPI"):
+    with pytest.raises(
+        GumihoError, match=r"is empty\): install ROCm's package migraphx \(the package of that name on PyPI"
+    ):
         backend("migraphx")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     (tmp_path / "lib/libmigraphx_py_3.8.so.2015").touch()
     (tmp_path / "lib/migraphx.cpython-39-x86_64-linux-gnu.so").touch()
-    with pytest.raises(GumihoError, match=rf"{tmp_path} has it for Python 3\.8 and 3\.9, and this is {here}: make an env"):
+    with pytest.raises(
+        GumihoError, match=rf"{tmp_path} has it for Python 3\.8 and 3\.9, and this is {here}: make an env"
+    ):
         backend("migraphx")
     (tmp_path / f"lib/libmigraphx_py_{here}.so").touch()
     with pytest.raises(GumihoError, match=rf"is empty\): put {tmp_path}/lib on PYTHONPATH$"):
@@ -696,7 +739,9 @@ def test_migraphxs_engines_keep_their_promises(amd: ModuleType, bundle: Path, lo
 
 
 @LOOSE
-def test_migraphx_gives_the_cpus_tokens(amd: ModuleType, bundle: Path, expected: list[list[int]], loose: set[str]) -> None:
+def test_migraphx_gives_the_cpus_tokens(
+    amd: ModuleType, bundle: Path, expected: list[list[int]], loose: set[str]
+) -> None:
     amd.LOOSE = loose
     compiled(bundle, "migraphx")
     with load(bundle, "migraphx") as model:
@@ -733,14 +778,20 @@ def test_a_failed_run_of_migraphx_is_told(amd: ModuleType, bundle: Path, monkeyp
 def test_cpu_threads_are_refused_where_none_compute(request: pytest.FixtureRequest, bundle: Path, name: str) -> None:
     request.getfixturevalue({"migraphx": "amd", "tensorrt": "nvidia", "cuda": "onnxruntime_gpu"}[name])
     compiled(bundle, name)
-    with pytest.raises(InputError, match=f"threads is 2, and engines of {name} do not compute with CPU threads: leave it out"):
+    with pytest.raises(
+        InputError, match=f"threads is 2, and engines of {name} do not compute with CPU threads: leave it out"
+    ):
         load(bundle, name, threads=2)
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    pytest.param(name, how, marks=() if (name == "logits") == (how == "half") else pytest.mark.exhaustive)
-    for name in ("mask", "logits", "choice") for how in ("strided", "half")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=() if (name == "logits") == (how == "half") else pytest.mark.exhaustive)
+        for name in ("mask", "logits", "choice")
+        for how in ("strided", "half")
+    ],
+)
 def test_migraphx_refuses_another_layout(amd: ModuleType, bundle: Path, name: str, how: str) -> None:
     """Of an input, of an output with a parameter, and of one without."""
     amd.LOOSE, amd.STRANGE = {"choice"}, {name: how}

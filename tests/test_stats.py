@@ -15,7 +15,11 @@ def test_tau_counts_emitted_tokens_only() -> None:
     assert stats.tau == 11 / 4
     assert summary["acceptance_by_depth"] == [0.75, 0.5, 0.25, 0.25]
     assert summary["tokens"] == 12
-    assert (summary["draft_us_per_cycle"], summary["target_us_per_cycle"], summary["host_us_per_cycle"]) == (1.0, 3.0, 0.5)
+    assert (summary["draft_us_per_cycle"], summary["target_us_per_cycle"], summary["host_us_per_cycle"]) == (
+        1.0,
+        3.0,
+        0.5,
+    )
     assert stats.tokens_per_second == pytest.approx(11 / 18e-6)
 
 

@@ -1,5 +1,5 @@
-"""Several streams over one set of engines: each gives what it gives by itself, they share passes or take turns, and none waits long
-for another."""
+"""Several streams over one set of engines: each gives what it gives by itself, they share passes or take turns, and
+none waits long for another."""
 
 import asyncio
 import gc
@@ -131,7 +131,8 @@ def run(*work: Any) -> None:
 
 
 def assert_as_plain(model: Model, prompts: list[list[int]], rows: int) -> None:
-    """Drafts of so many rows, greedy and sampled, by itself and beside another stream, change nothing. model: with two streams."""
+    """Drafts of so many rows, greedy and sampled, by itself and beside another stream, change nothing. model: with two
+    streams."""
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         plain = [finished(model, prompt, 40, options | {"speculate": False}) for prompt in prompts]
         assert [finished(model, prompt, 40, options | {"rows": rows, "lookup": False}) for prompt in prompts] == plain
@@ -235,8 +236,8 @@ def test_memory_is_that_of_the_caches(bundle: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_bindings_are_freed_at_once(model: Model) -> None:
-    """Caches that grow and shrink are bound anew. What was bound before must not wait for the garbage collector, which does not see what a
-    binding holds outside of Python: a server grew by 70 MB so."""
+    """Caches that grow and shrink are bound anew. What was bound before must not wait for the garbage collector, which
+    does not see what a binding holds outside of Python: a server grew by 70 MB so."""
     prompts = [[(7 * i * i + length) % 1000 + 2 for i in range(length)] for length in (1, 140, 20, 150, 3)]
 
     def work() -> None:

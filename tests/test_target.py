@@ -43,16 +43,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}},
     "llama3": {
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         }
     },
-    "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": CAPACITY},  # the least window that limits nothing
+    # the least window that limits nothing
+    "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": CAPACITY},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "rms_norm_eps": 0.05},
     "qwen3 with biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     "one layer, full heads, 17 tokens": {"num_hidden_layers": 1, "num_key_value_heads": 6, "vocab_size": 17},
-}  # fmt: skip
+}
 
 Run = Callable[[Tensor, Tensor, Tensor, int], list[Tensor]]  # tokens, depth, mask, past -> choice, logits, hidden
 
@@ -101,9 +106,13 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQU
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     engine, shape = Engine(session), pair.target_shape
     positions = -(-CAPACITY // dialect.block) * dialect.block if dialect.block else CAPACITY
-    slabs = [t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, positions, shape.head_dim, torch.float32)]
+    slabs = [
+        t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, positions, shape.head_dim, torch.float32)
+    ]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
-    tensors = {f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")}
+    tensors = {
+        f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")
+    }
 
     def run(tokens: Tensor, depth: Tensor, mask: Tensor, past: int) -> list[Tensor]:
         rows = len(tokens)
@@ -298,14 +307,18 @@ DAMAGE = {
     ("damage", "dialect"),
     [*((damage, None) for damage in DAMAGE), ("one logit", Standard), ("a layer", Contrib), ("a norm", Exact)],
 )
-def test_choice_says_when_logits_are_not_finite(plain: Pair, damage: str, dialect: type[Plain] | None, tmp_path: Path) -> None:
+def test_choice_says_when_logits_are_not_finite(
+    plain: Pair, damage: str, dialect: type[Plain] | None, tmp_path: Path
+) -> None:
     pair = damaged(plain, *DAMAGE[damage])
     choice, logits = apart(eager(pair) if dialect is None else onnx(pair, dialect, tmp_path))
     assert not logits.isfinite().all(-1).any()
     assert choice.tolist() == [-1] * 6
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.exhaustive if how != "w8a8" else ()) for how in QUANTIZED])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.exhaustive if how != "w8a8" else ()) for how in QUANTIZED]
+)
 def test_products_that_round_their_rows_hide_nothing(plain: Pair, how: str, tmp_path: Path) -> None:
     """Rounded to int8, a NaN is a whole number like any other."""
     pair = damaged(plain, "norm.weight", (3,), NAN)
@@ -320,7 +333,8 @@ class Choose(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_the_rows_that_are_not_finite_have_no_choice(dtype: torch.dtype) -> None:
-    """Eager and in ONNX Runtime: one number or several, that cancel each other, at any place; sums beyond fp16 are finite."""
+    """Eager and in ONNX Runtime: one number or several, that cancel each other, at any place; sums beyond fp16 are
+    finite."""
     draw = torch.Generator().manual_seed(0)
     logits, hidden = torch.randn(12, 70, generator=draw), torch.randn(12, 5, generator=draw)
     logits[0], logits[10], logits[11] = 60000, -60000, 0

@@ -1,4 +1,5 @@
-"""A bundle without a drafter: plain decoding and prompt lookup, with everything else as with a drafter or refused by name."""
+"""A bundle without a drafter: plain decoding and prompt lookup, with everything else as with a drafter or refused by
+name."""
 
 import json
 import shutil
@@ -122,7 +123,7 @@ def prompts(model: Model, lengths: Sequence[int]) -> Iterator[list[int]]:
     yield model.encode(PROMPT)
 
 
-# --- the tokens ----------------------------------------------------------------------------------------------------------
+# --- the tokens -------------------------------------------------------------------------------------------------------
 
 
 def test_greedy_text_is_that_of_transformers(model: Model, target: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_quantized_target(quantized: Callable[[str], Path], weights: str, caps
     assert "32 of 32 in passes of several rows are bitwise equal" in lines[6]
 
 
-# --- sessions ------------------------------------------------------------------------------------------------------------
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
 def test_sessions_are_resumed_saved_and_restored(model: Model, bundle: Path, tmp_path: Path) -> None:
@@ -225,15 +226,18 @@ def test_an_empty_cache(make: type[Host | Lazy]) -> None:
         cache.fill(np.zeros((2, 1, 4), np.float16))
 
 
-# --- settings and commands -----------------------------------------------------------------------------------------------
+# --- settings and commands --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"), [({"rows": 4}, "rows is 4"), ({"tree": "fta"}, "tree is 'fta'"), ({"accept": "typical"}, "accept is")]
+    ("asked", "named"),
+    [({"rows": 4}, "rows is 4"), ({"tree": "fta"}, "tree is 'fta'"), ({"accept": "typical"}, "accept is")],
 )
 def test_settings_about_trees_are_refused(model: Model, asked: dict[str, Any], named: str) -> None:
     for start in (model.generate, model.session().generate):
-        with pytest.raises(InputError, match=rf"{named}.*the bundle has no drafter: leave it out, or export with --ckpt"):
+        with pytest.raises(
+            InputError, match=rf"{named}.*the bundle has no drafter: leave it out, or export with --ckpt"
+        ):
             start(PROMPT, 5, **asked)
 
 
@@ -292,7 +296,7 @@ def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypa
     assert "draft 0" not in report
 
 
-# --- the manifest --------------------------------------------------------------------------------------------------------
+# --- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def test_what_the_manifest_says(bundle: Path, target: Path, demo_bundle: Path) -> None:
@@ -368,7 +372,10 @@ def with_tree(raw: dict[str, Any]) -> None:
     ("change", "said"),
     [
         (with_tree, "has no graph 'draft'"),
-        (lambda raw: raw.update(requires=["target-only", "ladder"]), "needs 'ladder', which this version does not know"),
+        (
+            lambda raw: raw.update(requires=["target-only", "ladder"]),
+            "needs 'ladder', which this version does not know",
+        ),
         (lambda raw: raw.update(requires=["ladder"], tree="of a later version"), "needs 'ladder'"),
         (lambda raw: raw.update(requires="target-only"), "requires is 'target-only', expected a list"),
         (
@@ -383,7 +390,7 @@ def test_a_target_whose_manifest_was_changed(copy: Path, change: Callable[[dict[
         parsed(copy)
 
 
-# --- the golden run ------------------------------------------------------------------------------------------------------
+# --- the golden run ---------------------------------------------------------------------------------------------------
 
 
 def test_the_golden_run_is_the_targets(bundle: Path) -> None:
@@ -397,7 +404,10 @@ def test_the_golden_run_is_the_targets(bundle: Path) -> None:
     [
         (lambda run: run.pop("verify.choice"), "verify.choice is missing"),
         (lambda run: run.update({"prompt.tokens": run["prompt.tokens"] + 10**6}), "prompt.tokens holds numbers"),
-        (lambda run: run.update({"verify.top_logits": run["verify.top_logits"] * np.nan}), "verify.top_logits holds NaN"),
+        (
+            lambda run: run.update({"verify.top_logits": run["verify.top_logits"] * np.nan}),
+            "verify.top_logits holds NaN",
+        ),
     ],
 )
 def test_a_damaged_golden_run_is_refused(copy: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
@@ -430,22 +440,35 @@ def test_an_engine_that_is_wrong_is_noticed(bundle: Path, call: int) -> None:
     engines, device = made.open(opened_bundle, find_engines(opened_bundle, made))
     form = opened_bundle.manifest.form("cpu")
     assert list(replay(opened_bundle, form, engines, device)) == ["target"]
-    with pytest.raises(GumihoError, match="the compiled target engine is discarded, since it differs from the golden run"):
+    with pytest.raises(
+        GumihoError, match="the compiled target engine is discarded, since it differs from the golden run"
+    ):
         replay(opened_bundle, form, {"target": Wrong(engines["target"], call)}, device)  # type: ignore[dict-item]
 
 
-# --- the export ----------------------------------------------------------------------------------------------------------
+# --- the export -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        ("--draft-weights", "none"), ("--draft-vocab", "9"), ("--draft-text", "x"), ("--heads", "0"), ("--serial-steps", "2"),
-        ("--top-k", "4"), ("--head-top-k", "4"), ("--beam", "1"), ("--draft-tree", "chain"), ("--draft-tree", "reference"), ("--backend", "vllm"),
+        ("--draft-weights", "none"),
+        ("--draft-vocab", "9"),
+        ("--draft-text", "x"),
+        ("--heads", "0"),
+        ("--serial-steps", "2"),
+        ("--top-k", "4"),
+        ("--head-top-k", "4"),
+        ("--beam", "1"),
+        ("--draft-tree", "chain"),
+        ("--draft-tree", "reference"),
+        ("--backend", "vllm"),
     ],
     ids=lambda option: option[0],
-)  # fmt: skip
-def test_options_for_a_drafter_are_refused(option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_options_for_a_drafter_are_refused(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["--target", str(TARGET), "--out", str(tmp_path / "out"), *option]) == 1
     said = capsys.readouterr().err
     assert option[0] in said
@@ -489,7 +512,9 @@ def test_a_gguf_file_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "validation: choices that differ 0.0%: ok" in said
         assert "draft" not in said.replace("drafter", "")
         expected = llama.generate(tmp_path / "target", [[5, 6, 7]], 30)[0]
-        llama.assert_same(tmp_path / "target", [5, 6, 7], ended(with_lookups(model).generate([5, 6, 7], 30)).ids, expected)
+        llama.assert_same(
+            tmp_path / "target", [5, 6, 7], ended(with_lookups(model).generate([5, 6, 7], 30)).ids, expected
+        )
 
 
 def test_few_positions(target: Path, tmp_path: Path) -> None:
@@ -497,7 +522,9 @@ def test_few_positions(target: Path, tmp_path: Path) -> None:
     with load(exported(tmp_path / "out", "--target", str(target), "--capacity", "4"), threads=1) as model:
         assert model.bundle.manifest.rows == 4
         assert set(measure(model.decoder).target) == {1, 2, 3, 4}
-        assert ended(with_lookups(model).generate([7, 7], 9)).ids == ended(model.generate([7, 7], 9, speculate=False)).ids
+        assert (
+            ended(with_lookups(model).generate([7, 7], 9)).ids == ended(model.generate([7, 7], 9, speculate=False)).ids
+        )
 
 
 def test_a_bundle_with_a_drafter_still_loads(make_bundle: MakeBundle) -> None:

@@ -18,7 +18,8 @@ FIRST_BYTE = 2 + len(WORDS)
 
 
 def byte_fallback() -> Tokenizer:
-    """Of Llama 2's kind: spaces are letters, characters it has no token for are bytes, and a text's first space is dropped."""
+    """Of Llama 2's kind: spaces are letters, characters it has no token for are bytes, and a text's first space is
+    dropped."""
     names = ["<s>", "</s>", *WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
     made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
     made.decoder = decoders.Sequence(
@@ -35,7 +36,8 @@ def raw(tokenizer: Tokenizer, text: str) -> list[int]:
     """A text's bytes, one a token."""
     if tokenizer is BYTE_FALLBACK:
         return [FIRST_BYTE + byte for byte in text.encode()]
-    # The alphabet of byte-level tokenizers: bytes that can be printed stand for themselves, others for what follows U+0100.
+    # The alphabet of byte-level tokenizers: bytes that can be printed stand for themselves, others for what follows
+    # U+0100.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     names = {byte: chr(byte) for byte in plain} | {
         byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(plain)))
@@ -73,10 +75,15 @@ def text_and_length(
 
 
 def streamed(
-    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stop: Sequence[str] = (), least: int = 0,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    stop: Sequence[str] = (),
+    least: int = 0,
     shown: Collection[int] | None = None,
-) -> tuple[list[str], int]:  # fmt: skip
-    """The pieces as a generation yields them, and how many tokens it took. shown: after how many tokens it yields; None for all."""
+) -> tuple[list[str], int]:
+    """The pieces as a generation yields them, and how many tokens it took. shown: after how many tokens it yields; None
+    for all."""
     stream, pieces = TextStream(tokenizer, prompt, stop), list[str]()
     for n, token in enumerate(ids, 1):
         piece = stream.push(token)
@@ -115,7 +122,12 @@ def tokens(draw: st.DrawFn, tokenizer: Tokenizer, most: int = 24) -> list[int]:
         ids = [
             0,
             1,
-            *(i for name in names if len(found := tokenizer.encode(name, add_special_tokens=False).ids) == 1 for i in found),
+            *(
+                i
+                for name in names
+                if len(found := tokenizer.encode(name, add_special_tokens=False).ids) == 1
+                for i in found
+            ),
         ]
         word = st.sampled_from(ids).map(lambda i: [i])
     character = st.sampled_from("ab é数🦊").map(lambda c: raw(tokenizer, c))
@@ -168,7 +180,8 @@ def test_the_prompt_may_end_in_an_unknown_character(tokenizer: Tokenizer, data: 
 
 
 def lossy(tokenizer: Tokenizer, content: bytes) -> str:
-    """Where bytes are tokens, one that begins no character makes unknown what is behind it, up to a token that is none."""
+    """Where bytes are tokens, one that begins no character makes unknown what is behind it, up to a token that is
+    none."""
     if tokenizer is BYTE_LEVEL:
         return content.decode(errors="replace")
     good = next(n for n in range(len(content), -1, -1) if UNKNOWN not in content[:n].decode(errors="replace"))
@@ -178,7 +191,8 @@ def lossy(tokenizer: Tokenizer, content: bytes) -> str:
 @KINDS
 @given(data=st.data())
 def test_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """A target that is sampled hot writes any bytes. They are shown as unknown, in one piece or several, and break nothing."""
+    """A target that is sampled hot writes any bytes. They are shown as unknown, in one piece or several, and break
+    nothing."""
     some = "ab数é\n".encode()
     runs = data.draw(st.lists(st.lists(st.sampled_from(some), max_size=6).map(bytes), max_size=5))
     word = [BYTE_FALLBACK.token_to_id("b数")] if tokenizer is BYTE_FALLBACK else raw(tokenizer, "b数")
@@ -191,8 +205,9 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> No
 @examples(400)
 @given(data=st.data())
 def test_stop_strings(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Text and length as all of the text says: stop strings within a token and over several, that overlap, lie in one another, begin
-    like one another or like the text, stand in the prompt or half in it; shown after every token, or after some, as blocks are."""
+    """Text and length as all of the text says: stop strings within a token and over several, that overlap, lie in one
+    another, begin like one another or like the text, stand in the prompt or half in it; shown after every token, or
+    after some, as blocks are."""
     prompt, ids = data.draw(tokens(tokenizer, 8)), data.draw(tokens(tokenizer))
     text = decode(tokenizer, [*prompt, *ids])
     stop = set[str]()

@@ -1,4 +1,5 @@
-"""The number of CPU threads: which is chosen, that it is measured with engines opened with it, and that loading uses it."""
+"""The number of CPU threads: which is chosen, that it is measured with engines opened with it, and that loading uses
+it."""
 
 import itertools
 import json
@@ -71,16 +72,24 @@ class Opened:
         patch.setattr("runtime.engines.store.text_time", lambda decoder: times[self.threads[-1]])
 
 
-@pytest.mark.parametrize(("cores", "times", "tried", "chosen"), [
-    (8, {0: 10.0, 4: 9.0}, [4], 0),
-    (8, {0: 10.0, 4: 8.0, 2: 7.0}, [4, 2], 4),
-    (8, {0: 10.0, 4: 8.0, 2: 6.0, 1: 5.0}, [4, 2, 1], 1),
-    (1, {}, [], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cores", "times", "tried", "chosen"),
+    [
+        (8, {0: 10.0, 4: 9.0}, [4], 0),
+        (8, {0: 10.0, 4: 8.0, 2: 7.0}, [4, 2], 4),
+        (8, {0: 10.0, 4: 8.0, 2: 6.0, 1: 5.0}, [4, 2, 1], 1),
+        (1, {}, [], 0),
+    ],
+)
 def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
-    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    cores: int, times: Mapping[int, float], tried: list[int], chosen: int,
-) -> None:  # fmt: skip
+    small_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    times: Mapping[int, float],
+    tried: list[int],
+    chosen: int,
+) -> None:
     bundle, steps = Path(shutil.copytree(small_bundle, tmp_path / "bundle")), list[str]()
     opened = Opened(monkeypatch, cores, times)
     compile_engines(Bundle(bundle), backend("cpu"), progress=steps.append)
@@ -119,13 +128,16 @@ def test_beside_other_programs_no_fewer_threads_are_tried(
     assert costs.threads == 0
 
 
-@pytest.mark.parametrize(("busy", "own", "waited", "expected"), [
-    (100, 100, 0, False),
-    (100, 100, 90, False),  # threads that wait for each other
-    (200, 100, 1, False),  # other programs on other cores
-    (200, 100, 50, True),
-    (105, 100, 50, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("busy", "own", "waited", "expected"),
+    [
+        (100, 100, 0, False),
+        (100, 100, 90, False),  # threads that wait for each other
+        (200, 100, 1, False),  # other programs on other cores
+        (200, 100, 50, True),
+        (105, 100, 50, False),
+    ],
+)
 def test_other_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: int, own: int, waited: int, expected: bool
 ) -> None:

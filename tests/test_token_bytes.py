@@ -19,7 +19,9 @@ def metaspace(decoder: Any = None) -> Tokenizer:
     """As Llama 2's: words with their space in front, and bytes for what no piece spells. Id 3 + b is byte b."""
     pieces = ["▁", "a", "b", "▁a", "▁b", "ab", "é", "▁é", "▁▁", "{", "▁{", '"', "<0x", "0", "<0xZZ>"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoder or decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])

@@ -1,4 +1,5 @@
-"""Where a text ends, and who ends it: with and without speculation at the same token, and the model can be used behind it."""
+"""Where a text ends, and who ends it: with and without speculation at the same token, and the model can be used behind
+it."""
 
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,9 @@ def tiny(make_bundle: MakeBundle) -> Iterator[Model]:
         yield model
 
 
-def made(model: Model, max_new_tokens: int = MOST, prompt: list[int] = PROMPT, **settings: Any) -> tuple[Generation, str]:
+def made(
+    model: Model, max_new_tokens: int = MOST, prompt: list[int] = PROMPT, **settings: Any
+) -> tuple[Generation, str]:
     generation = model.generate(prompt, max_new_tokens, **settings)
     text = "".join(generation)
     assert generation.stats.tokens == len(generation.ids)
@@ -78,8 +81,8 @@ def test_stop_token_ids(model: Model, free: list[int], speculate: bool) -> None:
     ("settings", "end"), [({}, END), ({"stop": ["<|begin_of_text|>"]}, BEGIN), ({"stop_token_ids": [7]}, 7)]
 )
 def test_ends_of_every_kind(model: Model, settings: dict[str, Any], end: int, speculate: bool) -> None:
-    """The model's own end, a special token as a stop string, an id. Each is emitted, and a special one is no text. ``min_new_tokens``
-    holds it off though it is the likeliest token by far, and not a token longer."""
+    """The model's own end, a special token as a stop string, an id. Each is emitted, and a special one is no text.
+    ``min_new_tokens`` holds it off though it is the likeliest token by far, and not a token longer."""
     for least in (0, 1, 2, 9, 30):
         biased = {"logit_bias": {end: 1000.0}, "min_new_tokens": least, "speculate": speculate}
         generation, text = made(model, **biased, **settings)
@@ -103,7 +106,8 @@ def test_min_new_tokens_holds_off_all_at_once(model: Model, speculate: bool) -> 
 
 @BOTH
 def test_stop_strings(model: Model, free: list[int], speculate: bool) -> None:
-    """Text and ids end as the whole text says, for strings in and over tokens, held off or not; no special token, no end."""
+    """Text and ids end as the whole text says, for strings in and over tokens, held off or not; no special token, no
+    end."""
     draw = np.random.default_rng(0)
     text = TOKENIZER.decode(PROMPT + free)[len(TOKENIZER.decode(PROMPT)) :]
     for _ in range(25):
@@ -133,7 +137,8 @@ def test_a_stop_string_is_cut_off_whatever_else_ends_the_text(model: Model, free
 
 @BOTH
 def test_limits(model: Model, tiny: Model, free: list[int], speculate: bool) -> None:
-    """``length`` where it was asked for, ``context`` where the cache is full, and the end of the text where it falls on either."""
+    """``length`` where it was asked for, ``context`` where the cache is full, and the end of the text where it falls on
+    either."""
     for most in (0, 1, 2, 3, 10, MOST):
         generation, _ = made(model, most, speculate=speculate)
         assert (generation.ids, generation.finish_reason) == (free[:most], "length")
@@ -163,7 +168,8 @@ def cycles_of(model: Model, **settings: Any) -> list[int]:
 
 @BOTH
 def test_callback(model: Model, free: list[int], speculate: bool) -> None:
-    """It is told every token in turn with the text that comes with it, and stops the text wherever it likes, also within a block."""
+    """It is told every token in turn with the text that comes with it, and stops the text wherever it likes, also
+    within a block."""
     seen: list[tuple[int, str]] = []
     generation, text = made(model, callback=lambda *told: seen.append(told), speculate=speculate)
     assert generation.ids == free == [token for token, _ in seen]
@@ -179,8 +185,8 @@ def test_callback(model: Model, free: list[int], speculate: bool) -> None:
 
 @BOTH
 def test_a_callback_that_fails(model: Model, free: list[int], speculate: bool) -> None:
-    """Its error reaches the caller as it is, at the first token, within a block and at its end; then model and session go on as
-    though the step had not been made."""
+    """Its error reaches the caller as it is, at the first token, within a block and at its end; then model and session
+    go on as though the step had not been made."""
     for at in (1, 2, 3, 4, 5, 11):
         asked, session = count(1), model.session()
 
@@ -230,7 +236,8 @@ def test_max_seconds(model: Model, free: list[int], speculate: bool, monkeypatch
 
 @BOTH
 def test_time_ends_a_long_prompt(model: Model, speculate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two chunks: no token comes, what was read is not read again, and the rest gives what it would have given."""
+    """Between two chunks: no token comes, what was read is not read again, and the rest gives what it would have
+    given."""
     whole, _ = made(model, 8, LONG, speculate=speculate)
     for seconds, chunks in ((1, 0), (2, 1), (4, 3)):
         made(model, 1, [5])  # the caches hold another text
@@ -255,7 +262,8 @@ def test_real_time(model: Model) -> None:
 
 @BOTH
 def test_cancel_from_another_thread(model: Model, free: list[int], speculate: bool) -> None:
-    """The text ends behind the step that runs: what came is the text's beginning, and the model goes on with other texts."""
+    """The text ends behind the step that runs: what came is the text's beginning, and the model goes on with other
+    texts."""
     at = threading.Event()
     generation = model.generate(PROMPT, MOST, speculate, callback=lambda *_: at.wait(10) and None)
     found: list[str] = []
@@ -318,7 +326,8 @@ def test_seed(model: Model, speculate: bool) -> None:
 
 
 def test_ids_that_are_none(model: Model) -> None:
-    """Ids that were asked for are refused; a special token that the tokenizer knows and the model does not can never come."""
+    """Ids that were asked for are refused; a special token that the tokenizer knows and the model does not can never
+    come."""
     for token in (2048, -1):
         with pytest.raises(GumihoError, match=f"stop_token_ids names token id {token}, outside the vocabulary of 2048"):
             model.generate(PROMPT, stop_token_ids=[token])

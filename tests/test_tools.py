@@ -20,7 +20,9 @@ from tools import cross_check, measure, parity
 
 def row(out: str, start: str) -> dict[str, str]:
     """A row of the printed table, by column."""
-    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in out.splitlines() if line.startswith("|")]
+    lines = [
+        [cell.strip() for cell in line.strip("|\n").split("|")] for line in out.splitlines() if line.startswith("|")
+    ]
     return dict(zip(lines[0], next(line for line in lines if line[0].startswith(start)), strict=True))
 
 
@@ -41,7 +43,11 @@ def test_parity_of_equals(bundle: Path, prompts: Path, capsys: pytest.CaptureFix
     argv = [str(bundle), "--contexts", "1", "--texts", "2", "--tokens", "8", "--prompts", str(prompts)]
     assert parity.main(argv) == 0
     found = row(capsys.readouterr().out, "cpu, float32")
-    assert (found["logits, first quarter"], found["last quarter"], found["widest margin"]) == ("0.0e+00", "0.0e+00", "0.0e+00")
+    assert (found["logits, first quarter"], found["last quarter"], found["widest margin"]) == (
+        "0.0e+00",
+        "0.0e+00",
+        "0.0e+00",
+    )
     assert found["same choice"] == "200 of 200"
     assert found["texts that differ"] == "0 of 2"
     assert float(found["tau"]) >= 1
@@ -56,7 +62,9 @@ def test_parity_shows_a_difference(bundle: Path, tmp_path: Path, capsys: pytest.
     graph = onnx.load(str(copy / "graphs/cpu/target.onnx"), load_external_data=False).graph
     table = next(t for t in graph.initializer if t.name == "rotary.sin")
     place = {entry.key: entry.value for entry in table.external_data}
-    values = np.frombuffer(data, np.float32, table.dims[0] * table.dims[1], int(place["offset"])).reshape(table.dims).copy()
+    values = (
+        np.frombuffer(data, np.float32, table.dims[0] * table.dims[1], int(place["offset"])).reshape(table.dims).copy()
+    )
     values[150:] *= -1
     start = int(place["offset"])
     weights.write_bytes(data[:start] + values.tobytes() + data[start + values.nbytes :])

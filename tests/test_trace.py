@@ -19,10 +19,40 @@ from tests.limits import full_disk
 
 DEMO = Path(__file__).parent.parent / "demo/target/tokenizer.json"
 HOSTILE = [
-    "</script>", "<script>alert(1)</script>", "<!--", "-->", "<img src=x onerror=alert(1)>", "&lt;", "\\u003c", "{{records}}",
-    "$& $1", "]]>", "\n", "\n\n", "\t", " ", "    ", "\x00", "\x1b[31m", "\x7f", "\u2028", "\u200d", "\u202eabc", "مرحبا", "漢字",
-    "👩‍👧", "\U000e0041", "é", "", '"', "'", "`${x}`", "plain", " words", "x" * 200,
-]  # fmt: skip
+    "</script>",
+    "<script>alert(1)</script>",
+    "<!--",
+    "-->",
+    "<img src=x onerror=alert(1)>",
+    "&lt;",
+    "\\u003c",
+    "{{records}}",
+    "$& $1",
+    "]]>",
+    "\n",
+    "\n\n",
+    "\t",
+    " ",
+    "    ",
+    "\x00",
+    "\x1b[31m",
+    "\x7f",
+    "\u2028",
+    "\u200d",
+    "\u202eabc",
+    "مرحبا",
+    "漢字",
+    "👩‍👧",
+    "\U000e0041",
+    "é",
+    "",
+    '"',
+    "'",
+    "`${x}`",
+    "plain",
+    " words",
+    "x" * 200,
+]
 
 
 def words(vocabulary: Sequence[str]) -> Tokenizer:
@@ -84,7 +114,9 @@ def cycle_records(made: Trace) -> list[dict[str, Any]]:
     return [record for record in made.records({}) if record["type"] == "cycle"]
 
 
-TREE = Tree((3, 4, 5, 6, 7, 8), (0, 0, 1, 2, 3, 0), (0, 1, 2, 3, 4, 1), (0.0, -0.5, -0.75, -1.0, -1.123456789, -math.inf))
+TREE = Tree(
+    (3, 4, 5, 6, 7, 8), (0, 0, 1, 2, 3, 0), (0, 1, 2, 3, 4, 1), (0.0, -0.5, -0.75, -1.0, -1.123456789, -math.inf)
+)
 RUN = [
     Cycle((3,), 0, (), None, (0, 5_000_000, 0)),
     Cycle((4, 5, 6, 7, 9), 6, (0, 1, 2, 3, 4), None, (300_000, 1_000_500, 20_000), TREE),
@@ -97,7 +129,14 @@ def test_records() -> None:
     stats = {"tokens": 9, "finish_reason": "length"}
     run, *cycles, end = trace(RUN, [1, 2], backend="cpu", type="spoofed").records(stats)
     assert list(run.items())[:2] == [("type", "run"), ("version", 1)]
-    assert run == {"type": "run", "version": 1, "prompt_ids": [1, 2], "prompt": "⟨1⟩⟨2⟩", "serial_steps": 2, "backend": "cpu"}
+    assert run == {
+        "type": "run",
+        "version": 1,
+        "prompt_ids": [1, 2],
+        "prompt": "⟨1⟩⟨2⟩",
+        "serial_steps": 2,
+        "backend": "cpu",
+    }
     assert [[token["source"] for token in cycle["tokens"]] for cycle in cycles] == [
         ["target"],
         ["serial 1", "serial 2", "head 1", "head 2", "target"],
@@ -138,8 +177,9 @@ def end_record(cycles: Sequence[Cycle], plain_pass_ns: float | None = None) -> A
 
 
 def test_the_comparison_with_plain_decoding() -> None:
-    """The shortest of the generation's own plain passes, or else the stored price, and the least host time: for every token but the
-    first one. Nothing is compared if nothing was measured, and plain decoding is not compared with itself."""
+    """The shortest of the generation's own plain passes, or else the stored price, and the least host time: for every
+    token but the first one. Nothing is compared if nothing was measured, and plain decoding is not compared with
+    itself."""
     own = {"passes": 8, "pass_us": 2100, "measured": 3, "total_us": 16_800, "decoding_us": 20_000, "speedup": 0.84}
     assert end_record(MEASURED) == end_record(MEASURED, 7e6) == own
     stored = {"passes": 8, "pass_us": 2020, "measured": 0, "total_us": 16_160, "decoding_us": 3960.5, "speedup": 4.08}
@@ -235,7 +275,9 @@ class Scripts(HTMLParser):
 
 def test_both_formats_hold_the_same(tmp_path: Path) -> None:
     order = list(range(len(HOSTILE)))
-    made = trace([*plain(order), *speculative(40, 8, len(HOSTILE), 1)], [0, 1], words(HOSTILE), bundle="</script>\ud800")
+    made = trace(
+        [*plain(order), *speculative(40, 8, len(HOSTILE), 1)], [0, 1], words(HOSTILE), bundle="</script>\ud800"
+    )
     stats = {"tokens": 3, "finish_reason": None, "path": Path("x")}
     for name in ("a.html", "a.jsonl", "A.HTML"):
         made.write(tmp_path / name, stats)
@@ -323,9 +365,16 @@ def test_page(browser: Any, tmp_path: Path) -> None:
         Cycle((30, 31, 2, 4, 0), 6, (0, 1, 2, 3, 4), None, (1_000_000, 2_000_000, 500_000), tree),
         Cycle((30, HOSTILE.index("")), 6, (0, 1), None, (1_000_000, 1_000_000, 500_000), tree),
         Cycle((1,), 6, (0,), "length", (500_000, 1_000_000, 0), tree),
-    ]  # fmt: skip
+    ]
     path = tmp_path / "trace #1 <b>.html"
-    stats = {"tokens": 9, "cycles": 3, "tau": 2.667, "tokens_per_second": 1234.5, "seed": 12345, "finish_reason": "length"}
+    stats = {
+        "tokens": 9,
+        "cycles": 3,
+        "tau": 2.667,
+        "tokens_per_second": 1234.5,
+        "seed": 12345,
+        "finish_reason": "length",
+    }
     stats |= {"acceptance_by_depth": [1.0, 0.5]}
     trace(cycles, [30, 31, 10], words(HOSTILE), bundle="demo").write(path, stats)
     page = Page(browser, path)
@@ -339,7 +388,9 @@ def test_page(browser: Any, tmp_path: Path) -> None:
     assert page.text("#about") == "bundle demo"
     assert page.tab.locator("#sources .count").all_text_contents() == ["2", "1", "1", "1", "4"]
     assert page.tab.locator("#sources .share").all_text_contents() == ["100 %", "50 %", "33 %", "33 %", ""]
-    widths = page.tab.eval_on_selector_all("#sources .track", "all => all.map((e) => e.firstChild.offsetWidth / e.offsetWidth)")
+    widths = page.tab.eval_on_selector_all(
+        "#sources .track", "all => all.map((e) => e.firstChild.offsetWidth / e.offsetWidth)"
+    )
     assert widths == pytest.approx([1, 1 / 2, 1 / 3, 1 / 3], abs=0.01)
 
     for scheme in ("dark", "light"):
@@ -416,8 +467,8 @@ def test_page_compares_with_plain_decoding(browser: Any, tmp_path: Path) -> None
     trace(MEASURED).write(tmp_path / "measured.html", {})
     page = Page(browser, tmp_path / "measured.html")
     assert page.text("#plain") == (
-        "Plain decoding would have taken 8 passes of 2.10 ms (the shortest of 3 plain passes in this generation), 16.80 ms in all. "
-        "This generation took 20.00 ms after the first token: 0.84× the speed."
+        "Plain decoding would have taken 8 passes of 2.10 ms (the shortest of 3 plain passes in this generation), "
+        "16.80 ms in all. This generation took 20.00 ms after the first token: 0.84× the speed."
     )
     for index, told in (
         (1, "Cycle 1: 1 token in 3.40 ms"),
@@ -458,7 +509,9 @@ def test_page_explains_its_marks(browser: Any, tmp_path: Path) -> None:
         page.tab.emulate_media(color_scheme=scheme)
         for kind in ("d0", "d1", "d2", "d3", "d4", "found"):
             colours = [
-                page.tab.locator(f"{place}.{kind}:not(.same)").first.evaluate("e => getComputedStyle(e).backgroundImage")
+                page.tab.locator(f"{place}.{kind}:not(.same)").first.evaluate(
+                    "e => getComputedStyle(e).backgroundImage"
+                )
                 for place in ("#legend .chip", "#text .token")
             ]
             assert colours[0] == colours[1] != "none"
@@ -510,7 +563,10 @@ def test_page_by_keyboard(browser: Any, tmp_path: Path) -> None:
 def test_page_of_hostile_texts(browser: Any, tmp_path: Path) -> None:
     order = list(range(len(HOSTILE)))
     tree = Tree(
-        tuple(order), (0, *([0] * (len(order) - 1))), (0, *([1] * (len(order) - 1))), (0.0, *([-1.0] * (len(order) - 1)))
+        tuple(order),
+        (0, *([0] * (len(order) - 1))),
+        (0, *([1] * (len(order) - 1))),
+        (0.0, *([-1.0] * (len(order) - 1))),
     )
     cycles = [*plain(order), Cycle((1, 30), len(order), (0, 1), "stop", (1, 1, 1), tree)]
     trace(cycles, [0, 1, 15], words(HOSTILE), bundle="<b>x</b></script>").write(tmp_path / "trace.html", {})
@@ -560,7 +616,9 @@ def test_page_of_a_long_run(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cycles", [[], plain([1]), plain([1, 2, 3])])
 def test_page_without_trees(browser: Any, tmp_path: Path, cycles: list[Cycle]) -> None:
-    trace(cycles, [30], words(HOSTILE)).write(tmp_path / "trace.html", {"finish_reason": "length", "tokens": len(cycles)})
+    trace(cycles, [30], words(HOSTILE)).write(
+        tmp_path / "trace.html", {"finish_reason": "length", "tokens": len(cycles)}
+    )
     page = Page(browser, tmp_path / "trace.html")
     assert page.tab.locator(".bar").count() == len(cycles)
     assert page.tab.locator("#sources .name").all_text_contents() == ["target’s own"]

@@ -186,7 +186,9 @@ def test_hidden_states_on_disk_are_the_targets_own(loaded: target.Target, writte
     # 21 s: the matrices of the demo target's drafter.
     [("small", "small_text", 12), pytest.param("loaded", "written", 30, marks=pytest.mark.exhaustive)],
 )
-def test_a_few_steps_reduce_the_loss_on_held_out_text(of: str, text: str, steps: int, request: pytest.FixtureRequest) -> None:
+def test_a_few_steps_reduce_the_loss_on_held_out_text(
+    of: str, text: str, steps: int, request: pytest.FixtureRequest
+) -> None:
     before, after = before_and_after(*trainee(request.getfixturevalue(of), request.getfixturevalue(text), steps))
     assert sum(after.loss) < 0.95 * sum(before.loss)
     assert 1 <= after.tau[4] <= 4
@@ -237,9 +239,12 @@ def kill(own: list[str], state_file: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("end", [end_here, pytest.param(kill, marks=pytest.mark.exhaustive)])
 def test_killed_training_goes_on(
-    small_target: Path, tmp_path: Path, end: Callable[[list[str], Path, pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    small_target: Path,
+    tmp_path: Path,
+    end: Callable[[list[str], Path, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Through the command: the same one again."""
     monkeypatch.setattr(Evaluation, "__call__", not_evaluated)
     common = ["--target", str(small_target), "--data", str(SOURCE), *SMALL, "--steps", "4"]
@@ -312,7 +317,8 @@ def test_trees_are_those_of_the_runtime(
 
 @torch.no_grad()
 def test_slots_give_the_logits_of_whole_texts(loaded: target.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations whose first tokens were read in one pass, beside one that was not, and one in a slot that was used before."""
+    """Conversations whose first tokens were read in one pass, beside one that was not, and one in a slot that was used
+    before."""
     llama, draw = loaded.model, torch.Generator().manual_seed(3)
     texts = torch.randint(0, llama.config.vocab_size, (5, 20), generator=draw).tolist()
     wanted = [llama(torch.tensor([ids])).logits[0] for ids in texts]
@@ -330,7 +336,9 @@ def test_slots_give_the_logits_of_whole_texts(loaded: target.Target, monkeypatch
             torch.testing.assert_close(logits[slot], wanted[slot][i], rtol=1e-3, atol=1e-3)
 
 
-def test_own_text_begins_with_the_templates_opening(chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_text_begins_with_the_templates_opening(
+    chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("exporter.training.conversation._MOST_QUESTION", 12)  # this target seldom ends one by itself
     loaded = target.load(str(chat_target))
     llama, tokenizer = loaded.model, loaded.tokenizer
@@ -360,7 +368,17 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
     questions = [{"prompt": "What is a list?"}, {"turns": ["How long is it?", "And why?"]}, {"text": "x = 1\n" * 60}]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, questions)))
-    arguments = ["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data), "--only", "text", *SMALL]
+    arguments = [
+        "--target",
+        str(chat_target),
+        "--out",
+        str(tmp_path / "out"),
+        "--data",
+        str(data),
+        "--only",
+        "text",
+        *SMALL,
+    ]
     for _ in range(2):
         assert cli.main([*arguments, "--conversations", "3"]) == 0
     loaded = target.load(str(chat_target))
@@ -375,7 +393,9 @@ def test_prompts_are_answered_once(chat_target: Path, tmp_path: Path) -> None:
 def test_prompts_need_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "What is a list?"}')
-    assert cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--data", str(data), *SMALL]) == 1
+    assert (
+        cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--data", str(data), *SMALL]) == 1
+    )
     assert "has no chat template to ask the prompts of --data with" in capsys.readouterr().err
 
 
@@ -386,7 +406,9 @@ def test_long_prompts_wait_for_long_records(chat_target: Path) -> None:
     script = Script(template(loaded.tokenizer, loaded.ends), loaded.tokenizer, 0, 0, asked, own=False)
     lengths = [sum(len(script.encode(turn)) for turn in turns) for _, turns in asked]
     assert [length <= 32 for length in lengths] == [False, False, True, False]
-    taken = [talk and (talk.source, talk.turns) for limit in (64, 64, 128, 128, 128) for talk in [script.next(limit, 128)]]
+    taken = [
+        talk and (talk.source, talk.turns) for limit in (64, 64, 128, 128, 128) for talk in [script.next(limit, 128)]
+    ]
     assert taken == [(2, 0), None, (3, 1), (0, 0), (1, 0)]
 
 
@@ -434,7 +456,12 @@ def test_a_full_disk_leaves_the_drafter_before(loaded: target.Target, tmp_path: 
     (tmp_path / "model.safetensors").write_text("the one before")
     with full_disk(), pytest.raises(UnavailableError, match="free some space"):
         state.write_checkpoint(
-            tmp_path, drafter, drafter.state_dict(), None, loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight
+            tmp_path,
+            drafter,
+            drafter.state_dict(),
+            None,
+            loaded.model.model.embed_tokens.weight,
+            loaded.model.lm_head.weight,
         )
     assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_text() == "the one before"
@@ -514,7 +541,9 @@ def test_bad_input_gets_one_sentence(
 
 
 @pytest.mark.parametrize("line", ["", '{"prompt": 5}', "{}", '{"turns": []}', "[1]", "{"])
-def test_data_without_text_is_refused(line: str, chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_text_is_refused(
+    line: str, chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(f"\n{line}" if line else "")
     assert cli.main(["--target", str(chat_target), "--out", str(tmp_path / "out"), "--data", str(data)]) == 1
@@ -541,9 +570,13 @@ def test_rotary_frequencies_are_not_rounded(loaded: target.Target) -> None:
     assert torch.equal(half.model.rotary_emb.inv_freq, loaded.model.model.rotary_emb.inv_freq)
 
 
-def test_a_small_gpu_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_gpu_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 1 GiB.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 1 GiB."
+        )
 
     monkeypatch.setattr(target, "load", full)
     assert cli.main(["--target", str(DEMO / "target"), "--out", str(tmp_path / "out")]) == 1

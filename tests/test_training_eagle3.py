@@ -23,13 +23,22 @@ TAPS = (0, 1, 3)
 
 def trainee(loaded: target.Target, written: store.Text, steps: int) -> tuple[loop.Training, Evaluation]:
     torch.manual_seed(1)
-    drafter, features = eagle3.Eagle3(start.config(loaded.model, 1), TAPS), Features(None, written, loaded.model.model, TAPS)
+    drafter, features = (
+        eagle3.Eagle3(start.config(loaded.model, 1), TAPS),
+        Features(None, written, loaded.model.model, TAPS),
+    )
     drafter.begin(loaded.model, written, features, lambda _: None)
     return training_of(drafter, loaded, features, steps, hidden_weight=0.0)
 
 
 def test_taps_of_the_official_code() -> None:
-    assert [eagle3.usual_taps(layers) for layers in (32, 7, 6, 4, 2)] == [(2, 16, 29), (2, 3, 4), (3, 4, 5), (1, 2, 3), (0, 1)]
+    assert [eagle3.usual_taps(layers) for layers in (32, 7, 6, 4, 2)] == [
+        (2, 16, 29),
+        (2, 3, 4),
+        (3, 4, 5),
+        (1, 2, 3),
+        (0, 1),
+    ]
 
 
 @torch.no_grad()
@@ -60,7 +69,9 @@ def test_every_step_is_that_of_the_formulas(loaded: target.Target) -> None:
 
 def test_taps_are_what_enters_the_layers(loaded: target.Target, written: store.Text) -> None:
     llama, seen = loaded.model, list[torch.Tensor]()
-    hooks = [llama.model.layers[tap].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])) for tap in TAPS]
+    hooks = [
+        llama.model.layers[tap].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])) for tap in TAPS
+    ]
     own = batch(written, Features(None, written, llama.model, TAPS), [2], "cpu")
     for hook in hooks:
         hook.remove()
@@ -82,7 +93,9 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pyt
     out, pair = tmp_path / "drafter", ["--target", str(write_small_target(tmp_path / "target"))]
     arguments = [*pair, "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out), "--draft-vocab", "1500"]
     assert cli.main([*arguments, "--family", "eagle3"]) == 0
-    assert json.loads((out / "config.json").read_text())["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    assert json.loads((out / "config.json").read_text())["eagle_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3]
+    }
     opened = exporter.recipe.sources.open_pair(exporter.options.config_of(["--ckpt", str(out), *pair]))
     assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (1, 2, 3), 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0

@@ -17,7 +17,16 @@ from exporter.training.batches import Anchors, Features
 from exporter.training.evaluate import Evaluation
 from exporter.training.model import Drafter
 from tests.heads import NaiveHydra, NaiveMedusa, RandomHydra
-from tests.training import SMALL, SOURCE, before_and_after, not_evaluated, taus, training_of, write_small_target, write_source
+from tests.training import (
+    SMALL,
+    SOURCE,
+    before_and_after,
+    not_evaluated,
+    taus,
+    training_of,
+    write_small_target,
+    write_source,
+)
 
 COUNTS = {"medusa": (0, 5), "hydra": (0, 4), "small": (2, 0)}  # layers and heads
 # The others take the same loop; `make test-all` trains them too.
@@ -28,7 +37,10 @@ FAMILIES = pytest.mark.parametrize(
 
 def begun(family: str, loaded: target.Target, written: store.Text) -> tuple[Drafter, Features]:
     torch.manual_seed(1)
-    drafter, features = drafters.made(family, *COUNTS[family], loaded.model), Features(None, written, loaded.model.model)
+    drafter, features = (
+        drafters.made(family, *COUNTS[family], loaded.model),
+        Features(None, written, loaded.model.model),
+    )
     drafter.begin(loaded.model, written, features, lambda _: None)
     return drafter, features
 
@@ -73,7 +85,9 @@ def test_every_head_is_that_of_the_formulas(family: str, loaded: target.Target) 
 
 
 @torch.no_grad()
-def test_a_small_model_begins_as_the_targets_first_layers(tmp_path: Path, loaded: target.Target, written: store.Text) -> None:
+def test_a_small_model_begins_as_the_targets_first_layers(
+    tmp_path: Path, loaded: target.Target, written: store.Text
+) -> None:
     """As transformers reads its checkpoint, and as it is trained: what it predicts behind each anchor's next token."""
     drafter, _ = begun("small", loaded, written)
     embed, lm_head = loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight

@@ -34,13 +34,15 @@ SETTINGS = loop.Settings(3, 192, 2, 2e-3, 2, 0.8, 0.1, 0.5, 0, torch.float32)
 
 
 def in_two(work: Callable[..., Any], *arguments: object) -> list[Any]:
-    """What ``work(rank, *arguments)`` returns in each process. A server that has imported everything is what they are forked from."""
+    """What ``work(rank, *arguments)`` returns in each process. A server that has imported everything is what they are
+    forked from."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:  # others notice that a process has ended, not failed
+    # others notice that a process has ended, not failed
+    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
         running = [pool.submit(_as_rank, rank, port, work, arguments) for rank in range(2)]
         return [own.result() for own in running]
 
@@ -116,7 +118,8 @@ def test_two_processes_step_as_one_that_averages_their_gradients(tmp_path: Path)
 
 
 def stopped(rank: int, at: str, *arguments: str) -> tuple[int, str, int]:
-    """Exit status, output and number of saved states of a training whose second process is stopped, or fails, in its second step."""
+    """Exit status, output and number of saved states of a training whose second process is stopped, or fails, in its
+    second step."""
     advance, save, saves = loop.Training.advance, state.save, 0
 
     def counted(file: Path, content: dict[str, Any]) -> None:
@@ -214,7 +217,18 @@ def test_a_target_split_over_processes_is_the_whole_one(tmp_path: Path, monkeypa
         {"text": SOURCE.read_text()[:1700]},
     ]
     data.write_text("\n".join(map(json.dumps, given)))
-    arguments = ["--target", str(chat_target), "--data", str(data), *SMALL, *TINY, "--conversations", "1", "--steps", "2"]
+    arguments = [
+        "--target",
+        str(chat_target),
+        "--data",
+        str(data),
+        *SMALL,
+        *TINY,
+        "--conversations",
+        "1",
+        "--steps",
+        "2",
+    ]
     results = in_two(sharded, tmp_path, *arguments)
     assert [status for status, *_ in results] == [0, 0], results
     loaded = target.load(str(chat_target))
@@ -292,7 +306,9 @@ def test_anchors_that_do_not_divide_are_refused(
         (["--no-hidden-cache"], "needs the hidden states on disk: leave out --no-hidden-cache"),
     ],
 )
-def test_what_a_split_target_needs(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_split_target_needs(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--target", str(DEMO / "target"), "--out", str(tmp_path / "out"), "--shard-target", *more]
     assert cli.main(arguments) == 1
     assert said in capsys.readouterr().err
@@ -309,8 +325,13 @@ def test_what_a_split_target_needs(more: list[str], said: str, tmp_path: Path, c
     ],
 )
 def test_processes_that_cannot_train_together_are_told(
-    variables: dict[str, str], device: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    variables: dict[str, str],
+    device: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -83,7 +83,7 @@ class Toy:
             return reference_tree(self, tree.rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k)
         return brute_force_tree(
             self, tree.rows, tree.serial_steps, tree.heads, tree.top_k, tree.head_top_k, tree.beam, tree.wide
-        )  # fmt: skip
+        )
 
 
 def paths(token: Tensor, parent: Tensor) -> list[tuple[int, ...]]:
@@ -125,7 +125,9 @@ def trees(draw: st.DrawFn, reference: bool = False, serial: tuple[int, int] = (1
     heads = draw(st.integers(0, 5)) if steps > 1 else 0
     top_k, head_top_k = draw(st.integers(1, 16)), draw(st.integers(1, 40))
     wide = not reference and draw(st.booleans())
-    return TreeConfig(rows, steps, heads, top_k, head_top_k, top_k if reference else draw(st.integers(1, 16)), reference, wide)
+    return TreeConfig(
+        rows, steps, heads, top_k, head_top_k, top_k if reference else draw(st.integers(1, 16)), reference, wide
+    )
 
 
 @st.composite
@@ -289,7 +291,9 @@ def test_a_prefix_is_the_smaller_tree(tree: TreeConfig, toy: Toy, rows: int) -> 
     rows = min(rows, whole.rows)
     part = replace(tree, rows=rows).fitted(toy.vocabulary)
     assert part.rows == rows
-    for name, small, large in zip(["token", "depth", "parent", "mask", "score"], toy.grow(part), toy.grow(whole), strict=True):
+    for name, small, large in zip(
+        ["token", "depth", "parent", "mask", "score"], toy.grow(part), toy.grow(whole), strict=True
+    ):
         expected = large[:rows, :rows] if name == "mask" else large[:rows]
         assert torch.equal(small, expected), name
 

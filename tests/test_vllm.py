@@ -1,4 +1,5 @@
-"""The vLLM layout: its loader's rules, written down again here, take every tensor once, and the printed lines are true."""
+"""The vLLM layout: its loader's rules, written down again here, take every tensor once, and the printed lines are
+true."""
 
 import ast
 import json
@@ -33,9 +34,14 @@ from tests.test_checkpoint import CONTAINERS, DRAFTER_NAMES, bin_file, safetenso
 
 State = dict[str, Tensor]
 SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "num_hidden_layers": 1, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 128,
+}
 Change = Callable[[State, dict[str, Any]], Any]
 
 
@@ -46,7 +52,8 @@ def unchanged(state: State, config: dict[str, Any]) -> None:
 def made(
     folder: Path, pair: RandomPair, change: Change = unchanged, container: Callable[[Path, State], None] = bin_file
 ) -> tuple[Pair, State]:
-    """A pair on disk whose drafter's tensors and JSON may have been changed, and its tensors by their official names."""
+    """A pair on disk whose drafter's tensors and JSON may have been changed, and its tensors by their official
+    names."""
     target = pair.make_target()
     target.save_pretrained(folder / "target")
     state, config = pair.make_drafter(target), drafter_config(target.config, pair.layers)
@@ -75,25 +82,32 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, State]:
     return made(tmp_path_factory.mktemp("small"), RandomPair(SMALL, heads=2))
 
 
-# --- vLLM's rules, again -----------------------------------------------------------------------------------------------
+# --- vLLM's rules, again ----------------------------------------------------------------------------------------------
 
 
 def mirrored(file: Path) -> SimpleNamespace:
     """A configuration as vLLM sees it: the nested one, filled up with transformers' defaults, below the outer one."""
     outer = json.loads(file.read_text())
     assert outer["model_type"] == "gumiho"
-    inner = LlamaConfig(**{k: v for k, v in outer["model"].items() if k not in ("model_type", "architectures")}).to_dict()
+    inner = LlamaConfig(
+        **{k: v for k, v in outer["model"].items() if k not in ("model_type", "architectures")}
+    ).to_dict()
     assert outer["model"]["model_type"] == "llama"
     return SimpleNamespace(**{**{k: v for k, v in inner.items() if k not in ("model_type", "architectures")}, **outer})
 
 
 MERGED = {
-    ".q_proj": ".qkv_proj", ".k_proj": ".qkv_proj", ".v_proj": ".qkv_proj", ".gate_proj": ".gate_up_proj", ".up_proj": ".gate_up_proj",
-}  # fmt: skip
+    ".q_proj": ".qkv_proj",
+    ".k_proj": ".qkv_proj",
+    ".v_proj": ".qkv_proj",
+    ".gate_proj": ".gate_up_proj",
+    ".up_proj": ".gate_up_proj",
+}
 
 
 class Loaded:
-    """A drafter's parameters, filled from a folder as vLLM's model fills them. Fails where vLLM would, and where it would not."""
+    """A drafter's parameters, filled from a folder as vLLM's model fills them. Fails where vLLM would, and where it
+    would not."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.config = c = mirrored(folder / "config.json")
@@ -139,7 +153,8 @@ class Loaded:
         outside = name.startswith(("mlp.", "lm_head.", "model.lm_head."))
         path = name.removeprefix("model.") if outside else f"model.{inner}"
         self.own_lm_head |= path.startswith("lm_head.")
-        self.own_embedding |= name.startswith("model.") and "embed_tokens" in name  # under a bare name it is not noticed
+        # under a bare name it is not noticed
+        self.own_embedding |= name.startswith("model.") and "embed_tokens" in name
         module = path
         for part, whole in MERGED.items():
             module = module if outside else module.replace(part, whole)
@@ -204,7 +219,7 @@ def round_trip(pair: Pair, state: State, folder: Path) -> Loaded:
     return loaded
 
 
-# --- tensors -----------------------------------------------------------------------------------------------------------
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -234,9 +249,16 @@ def test_the_bias_is_where_the_tensors_have_it(tmp_path: Path, bias: bool, said:
     assert "model.layers.0.self_attn.qkv_proj.bias" not in loaded.expected
 
 
-@pytest.mark.parametrize(("layers", "heads"), [
-    (2, 0), (2, 5), (1, 2), (3, 1), *(pytest.param(2, heads, marks=pytest.mark.exhaustive) for heads in (1, 7)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "heads"),
+    [
+        (2, 0),
+        (2, 5),
+        (1, 2),
+        (3, 1),
+        *(pytest.param(2, heads, marks=pytest.mark.exhaustive) for heads in (1, 7)),
+    ],
+)
 def test_other_numbers_of_layers_and_heads(tmp_path: Path, layers: int, heads: int) -> None:
     def lie(state: State, config: dict[str, Any]) -> None:
         config["num_hidden_layers"] = 2
@@ -247,7 +269,9 @@ def test_other_numbers_of_layers_and_heads(tmp_path: Path, layers: int, heads: i
     assert spoken(pair, tmp_path / "out")["num_speculative_tokens"] == 2 + heads
 
 
-def test_fewer_tokens_leave_heads_unused_and_more_would_leave_heads_unfilled(small: tuple[Pair, State], tmp_path: Path) -> None:
+def test_fewer_tokens_leave_heads_unused_and_more_would_leave_heads_unfilled(
+    small: tuple[Pair, State], tmp_path: Path
+) -> None:
     """Which is why the printed number matters, and shows that the loader here notices."""
     written(small[0], tmp_path / "out")
     assert {name.split(".")[1] for name in Loaded(tmp_path / "out", 3).skipped} == {"1"}
@@ -313,7 +337,8 @@ def test_an_lm_head_and_a_token_map_are_kept(tmp_path: Path, prefix: str, kind: 
     equal({n: load_file(tmp_path / "out" / "model.safetensors")[n] for n in own}, own)
     equal(loaded.state, {vllm._vllm_name(n): t for n, t in (state | own).items() if n != "token_map"})
     assert not any("lm_head" in note for note in vllm.lines(pair, tmp_path / "out")[2:])
-    assert torch.equal(pair.draft_sources(1, 8)["lm_head.weight"].whole(), pair.target.read("lm_head.weight"))  # not in ours
+    # not in ours
+    assert torch.equal(pair.draft_sources(1, 8)["lm_head.weight"].whole(), pair.target.read("lm_head.weight"))
 
 
 def test_a_trimmed_lm_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
@@ -328,7 +353,10 @@ def test_a_trimmed_lm_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tensor", "found"),
-    [("lm_head.weight", torch.zeros(61, 16, dtype=torch.float64), "float64"), ("token_map", torch.zeros(61), "float32")],
+    [
+        ("lm_head.weight", torch.zeros(61, 16, dtype=torch.float64), "float64"),
+        ("token_map", torch.zeros(61), "float32"),
+    ],
 )
 def test_what_vllm_could_not_load_is_one_sentence(tmp_path: Path, name: str, tensor: Tensor, found: str) -> None:
     if name == "token_map":
@@ -340,7 +368,7 @@ def test_what_vllm_could_not_load_is_one_sentence(tmp_path: Path, name: str, ten
     assert "\n" not in str(caught.value)
 
 
-# --- dtypes and the file -----------------------------------------------------------------------------------------------
+# --- dtypes and the file ----------------------------------------------------------------------------------------------
 
 
 def mix(state: State, config: dict[str, Any]) -> None:
@@ -422,7 +450,7 @@ def test_no_more_than_a_slice_is_read_at_once(
     equal(served(pair, tmp_path / "out").strict(), state)
 
 
-# --- config.json -------------------------------------------------------------------------------------------------------
+# --- config.json ------------------------------------------------------------------------------------------------------
 
 BARE_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = BARE_LLAMA3 | {"original_max_position_embeddings": 64}
@@ -449,7 +477,8 @@ def test_the_rotary_embedding_is_the_drafters_in_its_old_spelling(tmp_path: Path
 
 
 def test_drafting_ends_where_the_target_ends(small: tuple[Pair, State], tmp_path: Path) -> None:
-    """The drafter's JSON says 2048, its training length; vLLM would draft no further, or need more than the target has."""
+    """The drafter's JSON says 2048, its training length; vLLM would draft no further, or need more than the target
+    has."""
     assert mirrored(written(small[0], tmp_path / "out") / "config.json").max_position_embeddings == 128
 
 
@@ -466,7 +495,7 @@ def test_nothing_that_would_mislead_vllm_is_carried_over(tmp_path: Path) -> None
     assert config["truncated_vocab_size"] == config["vocab_size"] == 61
 
 
-# --- the printed lines -------------------------------------------------------------------------------------------------
+# --- the printed lines ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["out", "v1.3", "two words", "it's", 'a"b', "$HOME", "ünï", "back\\slash", "{}", "🦊"])
@@ -479,8 +508,11 @@ def test_the_lines_name_the_folders_whatever_they_are_called(
     monkeypatch.chdir(tmp_path)
     pair = Pair(Checkpoint(f"./{name}/target", "target"), Checkpoint(f"./{name}/drafter", "drafter"))
     assert spoken(pair, Path(name)) == {
-        "target": str(tmp_path / name / "target"), "method": "gumiho", "model": str(tmp_path / name), "num_speculative_tokens": 4,
-    }  # fmt: skip
+        "target": str(tmp_path / name / "target"),
+        "method": "gumiho",
+        "model": str(tmp_path / name),
+        "num_speculative_tokens": 4,
+    }
 
 
 def test_a_target_from_the_hub_keeps_its_name(
@@ -490,7 +522,7 @@ def test_a_target_from_the_hub_keeps_its_name(
     assert spoken(small[0], tmp_path)["target"] == "meta-llama/Meta-Llama-3-8B-Instruct"
 
 
-# --- whole or absent ---------------------------------------------------------------------------------------------------
+# --- whole or absent --------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -526,11 +558,25 @@ def out(request: pytest.FixtureRequest, small: tuple[Pair, State], tmp_path: Pat
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(("call", "strike"), [
-    (1, interrupt), (20, terminate), (60, boom),
-    *(pytest.param(call, strike, marks=pytest.mark.exhaustive)
-      for call, strike in ((1, terminate), (1, boom), (20, interrupt), (20, boom), (60, interrupt), (60, terminate))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "strike"),
+    [
+        (1, interrupt),
+        (20, terminate),
+        (60, boom),
+        *(
+            pytest.param(call, strike, marks=pytest.mark.exhaustive)
+            for call, strike in (
+                (1, terminate),
+                (1, boom),
+                (20, interrupt),
+                (20, boom),
+                (60, interrupt),
+                (60, terminate),
+            )
+        ),
+    ],
+)
 def test_a_failure_leaves_what_was_there(
     small: tuple[Pair, State], out: Path, strike: Callable[[], None], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,7 +607,7 @@ def test_a_full_disk_leaves_what_was_there(small: tuple[Pair, State], out: Path,
     assert snapshot(out.parent) == before
 
 
-# --- what may be replaced ----------------------------------------------------------------------------------------------
+# --- what may be replaced ---------------------------------------------------------------------------------------------
 
 
 def test_an_export_is_replaced_when_asked(small: tuple[Pair, State], mixed: tuple[Pair, State], tmp_path: Path) -> None:
@@ -606,7 +652,9 @@ def spoil_bundle(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_readme, spoil_weights, spoil_mark, spoil_folder, spoil_bundle])
-def test_anything_else_is_never_replaced(small: tuple[Pair, State], tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_anything_else_is_never_replaced(
+    small: tuple[Pair, State], tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
     export(small[0], tmp_path / "out")
     spoil(tmp_path / "out")
     assert not vllm.is_export(tmp_path / "out")
@@ -624,11 +672,20 @@ def test_released_drafters_are_no_exports(small: tuple[Pair, State], tmp_path: P
         assert not vllm.is_export(other)
 
 
-# --- gumiho-export --backend vllm -----------------------------------------------------------------------------------------
+# --- gumiho-export --backend vllm -------------------------------------------------------------------------------------
 
 
 def command(folder: Path, out: Path, *options: str) -> int:
-    argv = ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), "--out", str(out), "--backend", "vllm"]
+    argv = [
+        "--ckpt",
+        str(folder / "drafter"),
+        "--target",
+        str(folder / "target"),
+        "--out",
+        str(out),
+        "--backend",
+        "vllm",
+    ]
     return cli.main([*argv, *options])
 
 
@@ -653,7 +710,9 @@ def test_the_command_writes_and_replaces(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "options", [("--rows", "8"), ("--capacity", "64"), ("--validate",), ("--device", "ref"), ("--heads", "1")]
 )
-def test_options_of_bundles_are_refused(tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_bundles_are_refused(
+    tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(tmp_path, tmp_path / "out", *options) == 1
     assert f"{options[0]} means nothing to --backend vllm" in capsys.readouterr().err
 

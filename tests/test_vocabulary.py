@@ -1,4 +1,5 @@
-"""Trimmed draft vocabularies: which tokens, which rows of lm_head, the trees that grow from them, and the bundles that hold them."""
+"""Trimmed draft vocabularies: which tokens, which rows of lm_head, the trees that grow from them, and the bundles that
+hold them."""
 
 import json
 import shutil
@@ -42,12 +43,17 @@ from tests.test_drafter import CAPACITY, cycles, eager, naive_of
 
 V = 61
 SMALL = {
-    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "num_hidden_layers": 1, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 128,
+}
 
 
-# --- which tokens --------------------------------------------------------------------------------------------------------
+# --- which tokens -----------------------------------------------------------------------------------------------------
 
 
 def one_by_one(size: int, counts: dict[int, int], order: Sequence[int], always: Sequence[int]) -> set[int]:
@@ -80,7 +86,8 @@ def fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def test_letters_come_before_what_was_merged_of_them() -> None:
-    """Numbered as SentencePiece does it: what was merged, in order, then the letters. Ids without a token are the last."""
+    """Numbered as SentencePiece does it: what was merged, in order, then the letters. Ids without a token are the
+    last."""
     ids = {"<unk>": 0, "ab": 1, "abc": 2, "cb": 3, "a": 4, "b": 5, "c": 6}
     merges = [("a", "b"), ("c", "b"), ("ab", "c")]
     assert by_age(fast(Tokenizer(BPE(ids, merges))), 9) == [0, 4, 5, 6, 1, 3, 2, 7, 8]
@@ -113,7 +120,8 @@ def test_files_are_counted(tmp_path: Path) -> None:
     assert found.ids.tolist() == [1, 4, 5, 8]
     assert found.ids.dtype == torch.int64
     assert "68.8%" in found.origin  # 11 of 16
-    assert frequent(8, 9, words(), files, ends=(8,)).ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]  # what never comes, by age
+    # what never comes, by age
+    assert frequent(8, 9, words(), files, ends=(8,)).ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7])
@@ -123,16 +131,19 @@ def test_long_texts_are_counted_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     assert vocabulary.count([tmp_path / "text"], words()) == Counter({1: 50, 2: 50, 3: 50})
 
 
-@pytest.mark.parametrize(("name", "content", "parts"), [
-    ("a.txt", None, ("a.txt cannot be read (No such file",)),
-    ("a.txt", b"\xff\xfe\x00", ("a.txt is not UTF-8 text",)),
-    ("a.txt", b"", ("--draft-text hold no text",)),
-    ("a.jsonl", b'{"text": "a"}\n{"text": ', ("a.jsonl, line 2 has no text", "'prompt', 'text' or 'turns'")),
-    ("a.jsonl", b'{"content": "a"}', ("a.jsonl, line 1 has no text",)),
-    ("a.jsonl", b'["a"]', ("a.jsonl, line 1 has no text",)),
-    ("a.jsonl", b'{"turns": [{"content": "a"}]}', ("a.jsonl, line 1 has no text",)),
-    ("a.jsonl", b'{"text": "a"}\n\xff', ("a.jsonl is not UTF-8 text",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.txt", None, ("a.txt cannot be read (No such file",)),
+        ("a.txt", b"\xff\xfe\x00", ("a.txt is not UTF-8 text",)),
+        ("a.txt", b"", ("--draft-text hold no text",)),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', ("a.jsonl, line 2 has no text", "'prompt', 'text' or 'turns'")),
+        ("a.jsonl", b'{"content": "a"}', ("a.jsonl, line 1 has no text",)),
+        ("a.jsonl", b'["a"]', ("a.jsonl, line 1 has no text",)),
+        ("a.jsonl", b'{"turns": [{"content": "a"}]}', ("a.jsonl, line 1 has no text",)),
+        ("a.jsonl", b'{"text": "a"}\n\xff', ("a.jsonl is not UTF-8 text",)),
+    ],
+)
 def test_files_that_cannot_be_counted_are_one_sentence(
     tmp_path: Path, name: str, content: bytes | None, parts: tuple[str, ...]
 ) -> None:
@@ -144,7 +155,7 @@ def test_files_that_cannot_be_counted_are_one_sentence(
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-# --- the graph -----------------------------------------------------------------------------------------------------------
+# --- the graph --------------------------------------------------------------------------------------------------------
 
 
 class Trimmed(NaiveDrafter):
@@ -197,12 +208,14 @@ TREES = [
 
 
 @pytest.mark.parametrize(("rows", "size", "more"), TREES, ids=str)
-def test_a_trimmed_tree_is_the_naive_one(random: tuple[Pair, RandomPair], rows: int, size: int, more: dict[str, Any]) -> None:
+def test_a_trimmed_tree_is_the_naive_one(
+    random: tuple[Pair, RandomPair], rows: int, size: int, more: dict[str, Any]
+) -> None:
     pair, naive = trimmed_to(random, size)
     cycles(eager(pair, tree_of(rows, size, **more)), naive, tree_of(rows, size, **more), 48, 1009, seed=rows)
 
 
-# --- a drafter's own token_map -------------------------------------------------------------------------------------------
+# --- a drafter's own token_map ----------------------------------------------------------------------------------------
 
 
 def with_map(folder: Path, own: dict[str, Tensor], prefix: str = "", vocabulary: int = V) -> Pair:
@@ -245,7 +258,9 @@ def test_a_token_map_is_kept(tmp_path: Path, prefix: str, kind: torch.dtype, row
 
 @pytest.mark.parametrize("own", [{}, {"lm_head.weight": torch.ones(V, 32)}, {"lm_head.weight": torch.ones(9, 32)}])
 def test_without_a_map_everything_is_drafted(tmp_path: Path, own: dict[str, Tensor]) -> None:
-    for extra in ({}, {"token_map": torch.randperm(V)}) if own.get("lm_head.weight", torch.ones(V)).shape[0] == V else ({},):
+    for extra in (
+        ({}, {"token_map": torch.randperm(V)}) if own.get("lm_head.weight", torch.ones(V)).shape[0] == V else ({},)
+    ):
         pair = with_map(tmp_path / str(len(extra)), own | extra)
         ids, head = head_of(pair)
         assert ids is None
@@ -253,17 +268,24 @@ def test_without_a_map_everything_is_drafted(tmp_path: Path, own: dict[str, Tens
         assert pair.drafted == V
 
 
-@pytest.mark.parametrize(("own", "parts"), [
-    ({"token_map": torch.tensor([1, 2, 1])}, ("has a token twice", "vocabulary of 61")),
-    ({"token_map": torch.tensor([1, 61])}, ("outside the vocabulary of 61",)),
-    ({"token_map": torch.tensor([-1, 6])}, ("outside",)),
-    ({"token_map": torch.tensor([1.0, 2.0])}, ("torch.float32 of shape [2]",)),
-    ({"token_map": torch.tensor([[1, 2]])}, ("shape [1, 2]",)),
-    ({"token_map": torch.zeros(0, dtype=torch.int64)}, ("shape [0]",)),
-    ({"token_map": MAP, "lm_head.weight": torch.ones(4, 32)}, ("has 5 tokens", "lm_head 4 rows")),
-    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 31)}, ("'lm_head.weight' has shape [5, 31], expected 32 columns",)),
-    ({"token_map": MAP, "lm_head.weight": torch.ones(5, 32, dtype=torch.int8)}, ("is int8, expected float16",)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "parts"),
+    [
+        ({"token_map": torch.tensor([1, 2, 1])}, ("has a token twice", "vocabulary of 61")),
+        ({"token_map": torch.tensor([1, 61])}, ("outside the vocabulary of 61",)),
+        ({"token_map": torch.tensor([-1, 6])}, ("outside",)),
+        ({"token_map": torch.tensor([1.0, 2.0])}, ("torch.float32 of shape [2]",)),
+        ({"token_map": torch.tensor([[1, 2]])}, ("shape [1, 2]",)),
+        ({"token_map": torch.zeros(0, dtype=torch.int64)}, ("shape [0]",)),
+        ({"token_map": MAP, "lm_head.weight": torch.ones(4, 32)}, ("has 5 tokens", "lm_head 4 rows")),
+        (
+            {"token_map": MAP, "lm_head.weight": torch.ones(5, 31)},
+            ("'lm_head.weight' has shape [5, 31], expected 32 columns",),
+        ),
+        ({"token_map": MAP, "lm_head.weight": torch.ones(5, 32, dtype=torch.int8)}, ("is int8, expected float16",)),
+    ],
+    ids=str,
+)
 def test_a_map_that_is_none_is_refused(
     tmp_path: Path, own: dict[str, Tensor], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,12 +304,21 @@ def test_a_tree_grows_from_the_drafters_own_rows(tmp_path: Path) -> None:
     cycles(eager(pair, tree, CAPACITY), naive, tree, 32, 1009, seed=1)
 
 
-# --- the command ---------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def argv(folder: Path, *more: str) -> list[str]:
     out = ["--out", str(folder / "out")]
-    return ["--ckpt", str(folder / "drafter"), "--target", str(folder / "target"), *out, "--capacity", "64", *numbers(more)]
+    return [
+        "--ckpt",
+        str(folder / "drafter"),
+        "--target",
+        str(folder / "target"),
+        *out,
+        "--capacity",
+        "64",
+        *numbers(more),
+    ]
 
 
 def wanted(folder: Path, *more: str) -> Recipe:
@@ -309,15 +340,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("more", "parts"), [
-    (("--draft-vocab", "1"), ("--draft-vocab is 1", "give 2 to 61", "end a text (1)")),
-    (("--draft-vocab", "-4"), ("--draft-vocab is -4",)),
-    (("--draft-vocab", "62"), ("--draft-vocab is 62", "2 to 61")),
-    (("--draft-text", __file__), ("--draft-text is what --draft-vocab counts",)),
-    (("--draft-vocab", "9", "--draft-text", __file__), ("has no tokenizer", "leave the option out")),
-    (("--backend", "vllm", "--draft-vocab", "9"), ("--draft-vocab", "mean nothing to --backend vllm")),
-    (("--backend", "vllm", "--draft-text", __file__), ("--draft-text", "mean nothing to --backend vllm")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (("--draft-vocab", "1"), ("--draft-vocab is 1", "give 2 to 61", "end a text (1)")),
+        (("--draft-vocab", "-4"), ("--draft-vocab is -4",)),
+        (("--draft-vocab", "62"), ("--draft-vocab is 62", "2 to 61")),
+        (("--draft-text", __file__), ("--draft-text is what --draft-vocab counts",)),
+        (("--draft-vocab", "9", "--draft-text", __file__), ("has no tokenizer", "leave the option out")),
+        (("--backend", "vllm", "--draft-vocab", "9"), ("--draft-vocab", "mean nothing to --backend vllm")),
+        (("--backend", "vllm", "--draft-text", __file__), ("--draft-text", "mean nothing to --backend vllm")),
+    ],
+)
 def test_what_cannot_be_is_one_sentence(
     plain: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
@@ -359,7 +393,9 @@ def test_ends_of_text_are_drafted(plain: Path, tmp_path: Path) -> None:
 
 def test_another_vocabulary_is_another_export(plain: Path) -> None:
     """What an interrupted export has packed is gone on with only where the tokens are the same."""
-    plans = [wanted(plain, *more) for more in ((), ("--draft-vocab", "9"), ("--draft-vocab", "9"), ("--draft-vocab", "10"))]
+    plans = [
+        wanted(plain, *more) for more in ((), ("--draft-vocab", "9"), ("--draft-vocab", "9"), ("--draft-vocab", "10"))
+    ]
     assert plans[2].pair.draft_vocabulary is not None
     notes = [plan.fingerprint() for plan in plans]
     assert notes[1] == notes[2]
@@ -368,17 +404,23 @@ def test_another_vocabulary_is_another_export(plain: Path) -> None:
     assert len({plan.fingerprint() for plan in plans}) == 4
 
 
-@pytest.mark.parametrize(("tied", "backends"), [
-    pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
-    for tied in (False, True) for backends in (("cpu",), ("cpu", "tensorrt"))
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("tied", "backends"),
+    [
+        pytest.param(tied, backends, marks=() if tied == (len(backends) > 1) else pytest.mark.exhaustive)
+        for tied in (False, True)
+        for backends in (("cpu",), ("cpu", "tensorrt"))
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "how", [(), ("--draft-weights", "int4"), ("--weights", "int4", "--draft-weights", "int4")], ids=" ".join
 )
 def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     tmp_path: Path, how: tuple[str, ...], backends: tuple[str, ...], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.checkpoints.checkpoint._SLICE_ELEMENTS", 37 * 128)  # of which some hold no row that is kept
+    # of which some hold no row that is kept
+    monkeypatch.setattr("exporter.checkpoints.checkpoint._SLICE_ELEMENTS", 37 * 128)
     fields = {"hidden_size": 128, "vocab_size": 301, "tie_word_embeddings": tied}
     RandomPair(SMALL | fields, heads=1).write(tmp_path)
     plan = wanted(tmp_path, *how, "--backend", *backends, "--dtype", "fp32", "--draft-vocab", "80")
@@ -401,7 +443,7 @@ def test_rows_are_cut_before_they_are_quantized_and_sizes_say_so(
     assert written == sum(plan.sizes().values()) - plan.shared() - tables
 
 
-# --- bundles -------------------------------------------------------------------------------------------------------------
+# --- bundles ----------------------------------------------------------------------------------------------------------
 
 SIZE = 256
 OPTIONS = ("--draft-vocab", str(SIZE), "--draft-text", __file__)

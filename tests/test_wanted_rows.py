@@ -100,7 +100,10 @@ def test_bundles_that_know_no_wanted_rows_run_as_before(
     )
     monkeypatch.setattr(trace, "_capture", trace._traced)
     pair = new.parent / "pair"
-    assert cli.main(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(tmp_path / "old")]) == 0
+    assert (
+        cli.main(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--out", str(tmp_path / "old")])
+        == 0
+    )
     assert Bundle(tmp_path / "old").manifest.requires == ()
     with load(tmp_path / "old", "cpu") as before, load(new, "cpu") as now:
         for settings in ({}, {"temperature": 1.0, "seed": 3}, {"speculate": False}):
@@ -125,12 +128,15 @@ def all_logits(raw: dict[str, Any]) -> None:
     raw["forms"]["cpu"]["graphs"]["target"]["outputs"][1]["shape"][0] = "rows"
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (unnamed, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
-    (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "inputs are .*, expected"),
-    (without_input, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
-    (all_logits, r"logits float32 \['rows', 2048\], expected logits float32 \['wanted', 2048\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (unnamed, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
+        (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "inputs are .*, expected"),
+        (without_input, "expected 'wanted-rows' if a target has the input 'wanted' and only then"),
+        (all_logits, r"logits float32 \['rows', 2048\], expected logits float32 \['wanted', 2048\]"),
+    ],
+)
 def test_contradicting_manifests_are_refused(demo_bundle: Path, tmp_path: Path, change: Any, said: str) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(demo_bundle / record.name, record)

@@ -114,7 +114,9 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     """As a tied pair gives them: one source under two names in each file."""
     tied = source(numbers(61, 16))
     p = packer(tmp_path)
-    target = p.pack("target.bin", {"embed_tokens.weight": tied, "norm.weight": source(numbers(16)), "lm_head.weight": tied})
+    target = p.pack(
+        "target.bin", {"embed_tokens.weight": tied, "norm.weight": source(numbers(16)), "lm_head.weight": tied}
+    )
     draft = p.pack("draft.bin", {"embed_tokens.weight": tied, "lm_head.weight": tied})
     assert len({target["embed_tokens.weight"], target["lm_head.weight"], *draft.values()}) == 1
     assert (tmp_path / "draft.bin").stat().st_size == 0
@@ -170,7 +172,9 @@ def test_mapping_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def tensors() -> st.SearchStrategy[list[Any]]:
     """Lists of (which of few contents, pieces, dtype), so that equal ones are common; a break starts the next file."""
-    one = st.tuples(st.integers(0, 4), st.integers(1, 3), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    one = st.tuples(
+        st.integers(0, 4), st.integers(1, 3), st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+    )
     return st.lists(st.one_of(one, st.none()), min_size=1, max_size=14)
 
 

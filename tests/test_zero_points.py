@@ -81,7 +81,8 @@ def source(tensor: Tensor, fixed: torch.dtype | None = None) -> Source:
 
 
 def located(folder: Path, blocks: int, scheme: Scheme) -> dict[str, Location]:
-    """A matrix of 37 rows in a weight file, packed as codes for MatMulNBits first, as a bundle for both kinds of backend does."""
+    """A matrix of 37 rows in a weight file, packed as codes for MatMulNBits first, as a bundle for both kinds of
+    backend does."""
     parts = packed(37, blocks, UNSIGNED)
     names = {"weight": "w.weight", "scale": scale_of("w.weight"), "zero": zero_of("w.weight")}
     packer = Packer(folder, torch.float32, lambda _: None)
@@ -112,12 +113,20 @@ def rounded(x: Tensor) -> Tensor:
     return ((blocks / step).round() * step).flatten(1).double()
 
 
-@pytest.mark.parametrize(("ops", "scheme", "operator", "blocks"), [
-    (Exact, UNSIGNED, "MatMulNBits", 3), (Standard, UNSIGNED, "MatMulNBits", 3), (Basic, SIGNED, "DequantizeLinear", 8),
-    pytest.param(Exact, UNSIGNED, "MatMulNBits", 8, marks=pytest.mark.exhaustive),
-    pytest.param(Standard, SIGNED, "DequantizeLinear", 8, marks=pytest.mark.exhaustive),
-], ids=str)  # fmt: skip
-def test_every_spelling_in_onnxruntime(tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("ops", "scheme", "operator", "blocks"),
+    [
+        (Exact, UNSIGNED, "MatMulNBits", 3),
+        (Standard, UNSIGNED, "MatMulNBits", 3),
+        (Basic, SIGNED, "DequantizeLinear", 8),
+        pytest.param(Exact, UNSIGNED, "MatMulNBits", 8, marks=pytest.mark.exhaustive),
+        pytest.param(Standard, SIGNED, "DequantizeLinear", 8, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_every_spelling_in_onnxruntime(
+    tmp_path: Path, ops: type[Plain], scheme: Scheme, operator: str, blocks: int
+) -> None:
     model = traced(tmp_path, ops, scheme, blocks)
     if ops is Basic:
         model.opset_imports[""] = 21  # ONNX has blocks from there on
@@ -158,4 +167,9 @@ def test_the_golden_run_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_matrices_without_zero_points_are_as_before() -> None:
     made: Callable[[Scheme | None], Linear] = lambda scheme: Linear(64, 3, False, Plain, scheme)  # noqa: E731
-    assert made(Scheme(BLOCK, torch.uint8)).zero is made(None).zero is made(Scheme(64, torch.uint8, zeros=True)).zero is None
+    assert (
+        made(Scheme(BLOCK, torch.uint8)).zero
+        is made(None).zero
+        is made(Scheme(64, torch.uint8, zeros=True)).zero
+        is None
+    )

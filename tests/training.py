@@ -36,8 +36,8 @@ def write_chat_target(folder: Path) -> Path:
 
 
 def write_small_target(folder: Path) -> Path:
-    """Random numbers for the demo pair's tokens: of a step on the demo target itself most is products of its drafter's matrices. Its
-    layers add little to the embedding, so that what follows a token is easily learnt."""
+    """Random numbers for the demo pair's tokens: of a step on the demo target itself most is products of its drafter's
+    matrices. Its layers add little to the embedding, so that what follows a token is easily learnt."""
     sizes = {
         "hidden_size": 48,
         "intermediate_size": 80,
@@ -65,7 +65,12 @@ def write_source(folder: Path, loaded: target.Target) -> store.Text:
 
 
 def training_of(
-    drafter: Drafter, loaded: target.Target, features: Features, steps: int, hidden_weight: float = 0.1, rate: float = 2e-3
+    drafter: Drafter,
+    loaded: target.Target,
+    features: Features,
+    steps: int,
+    hidden_weight: float = 0.1,
+    rate: float = 2e-3,
 ) -> tuple[loop.Training, Evaluation]:
     """Small steps on the features' text, and their measure on a part of it."""
     llama, text = loaded.model, features.text
@@ -86,8 +91,8 @@ def before_and_after(training: loop.Training, evaluation: Evaluation) -> tuple[S
 def taus(
     folder: Path, loaded: target.Target, training: loop.Training, drafter: Drafter, source: Path = DEMO / "target"
 ) -> tuple[float, float]:
-    """The tau of a walk along a text that the target, of that folder, wrote greedily, and that of decoding it with an export of the
-    drafter."""
+    """The tau of a walk along a text that the target, of that folder, wrote greedily, and that of decoding it with an
+    export of the drafter."""
     embed, lm_head = loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight
     state.write_checkpoint(folder / "drafter", drafter, drafter.state_dict(), training.vocabulary.ids, embed, lm_head)
     sources = ["--ckpt", str(folder / "drafter"), "--target", str(source)]

@@ -76,8 +76,18 @@ class Bench:
         except PeerError as error:
             python, unready = Path(), str(error)
         for way in ways:
-            result = {"name": way.name, "peer": peer, "weights": way.weights, "plain": way.plain, "failed": "", "setting": {},
-                      "tried": [], "versions": {}, "peak_mb": 0.0, "texts": []}  # fmt: skip
+            result = {
+                "name": way.name,
+                "peer": peer,
+                "weights": way.weights,
+                "plain": way.plain,
+                "failed": "",
+                "setting": {},
+                "tried": [],
+                "versions": {},
+                "peak_mb": 0.0,
+                "texts": [],
+            }
             self.results.append(result)
             try:
                 if way.draft and not self.args.draft_model:
@@ -102,7 +112,9 @@ class Bench:
             by_loading[key].ways.append(way)
             by_loading[key].results.append(result)
 
-    def model(self, peer: str, module: ModuleType, command: Sequence[str | Path], weights: str, checkpoint: Path) -> str:
+    def model(
+        self, peer: str, module: ModuleType, command: Sequence[str | Path], weights: str, checkpoint: Path
+    ) -> str:
         """The path of the checkpoint in the peer's format; converts it if that has not been done before."""
         if not hasattr(module, "convert"):
             return str(checkpoint.resolve())
@@ -127,7 +139,11 @@ class Bench:
         return str(out)
 
     def open(self, command: Sequence[str | Path], log: str) -> Worker:
-        variables = {"OMP_NUM_THREADS": str(self.args.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {
+            "OMP_NUM_THREADS": str(self.args.threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         return Worker(command, self.args.out / f"{log}.log", ROOT, variables)
 
     # --- running
@@ -185,7 +201,8 @@ class Bench:
                 program.worker.ask("generate", ids=tuning[0].ids, count=WARM_UP, **warm)
                 if not result["setting"] and len(way.settings) > 1:
                     result["tried"] = [
-                        {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)} for setting in way.settings
+                        {"setting": setting, "speed": self.try_out(program.worker, setting, tuning)}
+                        for setting in way.settings
                     ]
                     result["setting"] = max(result["tried"], key=lambda trial: trial["speed"])["setting"]
                 result["setting"] = result["setting"] or way.settings[0]
@@ -193,7 +210,10 @@ class Bench:
                 self.fail(program, str(error), result)
 
     def try_out(self, worker: Worker, setting: Mapping[str, Any], tuning: Sequence[Prompt]) -> float:
-        texts = [worker.ask("generate", ids=prompt.ids, count=min(TRIED, self.args.new_tokens), **setting) for prompt in tuning]
+        texts = [
+            worker.ask("generate", ids=prompt.ids, count=min(TRIED, self.args.new_tokens), **setting)
+            for prompt in tuning
+        ]
         return report.speed(*texts) or 0.0
 
     def text(self, program: Program, way: Way, result: dict[str, Any], prompt: Prompt) -> None:
@@ -225,38 +245,57 @@ class Bench:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
-    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
-    parser.add_argument("--draft-model", type=Path, help="small Llama with the same vocabulary, for peers that draft with one")
+    parser.add_argument(
+        "--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)"
+    )
+    parser.add_argument(
+        "--draft-model", type=Path, help="small Llama with the same vocabulary, for peers that draft with one"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, default=PEERS, help="peers to run besides this project (default: all)"
     )
     parser.add_argument(
-        "--prompts", type=Path, nargs="+", default=[],
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[],
         help="JSONL with 'turns', 'prompt' or 'text', or .txt (default: held-out code)",
-    )  # fmt: skip
+    )
     parser.add_argument("--chat", action="store_true", help="ask the prompts through the target's chat template")
     parser.add_argument("--longest", type=int, help="positions of the longest prompt (default: what fits)")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", metavar="N",
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="N",
         help="instead of whole prompts, pieces of their text with so many tokens",
-    )  # fmt: skip
+    )
     parser.add_argument("--count", type=int, default=8, help="prompts per file, or per length (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every way (default: all cores)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds that divide the prompts, with every way (default: 2)")
     parser.add_argument(
-        "--envs", type=Path, default=ROOT / "build/bench-envs",
+        "--rounds", type=int, default=2, help="rounds that divide the prompts, with every way (default: 2)"
+    )
+    parser.add_argument(
+        "--envs",
+        type=Path,
+        default=ROOT / "build/bench-envs",
         help="folder where peers are installed, once (default: build/bench-envs)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--models", type=Path, default=ROOT / "build/bench-models",
+        "--models",
+        type=Path,
+        default=ROOT / "build/bench-models",
         help="folder for converted models, created once (default: build/bench-models)",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)")
+    )
     parser.add_argument(
-        "--again", action="store_true",
+        "--out", type=Path, default=ROOT / "build/bench", help="folder for the results (default: build/bench)"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
         help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     sizes = {n: getattr(args, n) for n in ("count", "new_tokens", "threads", "rounds", "longest")}
     for name, value in (sizes | {"contexts": min(args.contexts or [1])}).items():

@@ -75,7 +75,10 @@ def described(checkpoint: Path) -> str:
 
 def machine() -> str:
     """Processor, cores and memory of this machine."""
-    return f"{measure.processor()}, {os.cpu_count()} cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    return (
+        f"{measure.processor()}, {os.cpu_count()} cores, "
+        f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    )
 
 
 def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int]:
@@ -92,7 +95,9 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
     room = min(context, *(Bundle(path).manifest.capacity for path in args.bundles), context) - args.new_tokens
     room = min(room, args.longest or room)
     if room < 1:
-        raise InputError(f"--new-tokens {args.new_tokens} leaves no room for a prompt: give less than {room + args.new_tokens}")
+        raise InputError(
+            f"--new-tokens {args.new_tokens} leaves no room for a prompt: give less than {room + args.new_tokens}"
+        )
     per_file, template = args.count + TUNING, ChatTemplate.of(file.parent) if args.chat else None
     if args.chat and template is None:
         raise InputError(f"{args.pair}/target has no chat template: leave out --chat")
@@ -123,7 +128,9 @@ def tokenized(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], int
     return prompts, spare[:TUNING], cut
 
 
-def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: int) -> tuple[list[Prompt], list[Prompt]]:
+def _of_lengths(
+    text: Sequence[int], lengths: Sequence[int], count: int, room: int
+) -> tuple[list[Prompt], list[Prompt]]:
     """Pieces of a text, ``count`` of each length, and the shortest remaining ones for choosing settings."""
     prompts, spare = list[Prompt](), list[Prompt]()
     for length in sorted(set(lengths)):
@@ -131,8 +138,9 @@ def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: i
             raise InputError(f"--contexts {length} is more than fits before the new tokens: give at most {room}")
         if length * count > len(text):
             raise InputError(
-                f"--contexts {length} needs {length * count:,} tokens of text for {count - TUNING} prompts and {TUNING} to choose "
-                f"settings, and the files have {len(text):,}: give more of them with --prompts, or a smaller --count"
+                f"--contexts {length} needs {length * count:,} tokens of text for {count - TUNING} prompts and "
+                f"{TUNING} to choose settings, and the files have {len(text):,}: give more of them with --prompts, or "
+                "a smaller --count"
             )
         pieces = [Prompt(of_length(length), i, list(text[i * length : (i + 1) * length])) for i in range(count)]
         prompts += pieces[:-TUNING]
@@ -142,14 +150,21 @@ def _of_lengths(text: Sequence[int], lengths: Sequence[int], count: int, room: i
 
 def about(args: argparse.Namespace, cut: int) -> dict[str, Any]:
     """Facts about the run for the report: machine, models and options. cut: number of shortened prompts."""
-    facts = {"machine": machine(), "threads": args.threads, "new tokens": args.new_tokens, "rounds": args.rounds,
-             "target": described(args.pair / "target")}  # fmt: skip
+    facts = {
+        "machine": machine(),
+        "threads": args.threads,
+        "new tokens": args.new_tokens,
+        "rounds": args.rounds,
+        "target": described(args.pair / "target"),
+    }
     if args.draft_model:
         facts["draft model"] = described(args.draft_model)
     for bundle in args.bundles:
         manifest = Bundle(bundle).manifest
         quantized = ", ".join(f"{name} {weights}" for name, weights in manifest.weights.items())
-        facts[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (f"; {quantized}" if quantized else "")
+        facts[f"bundle {bundle.name}"] = f"R {manifest.rows}, {manifest.dtype}" + (
+            f"; {quantized}" if quantized else ""
+        )
     if cut:
         facts["prompts cut to fit"] = cut
     return facts

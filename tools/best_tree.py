@@ -41,9 +41,13 @@ def export(args: argparse.Namespace, drafter: str, weights: str, options: Sequen
             )
     except (GumihoError, SystemExit) as error:  # argparse exits after printing the reason
         reason = (
-            (told.getvalue().strip().splitlines() or ["no reason given"])[-1] if isinstance(error, SystemExit) else str(error)
+            (told.getvalue().strip().splitlines() or ["no reason given"])[-1]
+            if isinstance(error, SystemExit)
+            else str(error)
         )
-        raise InputError(f"exporting '{drafter}' with {' '.join(options)} failed: {reason.removeprefix('error: ')}") from None
+        raise InputError(
+            f"exporting '{drafter}' with {' '.join(options)} failed: {reason.removeprefix('error: ')}"
+        ) from None
     return out
 
 
@@ -57,7 +61,12 @@ def _config(argv: Sequence[str], options: Sequence[str]) -> ExportConfig:
 
 def place(args: argparse.Namespace, drafter: str, weights: str, kind: str, options: Sequence[str]) -> Path:
     """The folder of the bundle of a drafter with this kind of tree."""
-    return args.out / "bundles" / weights / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
+    return (
+        args.out
+        / "bundles"
+        / weights
+        / f"{Path(drafter).name}-{kind}-{'-'.join(option.strip('-') for option in options)}"
+    )
 
 
 def prompt_of(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -99,7 +108,10 @@ class Search:
             self.known[key] = speed(self.args, bundle, self.prompts)
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "speed": self.known[key]}) + "\n")
-            print(f"{Path(self.drafter).name}  {self.weights}  {' '.join(options)}  {self.known[key]:.3f}", file=sys.stderr)
+            print(
+                f"{Path(self.drafter).name}  {self.weights}  {' '.join(options)}  {self.known[key]:.3f}",
+                file=sys.stderr,
+            )
         return self.known[key]
 
     def place(self, options: Options) -> Path:
@@ -123,12 +135,16 @@ class Search:
         levels = pair.reader.levels or 64
         tree = usual_tree(pair.family, rows, pair.heads, levels=levels)
         option, usual, most = (
-            ("--heads", tree.heads, pair.heads) if pair.heads else ("--serial-steps", tree.serial_steps, min(levels, 10))
+            ("--heads", tree.heads, pair.heads)
+            if pair.heads
+            else ("--serial-steps", tree.serial_steps, min(levels, 10))
         )
         least = 0 if tree.serial_steps and pair.heads else 1
         for step in (1, -1):
             count = usual + step
-            while least <= count <= most and self.of(more := ("--rows", str(rows), option, str(count))) > self.of(chosen):
+            while least <= count <= most and self.of(more := ("--rows", str(rows), option, str(count))) > self.of(
+                chosen
+            ):
                 chosen, count = more, count + step
             if len(chosen) > 2:
                 break

@@ -22,7 +22,9 @@ from runtime.errors import InputError
 @torch.inference_mode()
 def check(args: argparse.Namespace) -> int:
     lines = [json.loads(line) for line in args.texts.read_text("utf-8").splitlines()]
-    lines = [line for line in lines if line["temperature"] == 0 and line["bundle"] == (args.bundle or lines[0]["bundle"])]
+    lines = [
+        line for line in lines if line["temperature"] == 0 and line["bundle"] == (args.bundle or lines[0]["bundle"])
+    ]
     if not lines:
         raise InputError(
             f"'{args.texts}' holds no greedy texts of bundle {args.bundle}: run tools.paper_table at temperature 0"
@@ -37,9 +39,15 @@ def check(args: argparse.Namespace) -> int:
         tokens, differing = tokens + len(text), differing + int((margins > 0).sum())
         worst = float(margins.max())
         if worst > args.margin:
-            print(f"{line['set']} {line['number']}, turn {line['turn']}: token {int(margins.argmax())} is off by {worst:.1e}")
+            print(
+                f"{line['set']} {line['number']}, turn {line['turn']}: token {int(margins.argmax())} is off by "
+                f"{worst:.1e}"
+            )
         widest = max(widest, worst)
-    print(f"{len(lines)} texts, {tokens} tokens: {differing} are not transformers' first choice; the furthest by {widest:.1e}")
+    print(
+        f"{len(lines)} texts, {tokens} tokens: {differing} are not transformers' first choice; the furthest by "
+        f"{widest:.1e}"
+    )
     return int(widest > args.margin)
 
 

@@ -1,7 +1,8 @@
 """Compares drafters of one target as the papers do, by set of prompts: tau, speed-up over plain decoding, and the
 draft's share of a cycle.
 
-    python -m tools.compare --target T --drafters A B ... [--prompts DIR] [--weights none w8a8] [--count N] [--out build/compare]
+    python -m tools.compare --target T --drafters A B ... [--prompts DIR] [--weights none w8a8] [--count N]
+        [--out build/compare]
 
 Every drafter is exported with its paper's tree (``PAPER``) and with the fastest tree on this machine. The latter is
 searched among ``--rows``, then among more or fewer levels at the best number of rows, greedily, on prompts that are not
@@ -53,12 +54,14 @@ def asked(args: argparse.Namespace) -> tuple[Asked, Asked]:
         for found in conversations(args.prompts, None):
             sets.setdefault(found[0], []).append(found)
     else:
-        sets = {"held-out": [("held-out", i, [text]) for i, text in enumerate(measure.prompts(args.count + args.tuning))]}
+        sets = {
+            "held-out": [("held-out", i, [text]) for i, text in enumerate(measure.prompts(args.count + args.tuning))]
+        }
     for name, own in sets.items():
         if len(own) < args.count + args.tuning:
             raise InputError(
-                f"set '{name}' has {len(own)} prompts, and {args.count} are measured after {args.tuning} others chose the trees: "
-                "give a smaller --count or --tuning"
+                f"set '{name}' has {len(own)} prompts, and {args.count} are measured after {args.tuning} others chose "
+                "the trees: give a smaller --count or --tuning"
             )
     return [one for own in sets.values() for one in own[: args.count]], [
         one for own in sets.values() for one in own[-args.tuning :]
@@ -78,7 +81,9 @@ def bundles(args: argparse.Namespace, weights: str, prompts: Asked) -> dict[str,
     return found
 
 
-def ways(names: Sequence[str], models: Mapping[str, Model], temperature: float) -> dict[str, tuple[Model, dict[str, Any]]]:
+def ways(
+    names: Sequence[str], models: Mapping[str, Model], temperature: float
+) -> dict[str, tuple[Model, dict[str, Any]]]:
     """The model and the options of ``Model.generate`` of each way to decode, by its name in the tables."""
     found: dict[str, tuple[Model, dict[str, Any]]] = {"plain": (models[names[0]], {"speculate": False})}
     for name in names:
@@ -93,7 +98,11 @@ def ways(names: Sequence[str], models: Mapping[str, Model], temperature: float) 
 
 
 def texts(
-    args: argparse.Namespace, weights: str, models: Mapping[str, Model], prompts: Asked, known: Mapping[tuple[Any, ...], Line]
+    args: argparse.Namespace,
+    weights: str,
+    models: Mapping[str, Model],
+    prompts: Asked,
+    known: Mapping[tuple[Any, ...], Line],
 ) -> Iterator[Line]:
     """Yields a line for each turn that fits and has no result yet."""
     names = list(models)
@@ -101,7 +110,9 @@ def texts(
     prompts = prompts if first.chat_template else [(group, number, turns[:1]) for group, number, turns in prompts]
     for temperature in args.temperatures:
         sampled = {"temperature": temperature, **({"seed": args.seed} if temperature else {})}
-        all_ways = {way: (model, settings | sampled) for way, (model, settings) in ways(names, models, temperature).items()}
+        all_ways = {
+            way: (model, settings | sampled) for way, (model, settings) in ways(names, models, temperature).items()
+        }
 
         def decode(
             prompt: list[int], number: int, all_ways: Mapping[str, tuple[Model, dict[str, Any]]] = all_ways
@@ -113,7 +124,9 @@ def texts(
         yield from answered(first, prompts, room(args, first), known, KEY, (weights, temperature), decode, prompt_of)
 
 
-def grouped(args: argparse.Namespace, lines: Sequence[Line], weights: str) -> Iterator[tuple[float, list[Line], list[str]]]:
+def grouped(
+    args: argparse.Namespace, lines: Sequence[Line], weights: str
+) -> Iterator[tuple[float, list[Line], list[str]]]:
     """Yields every temperature that has lines, with the lines and their speculative ways."""
     for temperature in args.temperatures:
         own = [line for line in lines if line["weights"] == weights and line["temperature"] == temperature]
@@ -162,13 +175,21 @@ def require_same(args: argparse.Namespace) -> None:
     """Records the options that results in OUT depend on. Raises InputError if OUT has results of other options, which
     must not be mixed."""
     file = args.out / "arguments.json"
-    own = {"target": str(Path(args.target).absolute()), "drafters": [str(Path(drafter).absolute()) for drafter in args.drafters],
-           "papers": args.papers, "new_tokens": args.new_tokens, "seed": args.seed, "tuning": args.tuning, "rows": args.rows}  # fmt: skip
+    own = {
+        "target": str(Path(args.target).absolute()),
+        "drafters": [str(Path(drafter).absolute()) for drafter in args.drafters],
+        "papers": args.papers,
+        "new_tokens": args.new_tokens,
+        "seed": args.seed,
+        "tuning": args.tuning,
+        "rows": args.rows,
+    }
     earlier = json.loads(file.read_text("utf-8")) if file.is_file() else own
     if other := next((name for name in own if own[name] != earlier.get(name)), None):
         option = f"--{other.replace('_', '-')}"
         raise InputError(
-            f"{args.out} holds results with another {option} ({earlier.get(other)}): give another --out, or the same options"
+            f"{args.out} holds results with another {option} ({earlier.get(other)}): give another --out, or the same "
+            "options"
         )
     file.write_text(json.dumps(own), "utf-8")
 
@@ -200,14 +221,19 @@ def compare(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="target, as for gumiho-export")
-    parser.add_argument("--drafters", nargs="+", required=True, help="drafters of any family, as for gumiho-export --ckpt")
+    parser.add_argument(
+        "--drafters", nargs="+", required=True, help="drafters of any family, as for gumiho-export --ckpt"
+    )
     parser.add_argument(
         "--prompts",
         type=Path,
         help="folder of JSONL files with 'turns' or 'prompt', one for each set (default: Python's library)",
     )
     parser.add_argument(
-        "--weights", nargs="+", default=["none"], help="formats of the target, as for gumiho-export --weights (default: none)"
+        "--weights",
+        nargs="+",
+        default=["none"],
+        help="formats of the target, as for gumiho-export --weights (default: none)",
     )
     parser.add_argument(
         "--rows",
@@ -223,7 +249,9 @@ def main(argv: list[str] | None = None) -> int:
         help="measure the trees of the papers too (default: yes)",
     )
     parser.add_argument("--count", type=int, default=10, help="conversations of each set to measure (default: 10)")
-    parser.add_argument("--tuning", type=int, default=2, help="conversations of each set to choose trees with (default: 2)")
+    parser.add_argument(
+        "--tuning", type=int, default=2, help="conversations of each set to choose trees with (default: 2)"
+    )
     parser.add_argument(
         "--longest", type=int, help="leave out turns with more positions than this before the answer (default: none)"
     )

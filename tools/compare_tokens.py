@@ -25,9 +25,17 @@ from tools.replay import Checks, Verdict, start
 
 _LENGTHS = 1, 8, 40, 200, 1000  # most tokens of a prompt
 _SETTINGS: tuple[dict[str, Any], ...] = (
-    {}, {}, {"lookup": False}, {"rows": 2}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}, {"temperature": 1.3, "min_p": 0.05},
-    {"repetition_penalty": 1.2}, {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2}, {"logit_bias": {17: -2.0}},
-)  # fmt: skip
+    {},
+    {},
+    {"lookup": False},
+    {"rows": 2},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.3, "min_p": 0.05},
+    {"repetition_penalty": 1.2},
+    {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"logit_bias": {17: -2.0}},
+)
 
 
 def request(model: Model, prompts: Sequence[str], number: int, most: int) -> dict[str, Any]:
@@ -47,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSONL with 'turns' or 'prompt'")
-    parser.add_argument("--tokens", type=int, default=100_000, help="to compare, those in OUT included (default: 100000)")
+    parser.add_argument(
+        "--tokens", type=int, default=100_000, help="to compare, those in OUT included (default: 100000)"
+    )
     parser.add_argument("--streams", type=int, default=4, help="texts decoded at once (default: 4)")
     parser.add_argument("--new-tokens", type=int, default=300, help="tokens of a text at most (default: 300)")
     parser.add_argument("--out", type=Path, default=Path("build/tokens.jsonl"), help="(default: build/tokens.jsonl)")
@@ -59,7 +69,11 @@ def compare(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.exists() else []
     known, tokens = {line["number"] for line in lines}, sum(line["tokens"] for line in lines)
-    numbers, lock, failures = (number for number in count() if number not in known), threading.Lock(), list[BaseException]()
+    numbers, lock, failures = (
+        (number for number in count() if number not in known),
+        threading.Lock(),
+        list[BaseException](),
+    )
     prompts = read_prompts(args.prompts, 80)
     with (
         load(args.bundle, streams=args.streams) as model,

@@ -35,7 +35,9 @@ def costs(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], repeat
     Raises InputError for a bundle with static shapes, and for more rows or positions than it has.
     """
     if decoder.form.static:
-        raise InputError("this backend has static shapes, so every pass has the same number of rows: give a bundle for cpu")
+        raise InputError(
+            "this backend has static shapes, so every pass has the same number of rows: give a bundle for cpu"
+        )
     chunk, capacity = len(decoder.target.choice), decoder.manifest.capacity
     largest = max(*rows, decoder.manifest.rows)
     if max(rows) > chunk:
@@ -69,13 +71,20 @@ def growth(sizes: Sequence[float], spent: Sequence[float]) -> float:
 
 def markdown(results: Mapping[str, Any]) -> str:
     rows, contexts = results["rows"], results["contexts"]
-    lines = [f"Milliseconds, fastest of {results['repeats']}, {results['threads']} threads. growth: the largest exponent"
-             " between neighbours, by context in the last column and by rows in the last line; 1 is linear."]  # fmt: skip
+    lines = [
+        f"Milliseconds, fastest of {results['repeats']}, {results['threads']} threads. growth: the largest exponent"
+        " between neighbours, by context in the last column and by rows in the last line; 1 is linear."
+    ]
     for name, bundle in results["bundles"].items():
         lines += ["", f"## {name}", "", "| rows \\ context | " + " | ".join(map(str, contexts)) + " | growth |"]
         lines.append("|" + "---|" * (len(contexts) + 2))
-        for label, spent in [*zip(rows, bundle["target"], strict=True), (f"draft, R {bundle['tree rows']}", *bundle["draft"])]:
-            lines.append(f"| {label} | " + " | ".join(f"{ms:.2f}" for ms in spent) + f" | {growth(contexts, spent):.2f} |")
+        for label, spent in [
+            *zip(rows, bundle["target"], strict=True),
+            (f"draft, R {bundle['tree rows']}", *bundle["draft"]),
+        ]:
+            lines.append(
+                f"| {label} | " + " | ".join(f"{ms:.2f}" for ms in spent) + f" | {growth(contexts, spent):.2f} |"
+            )
         by_rows = (growth(rows, [spent[at] for spent in bundle["target"]]) for at in range(len(contexts)))
         lines.append("| growth | " + " | ".join(f"{exponent:.2f}" for exponent in by_rows) + " | |")
     return "\n".join(lines) + "\n"
@@ -105,7 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="+", help="bundles compiled for the CPU")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="rows per pass (default: 1 2 4 8 16 32 64)"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        help="rows per pass (default: 1 2 4 8 16 32 64)",
     )
     parser.add_argument(
         "--contexts",
@@ -114,9 +127,15 @@ def main(argv: list[str] | None = None) -> int:
         default=[0, 64, 128, 256, 512, 768],
         help="cached positions before the pass (default: 0 64 128 256 512 768)",
     )
-    parser.add_argument("--repeats", type=int, default=7, help="runs per measurement, of which the fastest counts (default: 7)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the engines (default: all cores)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/costs", help="folder for the results (default: build/costs)")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="runs per measurement, of which the fastest counts (default: 7)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of the engines (default: all cores)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build/costs", help="folder for the results (default: build/costs)"
+    )
     args = parser.parse_args(argv)
     if min(*args.rows, args.repeats, args.threads) < 1 or min(args.contexts) < 0:
         parser.error("--rows, --repeats and --threads must be 1 or more, --contexts 0 or more")

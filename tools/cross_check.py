@@ -57,7 +57,9 @@ def inputs(module: nn.Module, dtype: torch.dtype, sizes: dict[str, int], vocabul
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", required=True, help="Gumiho drafter: a folder or a hub id")
-    parser.add_argument("--target", help="target model: a folder or a hub id (default: known for the released drafters)")
+    parser.add_argument(
+        "--target", help="target model: a folder or a hub id (default: known for the released drafters)"
+    )
     parser.add_argument("--rows", type=int, default=8, help="rows of the draft tree, root included (default: 8)")
     parser.add_argument(
         "--dtype", choices=("fp32", "fp16"), default="fp16", help="precision of weights and inputs (default: fp16)"
@@ -77,9 +79,13 @@ def check(args: argparse.Namespace) -> int:
         try:
             import torch_migraphx  # noqa: F401  # registers the compiler
         except ImportError as error:
-            raise UnavailableError(f"torch_migraphx cannot be imported ({error}): install it and PyTorch for ROCm") from None
+            raise UnavailableError(
+                f"torch_migraphx cannot be imported ({error}): install it and PyTorch for ROCm"
+            ) from None
     if args.torch_device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(f"PyTorch {torch.__version__} finds no GPU: install it for ROCm, or give --torch-device cpu")
+        raise UnavailableError(
+            f"PyTorch {torch.__version__} finds no GPU: install it for ROCm, or give --torch-device cpu"
+        )
     named = [f"--ckpt={args.ckpt}", *([f"--target={args.target}"] if args.target else [])]
     pair = open_pair(options.config_of(named))
     vocabulary = pair.target_shape.vocabulary

@@ -58,7 +58,9 @@ def prompts(file: Path) -> list[tuple[str, str]]:
         lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
         found = [(str(line["kind"]), str(line["prompt"])) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} cannot be read as prompts ({error!r}): give lines of JSON with 'kind' and 'prompt'") from None
+        raise InputError(
+            f"{file} cannot be read as prompts ({error!r}): give lines of JSON with 'kind' and 'prompt'"
+        ) from None
     if not found:
         raise InputError(f"{file} has no prompts: give lines of JSON with 'kind' and 'prompt'")
     return found
@@ -124,7 +126,9 @@ def table(results: Sequence[Result]) -> str:
             cells += [f"{faster(by_way[way], plain):.2f} times", f"{by_way[way].tau:.2f} a pass"]
         lines.append(tuple(cells))  # type: ignore[arg-type]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def why(plain: Stats, cycles: Iterable[Cycle]) -> str:
@@ -134,10 +138,13 @@ def why(plain: Stats, cycles: Iterable[Cycle]) -> str:
         return "nothing was drafted"
     a_pass = plain.seconds * 1e9 / plain.cycles * len(drafted)
     draft, target, host = (sum(times) / a_pass for times in zip(*(cycle.times for cycle in drafted), strict=True))
-    rows, brought = (sum(counts) / len(drafted) for counts in zip(*((c.rows, len(c.tokens)) for c in drafted), strict=True))
+    rows, brought = (
+        sum(counts) / len(drafted) for counts in zip(*((c.rows, len(c.tokens)) for c in drafted), strict=True)
+    )
     return (
-        f"a draft takes {draft:.2f} of the time of a plain pass, and verifying it ({rows:.1f} rows) {target + host:.2f}, so it must bring "
-        f"{draft + target + host:.2f} tokens to break even, and it brought {brought:.2f}"
+        f"a draft takes {draft:.2f} of the time of a plain pass, and verifying it ({rows:.1f} rows) "
+        f"{target + host:.2f}, so it must bring {draft + target + host:.2f} tokens to break even, and it brought "
+        f"{brought:.2f}"
     )
 
 
@@ -161,7 +168,10 @@ def described(model: Model, name: str) -> str:
     precision = manifest.weights.get("target", manifest.form(manifest.default).graphs["target"].precision)
     weights = precision.partition(",")[0].replace("float", "fp")
     cores = physical_cores()
-    return f"{name}, {weights}, {cores} core{'s' if cores > 1 else ''} of {processor().replace('(R)', '').replace('(TM)', '')}"
+    return (
+        f"{name}, {weights}, {cores} core{'s' if cores > 1 else ''} of "
+        f"{processor().replace('(R)', '').replace('(TM)', '')}"
+    )
 
 
 def demonstrate(args: argparse.Namespace) -> int:
@@ -184,7 +194,10 @@ def demonstrate(args: argparse.Namespace) -> int:
             return 1
         print(verdict(described(model, args.name or args.bundle.name), results))
         if disturbed:
-            print("Other programs were using the processor meanwhile: these numbers are less certain than on an idle machine.")
+            print(
+                "Other programs were using the processor meanwhile: these numbers are less certain than on an idle "
+                "machine."
+            )
         if args.trace:
             traced = Settings(args.new_tokens, trace=True)
             generate(model, tokens(model, asked[min(1, len(asked) - 1)][1]), traced, show=False, trace=args.trace)
@@ -197,14 +210,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundle", type=Path, help="folder made by gumiho-export, with a drafter")
     parser.add_argument("--name", help="of the model, for the last sentence (default: the folder's)")
     parser.add_argument(
-        "--prompts", type=Path, default=ROOT / "demo/prompts.jsonl", metavar="JSONL",
+        "--prompts",
+        type=Path,
+        default=ROOT / "demo/prompts.jsonl",
+        metavar="JSONL",
         help="lines of JSON with 'kind' and 'prompt' (default: demo/prompts.jsonl)",
-    )  # fmt: skip
+    )
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="at most, of each answer (default: 64)")
     parser.add_argument(
-        "--seconds", type=float, default=20, metavar="S", help="time for all rounds; one is finished in any case (default: 20)"
+        "--seconds",
+        type=float,
+        default=20,
+        metavar="S",
+        help="time for all rounds; one is finished in any case (default: 20)",
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the second answer's trace to a .html or .jsonl file")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the second answer's trace to a .html or .jsonl file"
+    )
     args = parser.parse_args(argv)
     if args.new_tokens < 1:
         parser.error(f"--new-tokens is {args.new_tokens}: give 1 or more")

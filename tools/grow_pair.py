@@ -8,19 +8,20 @@ each, so that memory holds little more than the largest tensor. Sizes that are n
 are those of the old pair, and so are trees and tau except for near-ties. So a small trained pair gives real acceptance
 to benchmarks of real shapes. These parts are added:
 
-- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides by the
-  mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
-- Channels of a head: if the head is k times as long, old channel c becomes channel k * c. So the rotary pair i, channels i and
-  i + d/2, becomes the pair k * i, with the same frequency theta^(-2ki / kd), scaled by ``rope_scaling`` as before. Attention
-  divides by sqrt(d'), so queries are multiplied by sqrt(k).
-- Heads: an old group of query heads fills one new group or, if the new groups are smaller, several, each with a copy of its
-  key-value head. The remaining heads are zero.
+- Hidden channels are zero, from the embedding to the target's last norm, whose output the drafter reads. A norm divides
+  by the mean square over all channels, so its weight is multiplied by sqrt(H / H') and its epsilon by H / H'.
+- Channels of a head: if the head is k times as long, old channel c becomes channel k * c. So the rotary pair i,
+  channels i and i + d/2, becomes the pair k * i, with the same frequency theta^(-2ki / kd), scaled by ``rope_scaling``
+  as before. Attention divides by sqrt(d'), so queries are multiplied by sqrt(k).
+- Heads: an old group of query heads fills one new group or, if the new groups are smaller, several, each with a copy of
+  its key-value head. The remaining heads are zero.
 - Channels of the MLP are zero.
-- Layers follow the old ones. Their norms' weights are zero, so they add zero to the hidden state. Their matrices are noise,
-  because an export stores equal tensors once, and a benchmark would then read fewer bytes than the shape has.
-- Tokens are copies of an unlikely one in embedding and ``lm_head``: the one whose largest probability is lowest in texts of the
-  target (16 samples of 128 tokens at temperature 1). A copy has the same logit as the original, whose lower id wins the tie, so
-  greedy decoding never chooses a copy. Their total probability is printed, because sampled texts may contain one.
+- Layers follow the old ones. Their norms' weights are zero, so they add zero to the hidden state. Their matrices are
+  noise, because an export stores equal tensors once, and a benchmark would then read fewer bytes than the shape has.
+- Tokens are copies of an unlikely one in embedding and ``lm_head``: the one whose largest probability is lowest in
+  texts of the target (16 samples of 128 tokens at temperature 1). A copy has the same logit as the original, whose
+  lower id wins the tie, so greedy decoding never chooses a copy. Their total probability is printed, because sampled
+  texts may contain one.
 
 In fp32, the default, results are equal up to rounding, which differs with the order of summation and the factors above.
 fp16 needs half the disk space, and rounds norms and queries once more unless H'/H and k are powers of four.
@@ -54,9 +55,14 @@ from runtime.errors import InputError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 SIZES = {  # attribute of LlamaShape: field of config.json
-    "hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocabulary": "vocab_size",
-}  # fmt: skip
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+}
 COPIED = "*.json", "tokenizer*", "*.jinja"  # tokenizer, generation_config.json
 NOISE = 0.02  # standard deviation, Llama's initializer_range
 
@@ -70,18 +76,21 @@ def grown_shape(old: LlamaShape, requested: dict[str, int | None], kind: str) ->
     new = replace(old, **sizes)  # type: ignore[arg-type]
     if new.head_dim % old.head_dim:
         raise InputError(
-            f"--head-dim {new.head_dim} is not a multiple of the {kind}'s {old.head_dim}, as its rotary frequencies require: "
-            f"give {old.head_dim}, {2 * old.head_dim} or {4 * old.head_dim}"
+            f"--head-dim {new.head_dim} is not a multiple of the {kind}'s {old.head_dim}, as its rotary frequencies "
+            f"require: give {old.head_dim}, {2 * old.head_dim} or {4 * old.head_dim}"
         )
     if new.heads % new.kv_heads:
         raise InputError(f"--heads {new.heads} cannot share --kv-heads {new.kv_heads} evenly: give a multiple of it")
     if new.hidden % new.heads:
-        raise InputError(f"--hidden {new.hidden} is not a multiple of --heads {new.heads}, as transformers requires: give one")
+        raise InputError(
+            f"--hidden {new.hidden} is not a multiple of --heads {new.heads}, as transformers requires: give one"
+        )
     share, required = new.heads // new.kv_heads, old.kv_heads * _copies(old, new)
     if new.kv_heads < required:
         raise InputError(
-            f"the {kind}'s {old.kv_heads} groups of {old.heads // old.kv_heads} heads need {required} key-value heads of "
-            f"{share} heads each: give --heads {share * required} --kv-heads {required}, or more heads per key-value head"
+            f"the {kind}'s {old.kv_heads} groups of {old.heads // old.kv_heads} heads need {required} key-value heads "
+            f"of {share} heads each: give --heads {share * required} --kv-heads {required}, or more heads per "
+            "key-value head"
         )
     return replace(new, eps=old.eps * old.hidden / new.hidden)
 
@@ -122,9 +131,11 @@ def sources(old: LlamaShape, new: LlamaShape, unlikely: int) -> dict[str, Tensor
     return {
         "hidden": hidden,
         "two": torch.cat((hidden, torch.where(hidden < 0, -1, hidden + old.hidden))),  # two concatenated hidden rows
-        "intermediate": longer(new.intermediate, old.intermediate), "query": query, "key": key,
+        "intermediate": longer(new.intermediate, old.intermediate),
+        "query": query,
+        "key": key,
         "vocabulary": torch.where(vocabulary < 0, unlikely, vocabulary),
-    }  # fmt: skip
+    }
 
 
 class Grown:
@@ -134,21 +145,37 @@ class Grown:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, old: LlamaShape, new: LlamaShape, tied: bool, unlikely: int, dtype: torch.dtype,
-        noise: torch.Generator, positions: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Checkpoint,
+        old: LlamaShape,
+        new: LlamaShape,
+        tied: bool,
+        unlikely: int,
+        dtype: torch.dtype,
+        noise: torch.Generator,
+        positions: int | None,
+    ) -> None:
         self.checkpoint, self.old, self.new, self.dtype, self.noise = checkpoint, old, new, dtype, noise
         self.longer = {} if positions is None else {"max_position_embeddings": positions}
         self.names = sorted(checkpoint.names() - ({"lm_head.weight"} if tied else set()))
         by = sources(old, new, unlikely)
         self.sides = {  # module -> rows, columns
-            "q_proj": (by["query"], by["hidden"]), "k_proj": (by["key"], by["hidden"]), "v_proj": (by["key"], by["hidden"]),
-            "o_proj": (by["hidden"], by["query"]), "gate_proj": (by["intermediate"], by["hidden"]),
-            "up_proj": (by["intermediate"], by["hidden"]), "down_proj": (by["hidden"], by["intermediate"]),
-            "embed_tokens": (by["vocabulary"], by["hidden"]), "lm_head": (by["vocabulary"], by["hidden"]),
-            "fc": (by["hidden"], by["two"]), "linear": (by["hidden"], by["hidden"]), "first": (by["hidden"], by["two"]),
-            "input_layernorm": (by["hidden"],), "post_attention_layernorm": (by["hidden"],), "norm": (by["hidden"],),
-        }  # fmt: skip
+            "q_proj": (by["query"], by["hidden"]),
+            "k_proj": (by["key"], by["hidden"]),
+            "v_proj": (by["key"], by["hidden"]),
+            "o_proj": (by["hidden"], by["query"]),
+            "gate_proj": (by["intermediate"], by["hidden"]),
+            "up_proj": (by["intermediate"], by["hidden"]),
+            "down_proj": (by["hidden"], by["intermediate"]),
+            "embed_tokens": (by["vocabulary"], by["hidden"]),
+            "lm_head": (by["vocabulary"], by["hidden"]),
+            "fc": (by["hidden"], by["two"]),
+            "linear": (by["hidden"], by["hidden"]),
+            "first": (by["hidden"], by["two"]),
+            "input_layernorm": (by["hidden"],),
+            "post_attention_layernorm": (by["hidden"],),
+            "norm": (by["hidden"],),
+        }
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """All tensors, grouped by layer or head."""
@@ -179,7 +206,9 @@ class Grown:
             values *= math.sqrt(self.old.hidden / self.new.hidden)
         values = values.to(self.dtype)
         if not values.isfinite().all():
-            raise InputError(f"{self.checkpoint.kind}: tensor '{name}' has values too large for {self.dtype}: use --dtype fp32")
+            raise InputError(
+                f"{self.checkpoint.kind}: tensor '{name}' has values too large for {self.dtype}: use --dtype fp32"
+            )
         rows, *columns = self._sides(name)
         padded = F.pad(values, (0, 1) * values.ndim)[rows]  # index -1 selects the padding
         return padded[:, columns[0]] if columns else padded
@@ -195,7 +224,12 @@ class Grown:
         """config.json with the new sizes."""
         config = {key: value for key, value in self.checkpoint.config.items() if key not in ("dtype", "torch_dtype")}
         sizes = {key: getattr(self.new, name) for name, key in SIZES.items()}
-        changed = {**sizes, **self.longer, "rms_norm_eps": self.new.eps, "dtype": str(self.dtype).removeprefix("torch.")}
+        changed = {
+            **sizes,
+            **self.longer,
+            "rms_norm_eps": self.new.eps,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
         if isinstance(config.get("model"), dict):  # vLLM nests the decoder's configuration
             return {**config, "model": {**config["model"], **changed}}
         return {**config, **changed}
@@ -239,7 +273,9 @@ def unlikely_token(folder: Path) -> tuple[int, float, float]:
     return token, float(probability[:, token].max()), float(probability[:, token].mean())
 
 
-def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype, positions: int | None) -> list[str]:
+def grow(
+    source: Path, out: Path, requested: dict[str, int | None], dtype: torch.dtype, positions: int | None
+) -> list[str]:
     """Writes ``out/target`` and ``out/drafter``, both or neither. Returns lines that describe them.
 
     requested: sizes by the attributes of LlamaShape; None keeps the old size. positions: of the longest text, None as
@@ -247,7 +283,9 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     """
     for kind in ("target", "drafter"):
         if not (source / kind).is_dir():
-            raise InputError(f"'{source}' has no folder '{kind}': name a folder with target/ and drafter/, such as demo")
+            raise InputError(
+                f"'{source}' has no folder '{kind}': name a folder with target/ and drafter/, such as demo"
+            )
     if out.exists():
         raise InputError(f"'{out}' exists: name another folder")
     pair = Pair(Checkpoint(str(source / "target"), "target"), Checkpoint(str(source / "drafter"), "drafter"))
@@ -256,13 +294,15 @@ def grow(source: Path, out: Path, requested: dict[str, int | None], dtype: torch
     target = grown_shape(pair.target_shape, requested, "target")
     drafter = grown_shape(pair.draft_shape, {**requested, "layers": None}, "drafter")
     if positions is not None and positions < pair.target_config.positions:
-        raise InputError(f"--positions {positions} is less than the target has: give {pair.target_config.positions} or more")
+        raise InputError(
+            f"--positions {positions} is less than the target has: give {pair.target_config.positions} or more"
+        )
     unlikely, lines, added = 0, list[str](), target.vocabulary - pair.target_shape.vocabulary
     if added:
         unlikely, largest, mean = unlikely_token(pair.target.folder)
         lines.append(
-            f"the last {added} tokens are copies of {unlikely}: their total probability is {mean * added:.0e} on average, "
-            f"at most {largest * added:.0e}"
+            f"the last {added} tokens are copies of {unlikely}: their total probability is {mean * added:.0e} on "
+            f"average, at most {largest * added:.0e}"
         )
     noise = torch.Generator().manual_seed(0)
     shared, tied = (unlikely, dtype, noise, positions), pair.target_config.tie_word_embeddings
@@ -281,7 +321,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", type=Path, help="folder with target/ and drafter/")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="precision of the weights (default: %(default)s)"
+    )
     parser.add_argument(
         "--positions", type=int, help="new max_position_embeddings, for times of longer texts (default: unchanged)"
     )

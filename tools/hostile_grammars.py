@@ -41,7 +41,9 @@ def _schema(schema: Any) -> Body:
 
 
 def _chain(n: int) -> Body:
-    definitions: Body = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]} for i in range(n)}
+    definitions: Body = {
+        f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]} for i in range(n)
+    }
     return _schema({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{n}": {"type": "integer"}}})
 
 
@@ -51,10 +53,21 @@ def _contains(n: int) -> str:
 
 KINDS: dict[str, Callable[[int], Body]] = {
     "chained definitions": lambda n: _chain(1500 * n),
-    "chained references": lambda n: _schema({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000 * n)} | {str(4000 * n): {}}}),
-    "chained rules": lambda n: {"grammar": "start: r0\n" + "".join(f'r{i}: "x" r{i + 1}\n' for i in range(5000 * n)) + f'r{5000 * n}: "y"'},
-    "chained terminals": lambda n: {"grammar": "start: R0\n" + "".join(f'R{i}: "x" R{i + 1}\n' for i in range(9000 * n)) + f'R{9000 * n}: "y"'},
-    "optional properties": lambda n: _schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000 * n)}}),
+    "chained references": lambda n: _schema(
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000 * n)} | {str(4000 * n): {}},
+        }
+    ),
+    "chained rules": lambda n: {
+        "grammar": "start: r0\n" + "".join(f'r{i}: "x" r{i + 1}\n' for i in range(5000 * n)) + f'r{5000 * n}: "y"'
+    },
+    "chained terminals": lambda n: {
+        "grammar": "start: R0\n" + "".join(f'R{i}: "x" R{i + 1}\n' for i in range(9000 * n)) + f'R{9000 * n}: "y"'
+    },
+    "optional properties": lambda n: _schema(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000 * n)}}
+    ),
     "long expression": lambda n: {"regex": "ab" * (500_000 * n)},
     "longer expression": lambda n: {"regex": "ab" * (3_700_000)},
     "nested expression": lambda n: {"regex": "(" * (100 * n) + "a" + ")*" * (100 * n)},
@@ -63,10 +76,15 @@ KINDS: dict[str, Callable[[int], Body]] = {
     "conjunctions": lambda n: {"grammar": f"start: A\nA: {_contains(16 + 4 * n)}"},
     "hidden conjunctions": lambda n: {"grammar": f'start: A\nA: "x" B | "z"\nB: {_contains(14 + 2 * n)}'},
     "patterns": lambda n: _schema({"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(18 + 4 * n)]}),
-    "ambiguous": lambda n: {"grammar": f"start: s\ns: s s{' s' * (30 * n)} | \"a\" | \"\""},
+    "ambiguous": lambda n: {"grammar": f'start: s\ns: s s{" s" * (30 * n)} | "a" | ""'},
     "nested schema": lambda n: _schema(json.loads('{"items":' * (100 * n) + "true" + "}" * (100 * n))),
-    "many schemas": lambda n: {"grammar": "start: " + " ".join(f"a{i}" for i in range(3000 * n)) + "\n" + "".join(f'a{i}: %json {{"type":"object"}}\n' for i in range(3000 * n))},
-}  # fmt: skip
+    "many schemas": lambda n: {
+        "grammar": "start: "
+        + " ".join(f"a{i}" for i in range(3000 * n))
+        + "\n"
+        + "".join(f'a{i}: %json {{"type":"object"}}\n' for i in range(3000 * n))
+    },
+}
 
 
 HARMLESS: dict[str, Callable[[int], Body]] = {"harmless": lambda n: {"regex": "(?s).*"}}
@@ -78,7 +96,17 @@ class Server:
     def __init__(self, bundle: str) -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "runtime.gumiho", "serve", bundle, "--port", str(self.port), "--model-name", "x"]
+        command = [
+            sys.executable,
+            "-m",
+            "runtime.gumiho",
+            "serve",
+            bundle,
+            "--port",
+            str(self.port),
+            "--model-name",
+            "x",
+        ]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def ask(self, body: Body, patience: float) -> tuple[int, str]:
@@ -131,7 +159,9 @@ def short(server: Server, **more: Any) -> float:
     return monotonic() - begun
 
 
-def client(server: Server, kinds: Mapping[str, Callable[[int], Body]], seed: int, until: float, counts: "Counter[str]") -> None:
+def client(
+    server: Server, kinds: Mapping[str, Callable[[int], Body]], seed: int, until: float, counts: "Counter[str]"
+) -> None:
     draw = random.Random(seed)
     while monotonic() < until:
         sleep(1)  # so that the clients' own work of writing grammars does not slow the server down
@@ -184,9 +214,14 @@ class Trial:
         """Judges the sorted seconds of one kind of short texts: usual, during harmless grammars; found, during the
         others."""
         for about, some in (("harmless grammars", usual), ("the others", found)):
-            print(f"{len(some)} short texts{kind} beside {about}: median {some[len(some) // 2]:.2f} s, worst {some[-1]:.2f}")
+            print(
+                f"{len(some)} short texts{kind} beside {about}: median {some[len(some) // 2]:.2f} s, worst "
+                f"{some[-1]:.2f}"
+            )
         if found[-1] > usual[-1] + MOST_DELAY:
-            self.problems.append(f"a short text{kind} took {found[-1]:.2f} s, beside harmless grammars at most {usual[-1]:.2f}")
+            self.problems.append(
+                f"a short text{kind} took {found[-1]:.2f} s, beside harmless grammars at most {usual[-1]:.2f}"
+            )
 
     def judge_memory(self, before: int) -> None:
         """before: bytes that the server held before the bad grammars."""
@@ -216,7 +251,9 @@ def main() -> int:
     parser.add_argument("bundle")
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], metavar="KIND", help=f"of {', '.join(KINDS)}"
+    )
     args = parser.parse_args()
     trial = Trial(Server(args.bundle), args.clients)
     try:

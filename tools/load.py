@@ -34,9 +34,13 @@ class Answer:
 
 def ask(url: str, model: str, prompt: str, most: int) -> Answer:
     body = {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": most, "stream": True,
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": most,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     started, first, tokens, text = perf_counter(), 0.0, 0, ""
     with urlopen(request, timeout=600) as response:
@@ -83,7 +87,10 @@ def run(url: str, prompts: Sequence[str], clients: int, most: int) -> tuple[list
 
 
 def table(results: dict[tuple[int, str], tuple[list[Answer], float]]) -> str:
-    lines = ["| clients | server | tokens/s | first token, median ms | 99th percentile | tokens |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| clients | server | tokens/s | first token, median ms | 99th percentile | tokens |",
+        "|---|---|---|---|---|---|",
+    ]
     for (clients, name), (answers, seconds) in results.items():
         firsts, tokens = [1000 * answer.first for answer in answers], sum(answer.tokens for answer in answers)
         last = quantiles(firsts, n=100, method="inclusive")[-1]
@@ -94,7 +101,9 @@ def table(results: dict[tuple[int, str], tuple[list[Answer], float]]) -> str:
 def read_prompts(files: Sequence[Path], count: int) -> list[str]:
     """The first prompts of each file, interleaved."""
     by_file = [[json.loads(line) for line in file.read_text("utf-8").splitlines()[:count]] for file in files]
-    return [str(one["turns"][0] if "turns" in one else one["prompt"]) for same in zip(*by_file, strict=True) for one in same]
+    return [
+        str(one["turns"][0] if "turns" in one else one["prompt"]) for same in zip(*by_file, strict=True) for one in same
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

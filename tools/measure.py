@@ -62,7 +62,12 @@ def decode(bundle: Path, texts: list[str], new_tokens: int) -> list[Stats]:
     """
     totals = [Stats() for _ in range(4)]
     with runtime.load(bundle) as model:
-        ways: tuple[dict[str, Any], ...] = {"speculate": False}, {"rows": model.bundle.manifest.rows}, {"lookup": False}, {}
+        ways: tuple[dict[str, Any], ...] = (
+            {"speculate": False},
+            {"rows": model.bundle.manifest.rows},
+            {"lookup": False},
+            {},
+        )
         list(model.generate(texts[0], new_tokens).cycles())  # warm-up
         for text in texts:
             for total, way in zip(totals, ways, strict=True):
@@ -92,9 +97,15 @@ print(before, resident())
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="--rows of the exports (default: 2 4 8 16 32 64)"
+        "--pair", type=Path, default=ROOT / "demo", help="folder with target/ and drafter/ (default: demo)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8, 16, 32, 64],
+        help="--rows of the exports (default: 2 4 8 16 32 64)",
     )
     parser.add_argument("--prompts", type=int, default=40, help="prompts to decode (default: 40)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate per prompt (default: 128)")
@@ -102,7 +113,8 @@ def main() -> None:
         "--variants",
         nargs="+",
         default=["", "--draft-tree chain", "--draft-tree reference"],
-        help="further options of the exports, one string per variant (default: none, '--draft-tree chain' and '--draft-tree reference')",
+        help="further options of the exports, one string per variant (default: none, '--draft-tree chain' and "
+        "'--draft-tree reference')",
     )
     args = parser.parse_args()
     texts = prompts(args.prompts)
@@ -118,13 +130,13 @@ def main() -> None:
                 summaries = (stats.summary() for stats in decode(bundle, texts, args.new_tokens))
                 plain, speculative, planned, looked_up = summaries
                 print(
-                    f"{variant or 'dynamic':20} R {rows:2}  tau {speculative['tau']:.2f}  "
-                    f"draft {speculative['draft_us_per_cycle']:.0f} us  target {speculative['target_us_per_cycle']:.0f} us  "
-                    f"host {speculative['host_us_per_cycle']:.0f} us  plain pass {plain['target_us_per_cycle']:.0f} us  "
-                    f"speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain, "
-                    f"planned {planned['tokens_per_second'] / plain['tokens_per_second']:.2f} {planned['cycles_by_rows']}, "
-                    f"with lookups {looked_up['tokens_per_second'] / plain['tokens_per_second']:.2f} {looked_up['cycles_by_rows']}  "
-                    f"by depth {speculative['acceptance_by_depth']}",
+                    f"{variant or 'dynamic':20} R {rows:2}  tau {speculative['tau']:.2f}  draft "
+                    f"{speculative['draft_us_per_cycle']:.0f} us  target {speculative['target_us_per_cycle']:.0f} us  "
+                    f"host {speculative['host_us_per_cycle']:.0f} us  plain pass {plain['target_us_per_cycle']:.0f} us "
+                    f" speed {speculative['tokens_per_second'] / plain['tokens_per_second']:.2f} of plain, planned "
+                    f"{planned['tokens_per_second'] / plain['tokens_per_second']:.2f} {planned['cycles_by_rows']}, "
+                    f"with lookups {looked_up['tokens_per_second'] / plain['tokens_per_second']:.2f} "
+                    f"{looked_up['cycles_by_rows']}  by depth {speculative['acceptance_by_depth']}",
                     flush=True,
                 )
 

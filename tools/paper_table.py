@@ -40,7 +40,8 @@ def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, l
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise InputError(
-            f"--prompts '{folder}' holds no .jsonl: give a folder with a file for each set, lines with 'turns' or 'prompt'"
+            f"--prompts '{folder}' holds no .jsonl: give a folder with a file for each set, lines with 'turns' or "
+            "'prompt'"
         )
     for file in files:
         try:
@@ -56,8 +57,11 @@ def conversations(folder: Path, count: int | None) -> Iterator[tuple[str, int, l
 def options(way: str, rows: int, temperature: float, seed: int) -> dict[str, Any]:
     """The options of ``Model.generate`` for a way."""
     ways: dict[str, dict[str, Any]] = {
-        "plain": {"speculate": False}, "trees": {"lookup": False, "rows": rows}, "drafter": {"lookup": False}, "lookup": {},
-    }  # fmt: skip
+        "plain": {"speculate": False},
+        "trees": {"lookup": False, "rows": rows},
+        "drafter": {"lookup": False},
+        "lookup": {},
+    }
     return {**ways[way], "temperature": temperature, **({"seed": seed} if temperature else {})}
 
 
@@ -69,9 +73,12 @@ def decoded(model: Model, prompt: Sequence[int], count: int, settings: Mapping[s
         pass
     stats = generation.stats
     return {
-        "ids": generation.ids, "tokens": stats.cycle_tokens, "cycles": stats.cycles, "seconds": round(stats.seconds, 5),
+        "ids": generation.ids,
+        "tokens": stats.cycle_tokens,
+        "cycles": stats.cycles,
+        "seconds": round(stats.seconds, 5),
         "draft_seconds": round(stats.draft_ns / 1e9, 5),
-    }  # fmt: skip
+    }
 
 
 def key(line: Line) -> tuple[Any, ...]:
@@ -84,9 +91,15 @@ def room(args: argparse.Namespace, model: Model) -> int:
 
 
 def answered(
-    model: Model, asked: Asked, longest: int, known: Mapping[tuple[Any, ...], Line], names: Sequence[str], place: tuple[Any, ...],
-    decode: Callable[[list[int], int], Mapping[str, Any]], encode: Callable[[Model, Sequence[Message]], list[int]] = Model.chat,
-) -> Iterator[Line]:  # fmt: skip
+    model: Model,
+    asked: Asked,
+    longest: int,
+    known: Mapping[tuple[Any, ...], Line],
+    names: Sequence[str],
+    place: tuple[Any, ...],
+    decode: Callable[[list[int], int], Mapping[str, Any]],
+    encode: Callable[[Model, Sequence[Message]], list[int]] = Model.chat,
+) -> Iterator[Line]:
     """Yields a line for each turn that fits and has no result yet. A turn follows plain decoding's answers to the turns
     before it.
 
@@ -115,10 +128,15 @@ def measure(
     for temperature in args.temperatures:
         settings = {way: options(way, model.bundle.manifest.rows, temperature, args.seed) for way in args.ways}
 
-        def decode(prompt: list[int], number: int, settings: Mapping[str, Mapping[str, Any]] = settings) -> dict[str, Any]:
+        def decode(
+            prompt: list[int], number: int, settings: Mapping[str, Mapping[str, Any]] = settings
+        ) -> dict[str, Any]:
             # The order alternates, because the first way finds the caches filled by another prompt.
             order = args.ways[:: -1 if number % 2 else 1]
-            return {"prompt": prompt, "ways": {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order}}
+            return {
+                "prompt": prompt,
+                "ways": {way: decoded(model, prompt, args.new_tokens, settings[way]) for way in order},
+            }
 
         yield from answered(model, asked, room(args, model), known, KEY, (name, temperature), decode)
 
@@ -197,7 +215,10 @@ def compare(args: argparse.Namespace) -> int:
                 taus = "  ".join(
                     f"{way} {found['tokens'] / max(1, found['cycles']):.2f}" for way, found in line["ways"].items()
                 )
-                print(f"{path.name}  {line['set']} {line['number']}  {len(line['prompt'])} positions  {taus}", file=sys.stderr)
+                print(
+                    f"{path.name}  {line['set']} {line['number']}  {len(line['prompt'])} positions  {taus}",
+                    file=sys.stderr,
+                )
     print("\n\n".join("\n".join(tables(lines, temperature)) for temperature in args.temperatures))
     return int(any(found["ids"] != line["ways"]["plain"]["ids"] for line in lines for found in line["ways"].values()))
 
@@ -216,7 +237,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="default: 0 1")
     parser.add_argument("--seed", type=int, default=1, help="of the texts at other temperatures than 0 (default: 1)")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="; ".join(f"{way}: {what}" for way, what in WAYS.items())
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        help="; ".join(f"{way}: {what}" for way, what in WAYS.items()),
     )
     parser.add_argument("--threads", type=int, default=0, help="threads (default: as many as compiling found fastest)")
     parser.add_argument("--out", type=Path, default=Path("build/paper.jsonl"), help="default: build/paper.jsonl")

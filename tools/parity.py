@@ -37,7 +37,8 @@ def read(file: Path) -> list[str]:
         return [str(line["turns"][0] if "turns" in line else line.get("text") or line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{file} cannot be read as prompts ({reason(error)}): give a .txt, or JSONL with a field 'text', 'turns' or 'prompt'"
+            f"{file} cannot be read as prompts ({reason(error)}): give a .txt, or JSONL with a field 'text', 'turns' "
+            "or 'prompt'"
         ) from None
 
 
@@ -83,9 +84,11 @@ def compare_logits(model: Model, texts: list[list[int]], expected: list[np.ndarr
             widest = max(widest, *(margin(row, token) for row, token in zip(rows, chosen, strict=True)))
     count = sum(map(len, texts))
     return {
-        "logits, first quarter": f"{errors[0]:.1e}", "last quarter": f"{errors[1]:.1e}",
-        "same choice": f"{same} of {count}", "widest margin": f"{widest:.1e}",
-    }  # fmt: skip
+        "logits, first quarter": f"{errors[0]:.1e}",
+        "last quarter": f"{errors[1]:.1e}",
+        "same choice": f"{same} of {count}",
+        "widest margin": f"{widest:.1e}",
+    }
 
 
 def compare_tokens(model: Model, judge: Model, prompts: list[list[int]], count: int) -> dict[str, str]:
@@ -130,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="texts: .txt, or JSONL with 'turns', 'text' or 'prompt' (default: a module of Python's standard library)",
     )
-    parser.add_argument("--contexts", type=int, default=2, help="full contexts over which logits are compared (default: 2)")
+    parser.add_argument(
+        "--contexts", type=int, default=2, help="full contexts over which logits are compared (default: 2)"
+    )
     parser.add_argument("--texts", type=int, default=8, help="continuations to compare (default: 8)")
     parser.add_argument("--tokens", type=int, default=48, help="tokens per continuation (default: 48)")
     args = parser.parse_args(argv)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from runtime.cli.command import run
 from runtime.errors import GumihoError, InputError
-from tools.faults import FAULTS, Fault
+from tools.planted import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
 # The seed repeats hypothesis' draws as far as possible. Without --assert=plain, explaining how long lists differ may
@@ -28,7 +28,8 @@ ROOT = Path(__file__).parent.parent
 _HOW = ("-rA", "--show-capture=no", "--tb=line", "--assert=plain", "--hypothesis-seed=0")
 _ALL = ("--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder")  # as in the Makefile
 _WHERE = (
-    "from importlib.util import find_spec; print(*(find_spec(p).origin for p in ('exporter', 'graphs', 'runtime')), sep='\\n')"
+    "from importlib.util import find_spec; print(*(find_spec(p).origin for p in ('exporter', 'graphs', 'runtime')), "
+    "sep='\\n')"
 )
 _SECONDS = 3600  # tests that take longer count as hanging
 
@@ -45,7 +46,7 @@ def edited(fault: Fault, root: Path) -> str:
     text = file.read_text("utf-8") if file.is_file() else ""
     if (count := text.count(fault.old)) != 1:
         raise InputError(
-            f"{fault.name}: its text occurs {count} times in {fault.file}, expected once: correct tools/planted_faults.py"
+            f"{fault.name}: its text occurs {count} times in {fault.file}, expected once: correct tools/planted"
         )
     return text.replace(fault.old, fault.new)
 
@@ -89,13 +90,18 @@ def require_sound(faults: Sequence[Fault], everything: bool) -> None:
         named = list(dict.fromkeys(fault.test for fault in faults))
         status, printed = tested(folder, _ALL if everything else named)
     passed = ids(printed, "PASSED")
-    without = [] if everything else [test for test in named if not any(p == test or p.startswith(f"{test}[") for p in passed)]
+    without = (
+        [] if everything else [test for test in named if not any(p == test or p.startswith(f"{test}[") for p in passed)]
+    )
     if status or without:
-        told = [*ids(printed, "FAILED", "ERROR"), *re.findall("^ERROR: .*", printed, re.MULTILINE), *without, printed[-200:]]
+        told = [
+            *ids(printed, "FAILED", "ERROR"),
+            *re.findall("^ERROR: .*", printed, re.MULTILINE),
+            *without,
+            printed[-200:],
+        ]
         said = " ".join(told[0].split())
-        raise GumihoError(
-            f"not all tests pass without a fault ({said}): repair them, or name others in tools/planted_faults.py"
-        )
+        raise GumihoError(f"not all tests pass without a fault ({said}): repair them, or name others in tools/planted")
 
 
 def attempt(fault: Fault, everything: bool) -> bool:

@@ -74,7 +74,10 @@ class Checks:
         self._pool = ProcessPoolExecutor(self.processes, get_context("spawn"), _open, (self.bundle,))
 
     def add(
-        self, request: Mapping[str, Any], found: str | Sequence[int], done: Callable[[Verdict], object] = lambda verdict: None
+        self,
+        request: Mapping[str, Any],
+        found: str | Sequence[int],
+        done: Callable[[Verdict], object] = lambda verdict: None,
     ) -> None:
         """Queues a check. done: called with the verdict, in any thread."""
         self._futures.append(future := self._pool.submit(_check, request, found))

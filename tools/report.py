@@ -9,8 +9,17 @@ from typing import Any
 from runtime.errors import InputError
 
 COLUMNS = (
-    "way", "weights", "tokens/s", "of reference", "of plain", "tau", "first token, ms", "peak, MiB", "texts as plain", "as reference",
-)  # fmt: skip
+    "way",
+    "weights",
+    "tokens/s",
+    "of reference",
+    "of plain",
+    "tau",
+    "first token, ms",
+    "peak, MiB",
+    "texts as plain",
+    "as reference",
+)
 NOTES = """\
 tokens/s: all tokens after each text's first step, per second after it. of reference, of plain: this speed relative to the
 reference ({reference}), and to plain decoding of the same weights by the same peer; median over prompts. tau: tokens per target
@@ -38,7 +47,9 @@ def difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
     equal."""
     if tokens == others:
         return None
-    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others))
+    )
 
 
 def gained(texts: Sequence[Text]) -> int:
@@ -62,7 +73,9 @@ def _pairs(texts: Sequence[Text], others: Sequence[Text]) -> Iterator[tuple[int,
     """Pairs of texts with the same prompt, and the prompt's number."""
     by_prompt = {(other["set"], other["prompt"]): other for other in others}
     return (
-        (text["prompt"], text, other) for text in texts if (other := by_prompt.get((text["set"], text["prompt"]))) is not None
+        (text["prompt"], text, other)
+        for text in texts
+        if (other := by_prompt.get((text["set"], text["prompt"]))) is not None
     )
 
 
@@ -101,8 +114,14 @@ def rows(run: Mapping[str, Any], prompts: str) -> list[dict[str, Any]]:
             row["failed"] = way["failed"]
         elif own_texts := texts[way["name"]]:
             plain, reference = (texts.get(name, []) for name in (way["plain"], run["reference"]))
-            numbers = (speed(*own_texts), ratio(own_texts, reference), ratio(own_texts, plain), tau(own_texts),
-                       median(text["first_seconds"] for text in own_texts) * 1e3, way["peak_mb"])  # fmt: skip
+            numbers = (
+                speed(*own_texts),
+                ratio(own_texts, reference),
+                ratio(own_texts, plain),
+                tau(own_texts),
+                median(text["first_seconds"] for text in own_texts) * 1e3,
+                way["peak_mb"],
+            )
             row |= dict(zip(COLUMNS[2:], (*numbers, equal(own_texts, plain), equal(own_texts, reference)), strict=True))
     return table
 
@@ -122,7 +141,13 @@ def markdown(run: Mapping[str, Any]) -> str:
     about = run["about"]
     lines = [f"{name}: {value}  " for name, value in about.items()]
     for prompts, count in sets(run).items():
-        lines += ["", f"## {prompts}, {count} prompts", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        lines += [
+            "",
+            f"## {prompts}, {count} prompts",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|" + "---|" * len(COLUMNS),
+        ]
         for row in rows(run, prompts):
             cells = [f"failed: {row['failed'].replace('|', '/')}"] if "failed" in row else []
             for name in COLUMNS[2 + len(cells) :]:
@@ -160,7 +185,9 @@ def plot(run: Mapping[str, Any], folder: Path) -> None:
         for name, axes in zip(names, figure.subplots(1, len(names), sharey=True), strict=True):
             values = [row[name] or 0 for row in table]
             bars = axes.barh([row["way"] for row in table], values, color=[colours[row["way"]] for row in table])
-            axes.bar_label(bars, [format(value, FORMATS[name]) if value else "" for value in values], padding=2, fontsize=8)
+            axes.bar_label(
+                bars, [format(value, FORMATS[name]) if value else "" for value in values], padding=2, fontsize=8
+            )
             axes.set_title(name)
             axes.margins(x=0.15)
         axes.invert_yaxis()
@@ -181,7 +208,14 @@ def _plot_lengths(run: Mapping[str, Any], figure: Any, folder: Path) -> None:
             values = [table[way["name"]].get(name) for table in tables]
             if None not in values:
                 axes.plot(lengths, values, "o--" if way["plain"] else "o-", color=twenty[i % 20], label=way["name"])
-        axes.set(title=name, xlabel="positions of the prompt", xscale="log", yscale="log", xticks=lengths, xticklabels=lengths)
+        axes.set(
+            title=name,
+            xlabel="positions of the prompt",
+            xscale="log",
+            yscale="log",
+            xticks=lengths,
+            xticklabels=lengths,
+        )
         axes.tick_params(axis="x", which="minor", labelbottom=False)
     right.legend(bbox_to_anchor=(1, 1), loc="upper left", fontsize=8)
     for kind in ("png", "svg"):

@@ -71,7 +71,9 @@ class Soak:
                 if connection.getresponse().status == 200:
                     return
             sleep(0.1)
-        raise GumihoError(f"the server has not answered within {_START_SECONDS} seconds: start `gumiho serve` to see why")
+        raise GumihoError(
+            f"the server has not answered within {_START_SECONDS} seconds: start `gumiho serve` to see why"
+        )
 
     def fill(self, tokens: Sequence[int], streams: int) -> None:
         """Fills every stream with these tokens, in a different order for each. Prompts grow step by step, since the
@@ -82,7 +84,9 @@ class Soak:
             for end in (*range(_STEP, len(whole) - _STEP, _STEP), len(whole)):
                 body = {"model": "soak", "prompt": whole[:end], "max_tokens": min(_STEP // 8, len(whole) + 1 - end)}
                 with closing(HTTPConnection("127.0.0.1", self.port, timeout=600)) as connection:
-                    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                    connection.request(
+                        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+                    )
                     if (status := connection.getresponse().status) != 200:
                         raise GumihoError(f"the server answered a prompt of {end} tokens with status {status}")
 
@@ -109,9 +113,13 @@ class Soak:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
         settings: list[dict[str, Any]] = [
-            {"temperature": 0}, {"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40},
-            {"temperature": 0, "repetition_penalty": 1.1}, {"temperature": 0.7, "stop": ["\n\n"], "frequency_penalty": 0.3},
-        ]  # fmt: skip
+            {"temperature": 0},
+            {"temperature": 0},
+            {"temperature": 0.8, "top_p": 0.9},
+            {"temperature": 1.0, "top_k": 40},
+            {"temperature": 0, "repetition_penalty": 1.1},
+            {"temperature": 0.7, "stop": ["\n\n"], "frequency_penalty": 0.3},
+        ]
         return {
             "messages": messages,
             "seed": draw.randrange(1 << 31),
@@ -126,7 +134,15 @@ class Soak:
             stream = kind in ("streamed", "slow") or (kind == "left" and draw.random() < 0.5)
             content = json.dumps({"model": "soak", "stream": stream, **body})
             if kind == "nonsense":
-                content = draw.choice([content[: draw.randrange(len(content))], '{"model": "soak", "messages": 5}', "[]", "\x00" * 99, content.replace("seed", "sead")])  # fmt: skip
+                content = draw.choice(
+                    [
+                        content[: draw.randrange(len(content))],
+                        '{"model": "soak", "messages": 5}',
+                        "[]",
+                        "\x00" * 99,
+                        content.replace("seed", "sead"),
+                    ]
+                )
             connection.request("POST", "/v1/chat/completions", content.encode(), {"Content-Type": "application/json"})
             if kind == "left":
                 sleep(draw.random() * 0.6)
@@ -238,10 +254,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdict = soak.checks.verdict()
     bytes_grown, files_grown = soak.growth()
     report = {
-        "minutes": args.minutes, "clients": args.clients, "streams": args.streams, "requests": dict(soak.counts), "answers": soak.answers,
-        "tokens": verdict.tokens, "near_ties": verdict.margins, "differ": verdict.differs, "problems": soak.problems, "bytes_grown": bytes_grown, "files_grown": files_grown,
-        "exit_status": status, "samples": soak.samples,
-    }  # fmt: skip
+        "minutes": args.minutes,
+        "clients": args.clients,
+        "streams": args.streams,
+        "requests": dict(soak.counts),
+        "answers": soak.answers,
+        "tokens": verdict.tokens,
+        "near_ties": verdict.margins,
+        "differ": verdict.differs,
+        "problems": soak.problems,
+        "bytes_grown": bytes_grown,
+        "files_grown": files_grown,
+        "exit_status": status,
+        "samples": soak.samples,
+    }
     (args.out / "soak.json").write_text(json.dumps(report, indent=1), "utf-8")
     print({name: value for name, value in report.items() if name != "samples"})
     return int(bool(verdict.differs or soak.problems or status or bytes_grown > _MOST_GROWTH or files_grown > 0))

@@ -175,9 +175,17 @@ def write_target(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     GenerationConfig(bos_token_id=0, eos_token_id=[1]).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-                    "clean_up_tokenization_spaces": False, "model_max_length": TARGET.max_position_embeddings}, indent=2)
-    )  # fmt: skip
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": BOS,
+                "eos_token": EOS,
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": TARGET.max_position_embeddings,
+            },
+            indent=2,
+        )
+    )
 
 
 def write_text(file: Path) -> None:
@@ -192,9 +200,13 @@ def write_text(file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of the target or the assistant (default: 1000)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="training steps of the target or the assistant (default: 1000)"
+    )
     parser.add_argument("--draft-steps", type=int, default=2400, help="training steps of the drafter (default: 2400)")
-    parser.add_argument("--families", nargs="+", default=[], help="train drafters of these families (default: the Gumiho)")
+    parser.add_argument(
+        "--families", nargs="+", default=[], help="train drafters of these families (default: the Gumiho)"
+    )
     parser.add_argument("--assistant", action="store_true", help="train only an assistant for the target in OUT")
     args = parser.parse_args()
     folder, text = args.out / "target", args.out / "text.jsonl"

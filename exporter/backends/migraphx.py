@@ -29,7 +29,11 @@ def _scalar_axes(use: Use) -> str:
 
 def _lone_scalar(use: Use) -> str:
     """A vector of one entry with stride 0 counts as a scalar: Gather drops its dimension, Unsqueeze adds none."""
-    return "expands a scalar to one entry, which remains a scalar" if not use.shape(0) and use.outputs[0].shape == (1,) else ""
+    return (
+        "expands a scalar to one entry, which remains a scalar"
+        if not use.shape(0) and use.outputs[0].shape == (1,)
+        else ""
+    )
 
 
 def _mig_cast(use: Use) -> str:
@@ -53,7 +57,8 @@ def _mig_dequantize(use: Use) -> str:
 
 
 def _mig_matmul_bits(use: Use) -> str:
-    """parse_matmulnbits.cpp: input and scales must have the same type, and inputs after the zero points are not read."""
+    """parse_matmulnbits.cpp: input and scales must have the same type, and inputs after the zero points are not
+    read."""
     block = use.integer("block_size", 0)
     if use.integer("bits", 4) != 4:
         return f"has {use.integer('bits', 4)} bits instead of 4"
@@ -71,9 +76,9 @@ def _mig_simplified_norm(use: Use) -> str:
 
 
 # MIGraphX 2.16: src/onnx/parse_*.cpp (what is parsed), src/op and src/targets/gpu (what is computed), and
-# docs/dev/onnx_operators.rst, which documents opsets up to 19. Operators are identified only by name, not by domain; unknown
-# attributes and surplus inputs are ignored. Constants are computed while parsing, so every value that depends on no input is
-# known.
+# docs/dev/onnx_operators.rst, which documents opsets up to 19. Operators are identified only by name, not by domain;
+# unknown attributes and surplus inputs are ignored. Constants are computed while parsing, so every value that depends
+# on no input is known.
 _MIG_NUMBERS = NUMBERS + "Bc"
 MIG_ANY = _MIG_NUMBERS + BOOL
 _MIG_BITS = "K N bits block_size accuracy_level"
@@ -103,8 +108,8 @@ MIGRAPHX: dict[str, Rule | str] = {
     "Pow": Rule("fh"),
     "Cast": Rule(MIG_ANY, "to saturate", refuse=_mig_cast),
     "CastLike": Rule(MIG_ANY, "saturate", refuse=_mig_cast),
-    # Integers from 2^24 on are inexact. For operators that support integers, ``exporter.backends.ranges`` computes their
-    # ranges.
+    # Integers from 2^24 on are inexact. For operators that support integers, ``exporter.backends.ranges`` computes
+    # their ranges.
     "MatMul": Rule(FLOATS, most=(2, 1)),
     "Gemm": Rule(FLOATS, "alpha beta transA transB"),
     "Einsum": Rule(FLOATS, "equation"),
@@ -113,7 +118,8 @@ MIGRAPHX: dict[str, Rule | str] = {
     **dict.fromkeys(("Softmax", "LogSoftmax"), Rule(FLOATS, "axis")),
     "ReduceMean": Rule(f"{FLOATS} l", REDUCED, constant="1"),
     **dict.fromkeys(REDUCTIONS[1:], Rule(f"{NUMBERS} l", REDUCED, constant="1")),
-    "TopK": Rule(f"{_MIG_NUMBERS} l", "axis largest sorted", constant="1"),  # always sorted, ties by lower index, on a GPU too
+    # always sorted, ties by lower index, on a GPU too
+    "TopK": Rule(f"{_MIG_NUMBERS} l", "axis largest sorted", constant="1"),
     "Split": Rule(f"{MIG_ANY} l", "axis num_outputs", constant="1"),
     "Slice": Rule(f"{MIG_ANY} {INTS}", constant="1234", refuse=no_axes),
     # Computes offsets from unchecked indices: unlike in Gather, a negative index reads a wrong entry.
@@ -135,7 +141,9 @@ MIGRAPHX: dict[str, Rule | str] = {
     "Shape": Rule(MIG_ANY, "start end"),
     "Size": Rule(MIG_ANY),
     "DequantizeLinear": Rule(f"BcNn {FLOATS} BcNn", "axis block_size", refuse=_mig_dequantize),
-    "MatMulNBits": Rule(f"{FLOATS} B {FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits),
+    "MatMulNBits": Rule(
+        f"{FLOATS} B {FLOATS} B", _MIG_BITS, most=(4, 1), domain="com.microsoft", refuse=_mig_matmul_bits
+    ),
     # Rounds the mean of squares to the input's type, so fp16 overflows from a root mean square of 256 on.
     "SimplifiedLayerNormalization": Rule("fg", "axis epsilon stash_type", most=(2, 1), refuse=_mig_simplified_norm),
     "LayerNormalization": Rule(FLOATS, "axis epsilon stash_type", most=(3, 1)),

@@ -1,7 +1,7 @@
 """Checks graphs against tables of what each backend's ONNX parser supports, which needs no hardware.
 
-The tables contain the operators that our graphs may need, according to the sources and documents of the parsers. Whether a
-device computes a parsed graph correctly is checked when it is compiled, by replaying the golden run.
+The tables contain the operators that our graphs may need, according to the sources and documents of the parsers.
+Whether a device computes a parsed graph correctly is checked when it is compiled, by replaying the golden run.
 """
 
 from collections import Counter
@@ -31,7 +31,8 @@ PARSERS: Mapping[str, Parser] = {
 
 
 def _facts(model: ir.Model) -> dict[ir.Value, Facts]:
-    """The facts of every value; the tracer leaves many out. Constants are folded to infer shapes; weights are not read."""
+    """The facts of every value; the tracer leaves many out. Constants are folded to infer shapes; weights are not
+    read."""
     copy = model.clone()
     originals, copies = (
         [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
@@ -120,11 +121,13 @@ def _inexact_nodes(
 ) -> Iterator[ir.Node]:
     """The first nodes whose integer inputs or outputs may change if they are computed in fp32 without rounding.
 
-    Integer inputs and weights of our graphs count or select entries of an axis: tokens select rows of the embedding, ``path``
-    rows of ``hidden``, ``past_length`` counts positions of a cache. So none is larger than the longest axis.
+    Integer inputs and weights of our graphs count or select entries of an axis: tokens select rows of the embedding,
+    ``path`` rows of ``hidden``, ``past_length`` counts positions of a cache. So none is larger than the longest axis.
     """
     shapes = {value: fact.shape or () for value, fact in facts.items()}
-    largest = max((size for value in (*graph.inputs, *graph.initializers.values()) for size in shapes[value]), default=0)
+    largest = max(
+        (size for value in (*graph.inputs, *graph.initializers.values()) for size in shapes[value]), default=0
+    )
     exact = ranges(graph, shapes, {value: fact.dtype for value, fact in facts.items()}, largest)
     reported: set[ir.Value] = set()
     for node in graph:
@@ -147,7 +150,10 @@ def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
     parser, graph = PARSERS[backend], model.graph
     opset = model.opset_imports.get("", 0)
     problems = [
-        ("opset", f"declares opset {version} of the domain '{domain}', expected {parser.opsets[0]} to {parser.opsets[-1]}")
+        (
+            "opset",
+            f"declares opset {version} of the domain '{domain}', expected {parser.opsets[0]} to {parser.opsets[-1]}",
+        )
         for domain, version in model.opset_imports.items()
         if version > parser.opsets[-1] or (not domain and version < parser.opsets[0])
     ]
@@ -182,15 +188,17 @@ def refusals(model: ir.Model, backend: str) -> list[tuple[str, str]]:
         problems += [(node.op_type, f"{_label(node)} {what}") for what in phrases]
     if parser.floating and not problems:
         what = f"has integers that may change when they are computed in fp32 without rounding, or exceed {LIMIT}"
-        problems += [(node.op_type, f"{_label(node)} {what}") for node in _inexact_nodes(graph, facts, constants, parser)]
+        problems += [
+            (node.op_type, f"{_label(node)} {what}") for node in _inexact_nodes(graph, facts, constants, parser)
+        ]
     return problems
 
 
 def check(model: ir.Model, backend: str) -> None:
     """Raises GumihoError for a graph that a backend's parser does not support.
 
-    backend: its name, or that of a spare form with its own parser. ONNX Runtime's backends have no table; they are tested when
-    a bundle is compiled.
+    backend: its name, or that of a spare form with its own parser. ONNX Runtime's backends have no table; they are
+    tested when a bundle is compiled.
     """
     if backend not in PARSERS or not (problems := refusals(model, backend)):
         return

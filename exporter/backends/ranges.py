@@ -1,8 +1,9 @@
 """The ranges of integers in a graph, by interval arithmetic from its inputs and constants.
 
-On a GPU, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 (``eliminate_data_type`` in its targets/gpu/target.cpp) and then
-drops the casts that would have truncated fractions. A graph is still exact there if every integer in it is, without rounding, a
-whole number that fp32 can represent. Only such values get a range here, and floats that are known to be whole numbers.
+On a GPU, MIGraphX up to ROCm 7.2.4 computes int64 in fp32 (``eliminate_data_type`` in its targets/gpu/target.cpp) and
+then drops the casts that would have truncated fractions. A graph is still exact there if every integer in it is,
+without rounding, a whole number that fp32 can represent. Only such values get a range here, and floats that are known
+to be whole numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,13 +29,30 @@ def _product(a: Range, b: Range) -> Range:
     return min(corners), max(corners)
 
 
-# By operator: the inputs that determine the output, and its range from theirs. Operators that are not listed may round, or our
-# graphs do not need them. Those whose ranges depend on sizes are in ``_output_ranges``: ReduceSum, ArgMax and TopK.
+# By operator: the inputs that determine the output, and its range from theirs. Operators that are not listed may round,
+# or our graphs do not need them. Those whose ranges depend on sizes are in ``_output_ranges``: ReduceSum, ArgMax and
+# TopK.
 _RULES: Mapping[str, tuple[slice, Callable[..., Range]]] = {
     **dict.fromkeys(
         (
-            "Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Tile", "Slice", "Split", "Gather",
-            "GatherElements", "GatherND", "ReduceMax", "ReduceMin", "Cast", "CastLike", "TopK",
+            "Identity",
+            "Reshape",
+            "Flatten",
+            "Transpose",
+            "Squeeze",
+            "Unsqueeze",
+            "Expand",
+            "Tile",
+            "Slice",
+            "Split",
+            "Gather",
+            "GatherElements",
+            "GatherND",
+            "ReduceMax",
+            "ReduceMin",
+            "Cast",
+            "CastLike",
+            "TopK",
         ),
         (slice(1), _hull),
     ),
@@ -45,7 +63,7 @@ _RULES: Mapping[str, tuple[slice, Callable[..., Range]]] = {
     "Add": (slice(2), lambda a, b: (a[0] + b[0], a[1] + b[1])),
     "Sub": (slice(2), lambda a, b: (a[0] - b[1], a[1] - b[0])),
     "Mul": (slice(2), _product),
-}  # fmt: skip
+}
 
 
 def _constant(value: ir.Value) -> Range | None:
@@ -67,7 +85,9 @@ def _clipped(value: ir.Value | None) -> Range | None:
     return _hull(low, high) if low and high else None
 
 
-def _output_ranges(node: ir.Node, ranges: Mapping[ir.Value, Range], shapes: Mapping[ir.Value, Shape]) -> list[Range | None]:
+def _output_ranges(
+    node: ir.Node, ranges: Mapping[ir.Value, Range], shapes: Mapping[ir.Value, Shape]
+) -> list[Range | None]:
     """The range of each output of a node, None if it may not be a whole number."""
     if node.op_type == "Constant":
         return [_constant(node.outputs[0])]
@@ -95,8 +115,8 @@ def ranges(
 ) -> dict[ir.Value, Range]:
     """The range of every value that certainly contains only whole numbers within ``LIMIT``.
 
-    shapes, dtypes: of all values; all shapes are static. most: the largest integer in an input, or in a weight that is stored
-    in a file and not read here; none is negative.
+    shapes, dtypes: of all values; all shapes are static. most: the largest integer in an input, or in a weight that is
+    stored in a file and not read here; none is negative.
     """
     known_ranges: dict[ir.Value, Range] = {}
 

@@ -7,9 +7,18 @@ import onnx_ir as ir
 
 # One letter per element type; a string of letters means any of them.
 _LETTERS = {
-    "f": ir.DataType.FLOAT, "h": ir.DataType.FLOAT16, "g": ir.DataType.BFLOAT16, "i": ir.DataType.INT32, "l": ir.DataType.INT64,
-    "b": ir.DataType.BOOL, "B": ir.DataType.UINT8, "c": ir.DataType.INT8, "N": ir.DataType.UINT4, "n": ir.DataType.INT4, "e": ir.DataType.FLOAT8E4M3FN,
-}  # fmt: skip
+    "f": ir.DataType.FLOAT,
+    "h": ir.DataType.FLOAT16,
+    "g": ir.DataType.BFLOAT16,
+    "i": ir.DataType.INT32,
+    "l": ir.DataType.INT64,
+    "b": ir.DataType.BOOL,
+    "B": ir.DataType.UINT8,
+    "c": ir.DataType.INT8,
+    "N": ir.DataType.UINT4,
+    "n": ir.DataType.INT4,
+    "e": ir.DataType.FLOAT8E4M3FN,
+}
 FLOATS, INTS, BOOL = "fhg", "il", "b"
 NUMBERS = FLOATS + INTS
 ANY = NUMBERS + BOOL
@@ -57,10 +66,10 @@ class Use:
 class Rule:
     """What a parser supports of one operator: a line of its table.
 
-    types: of each input, separated by blanks; the last applies to all further inputs. attributes: those that it honours, or may
-    safely ignore. constant: positions of the inputs that must be constant when parsing; stored: of those that must be
-    initializers or Constants, not computed from them. most: the largest numbers of inputs and outputs. refuse: returns a phrase
-    for anything else that is not supported, "" if all is.
+    types: of each input, separated by blanks; the last applies to all further inputs. attributes: those that it
+    honours, or may safely ignore. constant: positions of the inputs that must be constant when parsing; stored: of
+    those that must be initializers or Constants, not computed from them. most: the largest numbers of inputs and
+    outputs. refuse: returns a phrase for anything else that is not supported, "" if all is.
     """
 
     types: str
@@ -76,11 +85,11 @@ class Rule:
 class Parser:
     """The ONNX parser of a backend.
 
-    opsets: the supported ones that our graphs could use. io_dtypes: element types of a graph's inputs and outputs; types: of
-    all other values. operators: rules by name; a string says why an operator must not be used although the parser knows it.
-    empty: whether it supports tensors without elements. positional: whether it reads the entries of external data by their
-    order. floating: whether it computes integers in fp32 without rounding; ``exporter.backends.ranges`` then checks that they
-    stay exact.
+    opsets: the supported ones that our graphs could use. io_dtypes: element types of a graph's inputs and outputs;
+    types: of all other values. operators: rules by name; a string says why an operator must not be used although the
+    parser knows it. empty: whether it supports tensors without elements. positional: whether it reads the entries of
+    external data by their order. floating: whether it computes integers in fp32 without rounding;
+    ``exporter.backends.ranges`` then checks that they stay exact.
     """
 
     label: str

@@ -40,13 +40,14 @@ UNSIGNED, SIGNED = Codes(torch.uint8, torch.uint8), Codes(torch.int8, torch.int8
 class BackendSpec:
     """What a backend supports.
 
-    rows: of the default tree. static: whether passes have numbers of rows that are fixed at export. bound: dtypes in which weights
-    are inputs of the graphs, so that these share them, and the target has graphs of several sizes; with quantized weights only if
-    bound_codes. profiles: whether the target has one graph of symbolic rows, of which one engine for several sizes is made. dtypes:
-    those that it computes in, the default first. quantized: supported formats of quantized weights. spare: dialects to fall back on
-    if the device or the installed release does not support the first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned:
-    whether weights need aligned addresses. zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter:
-    default format of the drafter's weights, the best one measured, or ``none`` if nothing was measured.
+    rows: of the default tree. static: whether passes have numbers of rows that are fixed at export. bound: dtypes in
+    which weights are inputs of the graphs, so that these share them, and the target has graphs of several sizes; with
+    quantized weights only if bound_codes. profiles: whether the target has one graph of symbolic rows, of which one
+    engine for several sizes is made. dtypes: those that it computes in, the default first. quantized: supported formats
+    of quantized weights. spare: dialects to fall back on if the device or the installed release does not support the
+    first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned: whether weights need aligned addresses.
+    zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter: default format of the drafter's
+    weights, the best one measured, or ``none`` if nothing was measured.
     """
 
     dialect: type[Plain]
@@ -67,19 +68,27 @@ class BackendSpec:
 
 # ONNX Runtime's CUDA provider has a fast TopK kernel for up to 32 entries; the paper uses 35.
 CUDA_TOP_K = 32
-# With more rows than this, GPUs unpack the whole int4 matrix before multiplying: about 4.5 bytes per weight instead of 0.5.
+# With more rows than this, GPUs unpack the whole int4 matrix before multiplying: about 4.5 bytes per weight instead of
+# 0.5.
 INT4_ROWS = 16
 _GPU = (torch.float16, torch.float32)
 _BF16 = (*_GPU, torch.bfloat16)
 BACKENDS: Mapping[str, BackendSpec] = {
     # On a CPU more rows take longer: a pass of 8 fp32 rows takes 1.4 times as long as one of 1 row, of 64 rows 4 times.
     "cpu": BackendSpec(
-        Contrib, rows=8, static=False, dtypes=(torch.float32,), quantized=("int4", "int8", "w8a8"), zeros=True, drafter="int4"
+        Contrib,
+        rows=8,
+        static=False,
+        dtypes=(torch.float32,),
+        quantized=("int4", "int8", "w8a8"),
+        zeros=True,
+        drafter="int4",
     ),
-    # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes. The fast product of int4 and
-    # fp16 takes codes that were rearranged when the session was made, so they must be constants.
+    # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes. The fast product
+    # of int4 and fp16 takes codes that were rearranged when the session was made, so they must be constants.
     "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True, bound=_GPU),
-    # It supports MatMulNBits only with 4 bits, and 4 bits as an input only with MatMulNBits. Its Python module cannot pass bfloat16.
+    # It supports MatMulNBits only with 4 bits, and 4 bits as an input only with MatMulNBits. Its Python module cannot
+    # pass bfloat16.
     "migraphx": BackendSpec(
         Basic, rows=64, static=True, dtypes=_BF16, codes=Codes(torch.uint8, torch.int8), bound=_GPU, bound_codes=True
     ),
@@ -104,8 +113,8 @@ class TraceSpec:
     """How a backend's graphs are traced.
 
     dialect, drafting: of target and drafter. slots: positions of the caches. chunk: rows of a prefill pass. static: see
-    ``Form``. bound: whether weights are inputs. profiles: whether the target's graphs are one of symbolic rows. pinned: by graph, the
-    sizes of its static axes.
+    ``Form``. bound: whether weights are inputs. profiles: whether the target's graphs are one of symbolic rows. pinned:
+    by graph, the sizes of its static axes.
     """
 
     dialect: type[Plain]
@@ -119,12 +128,18 @@ class TraceSpec:
 
 
 def trace_spec(
-    backend: str, pair: Pair, tree: TreeConfig, capacity: int, dtype: torch.dtype, quantized: Collection[str], exact: bool
+    backend: str,
+    pair: Pair,
+    tree: TreeConfig,
+    capacity: int,
+    dtype: torch.dtype,
+    quantized: Collection[str],
+    exact: bool,
 ) -> TraceSpec:
     """How a backend's graphs are traced for a pair, a tree, a capacity in positions, and a dtype of weights.
 
-    quantized: which of ``target`` and ``draft`` are. exact: whether the CPU has kernels for all of the target's quantized
-    products that sum every row in the same order.
+    quantized: which of ``target`` and ``draft`` are. exact: whether the CPU has kernels for all of the target's
+    quantized products that sum every row in the same order.
     """
     spec = BACKENDS[backend]
     dialect, drafter = spec.dialect, ("draft",) * pair.has_drafter + ("extend",) * (pair.has_drafter and pair.stateful)
@@ -162,13 +177,15 @@ def trace_spec(
 
 
 def _smaller(rows: int, chunk: int) -> list[int]:
-    """Rows of the target's passes besides prefill: 1, a tree of ``rows``, and a part of it that takes clearly less time."""
+    """Rows of the target's passes besides prefill: 1, a tree of ``rows``, and a part of it that takes clearly less
+    time."""
     return sorted({1, rows // 4 if rows >= _SPLIT else 1, rows} - {chunk})
 
 
 def tables(trace_specs: Mapping[str, TraceSpec], tree: TreeConfig, capacity: int, ahead: int) -> int:
-    """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk. ONNX Runtime refuses
-    passes of more rows than the tables have, and those of several streams together have more than the capacity if that is small."""
+    """Rows of the rotary tables: serial steps go a few positions beyond the text, padded passes up to a chunk. ONNX
+    Runtime refuses passes of more rows than the tables have, and those of several streams together have more than the
+    capacity if that is small."""
     specs = trace_specs.values()
     beyond = max(tree.serial_steps, *(spec.chunk if spec.static else 0 for spec in specs))
     return max(capacity + beyond + ahead, *(0 if spec.static else LANES * max(spec.chunk, tree.rows) for spec in specs))

@@ -47,7 +47,8 @@ def _trt_scatter(use: Use) -> str:
 
 
 def _trt_top_k(use: Use) -> str:
-    """ITopKLayer: one of the last four axes, and at most 3840 entries, or fewer than 3840 according to docs/operators.md."""
+    """ITopKLayer: one of the last four axes, and at most 3840 entries, or fewer than 3840 according to
+    docs/operators.md."""
     rank, axis = len(use.shape(0)), use.axis(-1)
     if not use.integer("sorted", 1):
         return "is not sorted"
@@ -82,9 +83,10 @@ def _trt_dequantize(use: Use) -> str:
     )
 
 
-# TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, without what its onnxOpImporters.cpp and importerUtils.cpp
-# or the operator pages of the TensorRT documentation exclude. Networks are strongly typed. The parser folds no constants, so an
-# input that it needs as weights must be an initializer or a Constant. Only inputs and outputs of the network can be uint8.
+# TensorRT 10.15 to 11: docs/operators.md of onnx-tensorrt at 10.15, without what its onnxOpImporters.cpp and
+# importerUtils.cpp or the operator pages of the TensorRT documentation exclude. Networks are strongly typed. The parser
+# folds no constants, so an input that it needs as weights must be an initializer or a Constant. Only inputs and outputs
+# of the network can be uint8.
 TENSORRT: dict[str, Rule | str] = {
     **dict.fromkeys(UNARY, Rule(FLOATS)),
     **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
@@ -112,7 +114,9 @@ TENSORRT: dict[str, Rule | str] = {
     "GatherElements": Rule(f"{ANY} {INTS}", "axis"),
     "GatherND": Rule(f"{ANY} {INTS}", "batch_dims"),
     # With a reduction it needs a plugin of another library.
-    "ScatterElements": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "axis reduction", refuse=one_of("reduction", "none", "none")),
+    "ScatterElements": Rule(
+        f"{NUMBERS} {INTS} {NUMBERS}", "axis reduction", refuse=one_of("reduction", "none", "none")
+    ),
     "ScatterND": Rule(f"{NUMBERS} {INTS} {NUMBERS}", "reduction", refuse=one_of("reduction", "none", "none")),
     "Reshape": Rule(f"{ANY} l", "allowzero", constant="1"),
     "Flatten": Rule(ANY, "axis"),
@@ -137,7 +141,9 @@ TENSORRT: dict[str, Rule | str] = {
     "DequantizeLinear": Rule(f"cne {FLOATS}", "axis block_size output_dtype", most=(2, 1), refuse=_trt_dequantize),
     "LayerNormalization": Rule(FLOATS, "axis epsilon stash_type", most=(3, 1)),
     "RMSNormalization": Rule(FLOATS, "axis epsilon stash_type"),
-    "RotaryEmbedding": Rule(f"{FLOATS} {FLOATS} {FLOATS} l", "interleaved num_heads rotary_embedding_dim", refuse=_trt_rotary),
+    "RotaryEmbedding": Rule(
+        f"{FLOATS} {FLOATS} {FLOATS} l", "interleaved num_heads rotary_embedding_dim", refuse=_trt_rotary
+    ),
     "TensorScatter": Rule(f"{FLOATS} {FLOATS} l", "axis mode", refuse=_trt_scatter),
     "Attention": Rule(
         f"{FLOATS} {FLOATS} {FLOATS} {FLOATS}b",
@@ -147,8 +153,8 @@ TENSORRT: dict[str, Rule | str] = {
     ),
     "Swish": "is supported from TensorRT 11.0 on",
 }
-# TensorRT 10.3 (JetPack 6): docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the newest
-# earlier release with available sources; 10.3 supports all that 10.1 does.
+# TensorRT 10.3 (JetPack 6): docs/operators.md, onnxOpImporters.cpp and importerUtils.cpp of onnx-tensorrt at 10.1, the
+# newest earlier release with available sources; 10.3 supports all that 10.1 does.
 TENSORRT_10_3: dict[str, Rule | str] = {
     **TENSORRT,
     **dict.fromkeys(("Attention", "TensorScatter", "RotaryEmbedding", "RMSNormalization"), "came after TensorRT 10.3"),

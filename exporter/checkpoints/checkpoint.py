@@ -1,7 +1,7 @@
 """Reads the tensors of a checkpoint, in any layout, by name, a slice at a time.
 
-Tensor names do not depend on the layout: those of a target have no leading ``model.``, those of a drafter are as the official
-repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``mlp.0.0.linear.weight``).
+Tensor names do not depend on the layout: those of a target have no leading ``model.``, those of a drafter are as the
+official repository writes them (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ``mlp.0.0.linear.weight``).
 """
 
 import json
@@ -27,7 +27,8 @@ _SLICE_ELEMENTS = 16 << 20
 _POINTER = b"version https://git-lfs"
 _SMALL = 1 << 24  # bytes up to which a pickled file is read whole, since opening it for every tensor takes longer
 _SHARD = re.compile(r"(?!\.)[^/\\\x00]{1,200}\.[A-Za-z]+")
-_TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}  # by their names in safetensors files
+# by their names in safetensors files
+_TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _DTYPES = {*_TORCH_DTYPES, *map(str, _TORCH_DTYPES.values())}
 _SAFETENSORS_DTYPES = {"I8": "int8", "U8": "uint8", "F64": "float64", "F8_E4M3": "float8_e4m3fn"}
 
@@ -47,8 +48,8 @@ def _drafter_name(name: str) -> str | None:
 
 
 class Checkpoint:
-    """A folder of tensors. ``config`` is its config.json; ``notes``, what its user should know, as clauses. Tensors are only read by
-    ``read``, never all at once."""
+    """A folder of tensors. ``config`` is its config.json; ``notes``, what its user should know, as clauses. Tensors are
+    only read by ``read``, never all at once."""
 
     notes: Sequence[str] = ()
     called: Mapping[str, str] | None = None  # as ``json_config.llama_fields``
@@ -56,7 +57,8 @@ class Checkpoint:
     def __init__(self, source: str, kind: str) -> None:
         """source: folder or hub id; kind: "target" or "drafter", which decides how names are normalized.
 
-        Raises InputError if the source cannot be found or has no weights, and DamageError for damaged or incomplete files.
+        Raises InputError if the source cannot be found or has no weights, and DamageError for damaged or incomplete
+        files.
         """
         self.source, self.kind = source, kind
         self.folder = locate(source)
@@ -82,7 +84,9 @@ class Checkpoint:
         try:
             return document(self.folder / name)
         except FileNotFoundError:
-            raise InputError(f"{self.kind} '{self.source}' has no {name}: name a folder in the Hugging Face layout") from None
+            raise InputError(
+                f"{self.kind} '{self.source}' has no {name}: name a folder in the Hugging Face layout"
+            ) from None
 
     def _weight_files(self) -> list[Path]:
         for name in WEIGHT_FILES:
@@ -97,8 +101,8 @@ class Checkpoint:
             for shard in shards:
                 if not _SHARD.fullmatch(shard):
                     raise DamageError(
-                        f"{self.folder / name} lists the shard {shown(shard)}, which is not a file name in the same folder: "
-                        "download it again"
+                        f"{self.folder / name} lists the shard {shown(shard)}, which is not a file name in the same "
+                        "folder: download it again"
                     )
                 if not (self.folder / shard).is_file():
                     raise DamageError(
@@ -121,20 +125,27 @@ class Checkpoint:
             with self._damage_errors(file):
                 with file.open("rb") as opened:  # safetensors says of a file that may not be read that there is none
                     if opened.read(len(_POINTER)) == _POINTER:
-                        raise InputError(f"{file} is Git LFS's pointer to the file, not the file itself: run git lfs pull")
+                        raise InputError(
+                            f"{file} is Git LFS's pointer to the file, not the file itself: run git lfs pull"
+                        )
                 if file.suffix == ".safetensors":
                     with safe_open(file, framework="pt") as handle:
                         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                        self._headers[file] = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+                        self._headers[file] = {
+                            name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
+                        }
                 else:
                     state = self._load_pickle(file)
-                    self._headers[file] = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
+                    self._headers[file] = {
+                        name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()
+                    }
         return self._headers[file]
 
     @staticmethod
     @contextmanager
     def _damage_errors(file: Path, where: str = "") -> Iterator[None]:
-        """Turns what libraries raise for a damaged file into DamageError, and for a missing package into UnavailableError."""
+        """Turns what libraries raise for a damaged file into DamageError, and for a missing package into
+        UnavailableError."""
         try:
             yield
         except GumihoError:
@@ -174,7 +185,8 @@ class Checkpoint:
     def lacking(self, name: str, more: str = "") -> InputError:
         """What to raise for a tensor that is not there. more: of what was expected."""
         return InputError(
-            f"{self.kind} '{self.source}' lacks the tensor '{name}'{more}, without which it is not supported: name another checkpoint"
+            f"{self.kind} '{self.source}' lacks the tensor '{name}'{more}, without which it is not supported: name "
+            "another checkpoint"
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -182,7 +194,8 @@ class Checkpoint:
         return self._open(file)[stored][0]
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor, by torch's name without ``torch.``, or what the checkpoint's format calls its codes."""
+        """The dtype of a tensor, by torch's name without ``torch.``, or what the checkpoint's format calls its
+        codes."""
         file, stored = self._location(name)
         dtype = self._open(file)[stored][1]
         return str(_TORCH_DTYPES.get(dtype, dtype)).removeprefix("torch.")
@@ -203,12 +216,15 @@ class Checkpoint:
         return Stored(file, self._offsets(file)[stored], dtype)
 
     def _offsets(self, file: Path) -> Mapping[str, int]:
-        """Byte offsets of the tensors in a .safetensors file: eight bytes with the header's length, the header, the tensors."""
+        """Byte offsets of the tensors in a .safetensors file: eight bytes with the header's length, the header, the
+        tensors."""
         if file not in self._offsets_of:
             with file.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(length))
-            self._offsets_of[file] = {n: 8 + length + e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
+            self._offsets_of[file] = {
+                n: 8 + length + e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"
+            }
         return self._offsets_of[file]
 
     def check_dtype(self, name: str) -> None:
@@ -218,16 +234,18 @@ class Checkpoint:
         if dtype not in _DTYPES:
             dtype = _SAFETENSORS_DTYPES.get(dtype, dtype).removeprefix("torch.")
             raise InputError(
-                f"{self.kind} '{self.source}': tensor '{name}' is {dtype}, expected float16, bfloat16 or float32: convert it, or name the "
-                "checkpoint it was made from"
+                f"{self.kind} '{self.source}': tensor '{name}' is {dtype}, expected float16, bfloat16 or float32: "
+                "convert it, or name the checkpoint it was made from"
             )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor, in its stored dtype: fp16, bf16 or fp32. Raises DamageError for NaN and infinity."""
+        """Rows [start, stop) of a tensor, in its stored dtype: fp16, bf16 or fp32. Raises DamageError for NaN and
+        infinity."""
         return self.cut(name, (slice(start, stop),))
 
     def cut(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """The part of a stored tensor between bounds on each axis, in its stored dtype. Raises DamageError for NaN and infinity."""
+        """The part of a stored tensor between bounds on each axis, in its stored dtype. Raises DamageError for NaN and
+        infinity."""
         file, stored = self._location(name)
         # Opened for every read: pages read from a mapped file count as memory until it is closed.
         with self._damage_errors(file, f" at '{name}'"):
@@ -238,8 +256,8 @@ class Checkpoint:
                 rows = self._load_pickle(file)[stored][part].clone()
         if rows.dtype in _TORCH_DTYPES.values() and not is_finite(rows):
             raise DamageError(
-                f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity, which makes every output meaningless: "
-                "download it again, or train it again"
+                f"{self.kind} '{self.source}': tensor '{name}' holds NaN or infinity, which makes every output "
+                "meaningless: download it again, or train it again"
             )
         return rows
 
@@ -264,16 +282,17 @@ class Checkpoint:
                 raise self.lacking(name, f", expected with shape {list(shape)}")
             if self.shape(name) != shape:
                 raise DamageError(
-                    f"{self.kind} '{self.source}': tensor '{name}' has shape {list(self.shape(name))}, expected {list(shape)}: "
-                    "download it again"
+                    f"{self.kind} '{self.source}': tensor '{name}' has shape {list(self.shape(name))}, expected "
+                    f"{list(shape)}: download it again"
                 )
             self.check_dtype(name)
         surplus = sorted(name for name in self.names() - set(expected) - optional if not self._adds_nothing(name))
         if surplus:
             more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
             raise InputError(
-                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}'{more}, which no {self.kind} with its config.json has, so that it "
-                "is not supported: name a checkpoint of that architecture, or download it again"
+                f"{self.kind} '{self.source}' has the tensor '{surplus[0]}'{more}, which no {self.kind} with its "
+                "config.json has, so that it is not supported: name a checkpoint of that architecture, or download it "
+                "again"
             )
 
     def _adds_nothing(self, name: str) -> bool:
@@ -290,7 +309,8 @@ def tensor_indices(checkpoint: Checkpoint, pattern: str) -> set[tuple[int, ...]]
 def require_tensors(
     checkpoint: Checkpoint, name: str, indices: Set[tuple[int, ...]], expected: Iterable[tuple[int, ...]]
 ) -> None:
-    """Raises InputError for the first expected index that no tensor has. name: a format string for the tensor's name."""
+    """Raises InputError for the first expected index that no tensor has. name: a format string for the tensor's
+    name."""
     missing = next((index for index in expected if index not in indices), None)
     if missing is not None:
         raise checkpoint.lacking(name.format(*missing))

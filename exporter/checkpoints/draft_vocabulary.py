@@ -1,7 +1,7 @@
 """The draft vocabulary: which tokens the drafter may propose, if fewer than all (FR-Spec, arXiv 2502.14856).
 
-The drafter's ``lm_head`` then has rows only for these. Tokens outside are never proposed, which can lower acceptance but never
-changes the output: the target chooses among all tokens.
+The drafter's ``lm_head`` then has rows only for these. Tokens outside are never proposed, which can lower acceptance
+but never changes the output: the target chooses among all tokens.
 """
 
 import json
@@ -22,8 +22,8 @@ _PIECE = 1 << 20  # characters tokenized at once; a token across the boundary of
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """ids: int64 [N], the target's token id of each row of the drafter's lm_head. origin: how they were chosen, for messages.
-    own_rows: whether the drafter's checkpoint has these rows; else the target's rows are used.
+    """ids: int64 [N], the target's token id of each row of the drafter's lm_head. origin: how they were chosen, for
+    messages. own_rows: whether the drafter's checkpoint has these rows; else the target's rows are used.
     """
 
     ids: Tensor
@@ -32,7 +32,8 @@ class DraftVocabulary:
 
 
 def require_size(size: int, vocabulary: int, ends: Collection[int]) -> None:
-    """Raises InputError for a draft vocabulary without room for the ends of text ``ends``, or larger than the target's."""
+    """Raises InputError for a draft vocabulary without room for the ends of text ``ends``, or larger than the
+    target's."""
     if not len(ends) < size <= vocabulary:
         raise InputError(
             f"--draft-vocab is {size}: give {len(ends) + 1} to {vocabulary}, the target's vocabulary, "
@@ -43,11 +44,12 @@ def require_size(size: int, vocabulary: int, ends: Collection[int]) -> None:
 def frequent(
     size: int, vocabulary: int, tokenizer: Any, files: Sequence[Path] = (), ends: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """The most frequent tokens of the files' text, in ascending order, so that ties in the tree go to the lower id as always.
+    """The most frequent tokens of the files' text, in ascending order, so that ties in the tree go to the lower id as
+    always.
 
-    size: N. vocabulary: number of the target's tokens. tokenizer: the target's, of transformers, or None. files: see ``count``;
-    if they have fewer than N tokens, the rest follows in the order of ``by_age``. ends: end-of-text ids, which are always
-    included because texts in files do not have them. Raises InputError for files that cannot be read.
+    size: N. vocabulary: number of the target's tokens. tokenizer: the target's, of transformers, or None. files: see
+    ``count``; if they have fewer than N tokens, the rest follows in the order of ``by_age``. ends: end-of-text ids,
+    which are always included because texts in files do not have them. Raises InputError for files that cannot be read.
     """
     counts = count(files, tokenizer)
     if files and not counts:
@@ -122,19 +124,25 @@ def _fields(line: str, where: str) -> list[str]:
     return texts
 
 
-def token_map(ids: Tensor, vocabulary: int, rows: int | None, source: str, name: str = "token_map") -> DraftVocabulary | None:
+def token_map(
+    ids: Tensor, vocabulary: int, rows: int | None, source: str, name: str = "token_map"
+) -> DraftVocabulary | None:
     """The draft vocabulary of a drafter with a ``token_map``; None if the map has all tokens.
 
-    ids: the map, the target's token id of each row of a trimmed lm_head. rows: rows of the drafter's lm_head, None if it has
-    none. A trimmed lm_head is used as it is. Without one, or with a whole one, the target's rows are used, as in vLLM
-    (``models/eagle.py`` of its V0 engine; its Gumiho ignores the map). Raises DamageError for an invalid map.
+    ids: the map, the target's token id of each row of a trimmed lm_head. rows: rows of the drafter's lm_head, None if
+    it has none. A trimmed lm_head is used as it is. Without one, or with a whole one, the target's rows are used, as in
+    vLLM (``models/eagle.py`` of its V0 engine; its Gumiho ignores the map). Raises DamageError for an invalid map.
     """
     where = f"drafter '{source}': its {name}"
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or not len(ids):
-        raise DamageError(f"{where} is {ids.dtype} of shape {list(ids.shape)}, expected a list of token ids: download it again")
+        raise DamageError(
+            f"{where} is {ids.dtype} of shape {list(ids.shape)}, expected a list of token ids: download it again"
+        )
     ascending = ids.long().unique()
     if len(ascending) != len(ids) or ascending[0] < 0 or ascending[-1] >= vocabulary:
-        raise DamageError(f"{where} has a token twice, or one outside the vocabulary of {vocabulary}: download it again")
+        raise DamageError(
+            f"{where} has a token twice, or one outside the vocabulary of {vocabulary}: download it again"
+        )
     if rows not in (None, len(ids), vocabulary):
         raise DamageError(f"{where} has {len(ids)} tokens and its lm_head {rows} rows: download it again")
     if len(ids) == vocabulary:

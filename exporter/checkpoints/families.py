@@ -16,10 +16,15 @@ MEDUSA_BLOCK = re.compile(
     r"(?:medusa_heads?\.)?(?:(?P<i>\d{1,3})\.(?P<j>\d{1,3})\.linear|blocks\.(?P<k>\d{1,3})\.layers\.(?P<l>\d{1,3}))\.(?P<part>weight|bias)"
 )
 _EXAMPLES = {  # of the tensors that tell a family; the first layer of the others has no such norm as a small model's
-    MEDUSA: "0.0.linear.weight", HYDRA: "hydra_mlp.0.0.linear.weight", EAGLE_3: "layers.0.hidden_norm.weight",
-    SMALL: "layers.0.input_layernorm.weight", GUMIHO: "fc.weight", EAGLE: "fc.weight",
-}  # fmt: skip
-_PARTS = "embed_tokens.", "fc.", "layers.", "lm_head.", "mlp.", "norm."  # of those below that have no names of their own
+    MEDUSA: "0.0.linear.weight",
+    HYDRA: "hydra_mlp.0.0.linear.weight",
+    EAGLE_3: "layers.0.hidden_norm.weight",
+    SMALL: "layers.0.input_layernorm.weight",
+    GUMIHO: "fc.weight",
+    EAGLE: "fc.weight",
+}
+# of those below that have no names of their own
+_PARTS = "embed_tokens.", "fc.", "layers.", "lm_head.", "mlp.", "norm."
 HYDRA_PREFIX = "prefix_embeding_layer."  # so spelled
 
 
@@ -39,16 +44,18 @@ def _has(drafter: "Checkpoint", family: str) -> bool:
 
 
 def require(drafter: "Checkpoint", family: str) -> None:
-    """Raises InputError if a drafter lacks the tensors that a family, named against what they tell, cannot do without."""
+    """Raises InputError if a drafter lacks the tensors that a family, named against what they tell, cannot do
+    without."""
     if not _has(drafter, family):
         raise InputError(
-            f"--family is {family}, but drafter '{drafter.source}' has no tensor such as '{_EXAMPLES[family]}': leave it out, or name "
-            "another family"
+            f"--family is {family}, but drafter '{drafter.source}' has no tensor such as '{_EXAMPLES[family]}': leave "
+            "it out, or name another family"
         )
 
 
 def kind_of(drafter: "Checkpoint") -> str:
-    """The family, but GUMIHO for EAGLE too, which is read alike. Raises InputError for a checkpoint of no family that is known."""
+    """The family, but GUMIHO for EAGLE too, which is read alike. Raises InputError for a checkpoint of no family that
+    is known."""
     names = drafter.names()
     if told := next((family for family in (MEDUSA, HYDRA, EAGLE_3) if _has(drafter, family)), None):
         return told

@@ -12,8 +12,8 @@ BITS = {"Q8_0": 8, "Q4_0": 4}
 def parts(raw: np.ndarray, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows, as ``Scheme`` has them for codes of dtype uint8.
 
-    raw: uint8 [n, bytes of a row]. Q8_0 has signed codes; Q4_0 has codes offset by 8, the first 16 of a block in the low halves of its
-    bytes and the others in the high ones (ggml's ``block_q8_0`` and ``block_q4_0``).
+    raw: uint8 [n, bytes of a row]. Q8_0 has signed codes; Q4_0 has codes offset by 8, the first 16 of a block in the
+    low halves of its bytes and the others in the high ones (ggml's ``block_q8_0`` and ``block_q4_0``).
     """
     blocks = torch.from_numpy(raw).reshape(len(raw), -1, 2 + 4 * bits)
     scale, codes = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]

@@ -12,7 +12,8 @@ from . import gguf_keys
 from .json_config import is_whole, shown
 from .llama import scaled
 
-# Llama 3.1 and later divide rotary frequencies by factors, which GGUF stores instead of the numbers they were computed from.
+# Llama 3.1 and later divide rotary frequencies by factors, which GGUF stores instead of the numbers they were computed
+# from.
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -21,20 +22,29 @@ _LLAMA3: dict[str, Any] = {
 }
 # Where the fields of a config.json are, without the architecture's name.
 KEYS = {
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv", "vocab_size": "vocab_size",
-    "max_position_embeddings": "context_length", "sliding_window": "attention.sliding_window", "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base", "factor": "rope.scaling.factor",
-}  # fmt: skip
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "factor": "rope.scaling.factor",
+}
 
 
 def config(
     architecture: str, fields: Mapping[str, Any], tensors: Collection[str], factors: np.ndarray | None, source: str
 ) -> dict[str, Any]:
-    """config.json as transformers writes it, with llama.cpp's defaults (src/llama-model.cpp); ``json_config`` checks types and ranges.
+    """config.json as transformers writes it, with llama.cpp's defaults (src/llama-model.cpp); ``json_config`` checks
+    types and ranges.
 
-    tensors: their names. factors: float32 [head dim / 2] that divide the rotary frequencies, if the file has any. Raises InputError for
-    what is not supported.
+    tensors: their names. factors: float32 [head dim / 2] that divide the rotary frequencies, if the file has any.
+    Raises InputError for what is not supported.
     """
     gguf_keys.require_known(fields, architecture, source)
 
@@ -45,8 +55,8 @@ def config(
             return value
         if not value or any(own != value[0] for own in value):
             raise InputError(
-                f"'{source}' has {architecture}.{name} {shown(value)}, not the same for every layer, which is not supported: name another "
-                "target"
+                f"'{source}' has {architecture}.{name} {shown(value)}, not the same for every layer, which is not "
+                "supported: name another target"
             )
         return value[0]
 
@@ -75,8 +85,8 @@ def config(
     for name, default in (("rope.dimension_count", size), ("attention.value_length", usual)):
         if (own := field(name, default)) != size:
             raise InputError(
-                f"'{source}' has {architecture}.{name} {shown(own)}, not the size of a head, {shown(size)}, which is not supported: name "
-                "another target"
+                f"'{source}' has {architecture}.{name} {shown(own)}, not the size of a head, {shown(size)}, which is "
+                "not supported: name another target"
             )
     if field("expert_count", 0) != 0:
         raise InputError(f"'{source}' is a mixture of experts, which is not supported: name another target")
@@ -86,7 +96,9 @@ def config(
     return found
 
 
-def _rope_scaling(scaling: Any, factor: Any, factors: np.ndarray | None, theta: Any, source: str) -> dict[str, Any] | None:
+def _rope_scaling(
+    scaling: Any, factor: Any, factors: np.ndarray | None, theta: Any, source: str
+) -> dict[str, Any] | None:
     """``rope_scaling`` of config.json, None without one."""
     factor = 1.0 if factor == 0 else factor
     if scaling not in ("none", "linear"):
@@ -98,14 +110,15 @@ def _rope_scaling(scaling: Any, factor: Any, factors: np.ndarray | None, theta: 
         return {"rope_type": "linear", "factor": factor} if linear else None
     if linear:
         raise InputError(
-            f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported: name another target"
+            f"'{source}' has a factor of rotary scaling beside the factors of Llama 3, which is not supported: name "
+            "another target"
         )
     return _llama3(factors, theta, source)
 
 
 def _llama3(factors: np.ndarray, theta: Any, source: str) -> dict[str, Any]:
-    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]. theta: ``json_config`` refuses
-    what is no positive number."""
+    """The parameters of Llama 3's rotary scaling whose factors are the given ones, float32 [head dim / 2]. theta:
+    ``json_config`` refuses what is no positive number."""
     if not isinstance(theta, int | float) or theta <= 0:
         return _LLAMA3
     rope = {**_LLAMA3, "factor": float(factors[-1])}

@@ -1,7 +1,9 @@
-"""A GGUF file, or several of one model, as a target checkpoint: llama.cpp's tensors and metadata under the names of a Hugging Face folder.
+"""A GGUF file, or several of one model, as a target checkpoint: llama.cpp's tensors and metadata under the names of a
+Hugging Face folder.
 
-Tensors are read a slice at a time and dequantized by the ``gguf`` package. The configuration, the tokenizer and the chat template come
-from the file's metadata and are written to a temporary folder, which the rest of the export reads like any other checkpoint's.
+Tensors are read a slice at a time and dequantized by the ``gguf`` package. The configuration, the tokenizer and the
+chat template come from the file's metadata and are written to a temporary folder, which the rest of the export reads
+like any other checkpoint's.
 """
 
 import json
@@ -60,8 +62,8 @@ _ROTARY_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Table:
-    """A tensor's place in a file. shape: rows first, as in torch. row_bytes: bytes of one row. heads: of q and k rows, whose order
-    llama.cpp permutes; 0 for other tensors."""
+    """A tensor's place in a file. shape: rows first, as in torch. row_bytes: bytes of one row. heads: of q and k rows,
+    whose order llama.cpp permutes; 0 for other tensors."""
 
     file: Path
     offset: int
@@ -81,12 +83,14 @@ def _parts(file: Path) -> list[Path]:
     if (match := _PART.fullmatch(file.name)) is None:
         return [file]
     name, _, count, suffix = match.groups()
-    return [file.with_name(f"{name}-{i:05}-of-{count}{suffix}") for i in range(1, min(int(count), _MOST_PARTS) + 1)] or [file]
+    return [
+        file.with_name(f"{name}-{i:05}-of-{count}{suffix}") for i in range(1, min(int(count), _MOST_PARTS) + 1)
+    ] or [file]
 
 
 def gguf_file(source: str) -> Path | None:
-    """The GGUF file that a source names: itself, the only one of a folder without a config.json, or a file of a hub model; None if
-    there is none. Of a model in several parts any one.
+    """The GGUF file that a source names: itself, the only one of a folder without a config.json, or a file of a hub
+    model; None if there is none. Of a model in several parts any one.
 
     Raises InputError for a file that does not exist or a folder with several models, and as ``hub.locate_file``.
     """
@@ -122,8 +126,8 @@ class GgufCheckpoint(Checkpoint):
     """A target in a GGUF file, of architecture ``llama`` (Llama and Mistral), ``qwen2`` or ``qwen3``."""
 
     def __init__(self, source: str, file: Path) -> None:
-        """Raises DamageError for a damaged file, InputError for an unsupported architecture or tensor type, and UnavailableError
-        without the ``gguf`` package."""
+        """Raises DamageError for a damaged file, InputError for an unsupported architecture or tensor type, and
+        UnavailableError without the ``gguf`` package."""
         try:
             import gguf  # noqa: F401
         except ImportError:
@@ -138,12 +142,16 @@ class GgufCheckpoint(Checkpoint):
             )
         odd = next((table.kind.name for table in tables.values() if table.kind.name not in _TYPES), None)
         if odd:
-            raise InputError(f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}")
+            raise InputError(
+                f"'{source}' holds tensors of type {odd}, which is not supported: give one of {', '.join(_TYPES)}"
+            )
         with self._damage_errors(self.files[0], " in its metadata"):
             self.called = {field: f"{architecture}.{key}" for field, key in gguf_config.KEYS.items()}
             self.config = gguf_config.config(architecture, fields, tables.keys(), self._factors(tables), source)
         permuted = self._permuted if architecture == "llama" else lambda _, table: table
-        self._tables = {_name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS}
+        self._tables = {
+            _name(name, source): permuted(name, table) for name, table in tables.items() if name != _ROTARY_FACTORS
+        }
         folder = tempfile.TemporaryDirectory(prefix="gguf-")
         self.folder = Path(folder.name)
         weakref.finalize(self, folder.cleanup)
@@ -160,16 +168,16 @@ class GgufCheckpoint(Checkpoint):
         for i, file in enumerate(self.files):
             if not file.is_file():
                 raise InputError(
-                    f"'{self.source}' lacks the part '{file.name}' of a model in {len(self.files)} files: put all of them into one folder, "
-                    "under the names that they had"
+                    f"'{self.source}' lacks the part '{file.name}' of a model in {len(self.files)} files: put all of "
+                    "them into one folder, under the names that they had"
                 )
             with self._damage_errors(file):
                 fields, tensors = gguf_metadata.metadata(file)
             number, count = fields.get("split.no", 0), fields.get("split.count") or 1
             if (number, count) != (i, len(self.files)):
                 raise InputError(
-                    f"'{file}' says that it is part {shown(number)} (from 0) of {shown(count)}, and has another name: name parts as llama.cpp "
-                    "does, NAME-00001-of-00003.gguf"
+                    f"'{file}' says that it is part {shown(number)} (from 0) of {shown(count)}, and has another name: "
+                    "name parts as llama.cpp does, NAME-00001-of-00003.gguf"
                 )
             metadata = metadata or fields
             tables |= {tensor.name: _Table.of(tensor, file) for tensor in tensors}
@@ -186,7 +194,9 @@ class GgufCheckpoint(Checkpoint):
         if not is_whole(heads, 1, 1 << 16):
             return table  # ``json_config`` refuses it
         if not table.shape or table.shape[0] % (2 * heads):
-            raise DamageError(f"'{self.source}' has {heads} heads and shape {list(table.shape)} of '{name}': download it again")
+            raise DamageError(
+                f"'{self.source}' has {heads} heads and shape {list(table.shape)} of '{name}': download it again"
+            )
         return replace(table, heads=heads)
 
     def _factors(self, tables: Mapping[str, _Table]) -> np.ndarray | None:
@@ -195,8 +205,8 @@ class GgufCheckpoint(Checkpoint):
         table = tables[_ROTARY_FACTORS]
         if table.kind.name != "F32" or len(table.shape) != 1:
             raise InputError(
-                f"'{self.source}' has '{_ROTARY_FACTORS}' in {table.kind.name} and shape {list(table.shape)}, expected one row in F32: convert "
-                "the model again"
+                f"'{self.source}' has '{_ROTARY_FACTORS}' in {table.kind.name} and shape {list(table.shape)}, expected "
+                "one row in F32: convert the model again"
             )
         return np.fromfile(table.file, np.float32, table.shape[0], offset=table.offset)
 
@@ -241,7 +251,8 @@ class GgufCheckpoint(Checkpoint):
         if not len(raw):
             return torch.empty(shape)
         with self._damage_errors(table.file, f" at '{name}'"), np.errstate(all="ignore"):  # such numbers are refused
-            # The library takes sixteen rows at a time: short ones are joined to rows of about _ROW numbers, which takes half the time.
+            # The library takes sixteen rows at a time: short ones are joined to rows of about _ROW numbers, which takes
+            # half the time.
             joined = gcd(len(raw), 1 << max(1, _ROW // table.shape[-1]).bit_length() - 1)
             values = torch.from_numpy(dequantize(raw.reshape(len(raw) // joined, -1), table.kind).reshape(shape))
         return self._finite(name, values)
@@ -286,5 +297,7 @@ class GgufCheckpoint(Checkpoint):
 def _name(stored: str, source: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)", stored)
     if match is None or match[2] not in _NAMES:
-        raise InputError(f"'{source}' holds the tensor {shown(stored)}, which no supported model has: name another target")
+        raise InputError(
+            f"'{source}' holds the tensor {shown(stored)}, which no supported model has: name another target"
+        )
     return f"{f'layers.{match[1]}.' if match[1] else ''}{_NAMES[match[2]]}.{match[3]}"

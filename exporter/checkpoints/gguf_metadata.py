@@ -21,7 +21,19 @@ if TYPE_CHECKING:
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Value types, by number: how numpy reads them.
-_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _LEAST = {_STRING: 8, **{kind: np.dtype(name).itemsize for kind, name in _NUMBERS.items()}}  # bytes of a value
 
@@ -38,8 +50,8 @@ class Tensor:
 
 
 def metadata(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """The fields by name, and the tensors. Raises InputError for what is not supported, and ValueError, struct.error or OSError for a
-    damaged file."""
+    """The fields by name, and the tensors. Raises InputError for what is not supported, and ValueError, struct.error or
+    OSError for a damaged file."""
     if file.stat().st_size == 0:
         raise ValueError("it is empty")
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -68,7 +80,8 @@ class _Reader:
                     f"'{file}' has its bytes in big-endian order: convert it (gguf-convert-endian '{file}' little)"
                 )
             raise InputError(
-                f"'{file}' has version {version} of GGUF, expected {' or '.join(map(str, _VERSIONS))}: convert the model again"
+                f"'{file}' has version {version} of GGUF, expected {' or '.join(map(str, _VERSIONS))}: convert the "
+                "model again"
             )
         tensor_count, field_count = self._number(10), self._number(10)
         fields = dict[str, Any]()
@@ -85,8 +98,8 @@ class _Reader:
             shape = tuple(reversed(self._numbers(10, self._number(4))))
             if (kind := self._number(4)) not in GGML_QUANT_SIZES:
                 raise InputError(
-                    f"'{file}' holds '{name}' in the type {kind} of tensors, which is not supported: convert the model again, to Q8_0 for "
-                    "example"
+                    f"'{file}' holds '{name}' in the type {kind} of tensors, which is not supported: convert the model "
+                    "again, to Q8_0 for example"
                 )
             infos[name] = shape, GGMLQuantizationType(kind), self._number(10)
         alignment = fields.get("general.alignment", 32)

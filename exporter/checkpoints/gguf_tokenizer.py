@@ -1,4 +1,5 @@
-"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder, with llama.cpp's defaults (src/llama-vocab.cpp)."""
+"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder, with llama.cpp's defaults
+(src/llama-vocab.cpp)."""
 
 import json
 import re
@@ -22,16 +23,37 @@ from .special_tokens import Kind, add_special, surround
 _IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": dict[str, int]()}  # where the file does not say
 _SPELLED = {  # tokens around a gap in code, which are special where the file does not name another
     "fim_pre": (
-        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>",
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
     ),
     "fim_suf": (
-        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>",
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
     ),
     "fim_mid": (
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>",
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
     ),
     **OF_CODE,
-}  # fmt: skip
+}
 _OLDER_KEYS = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid"}
 _SHOWN = frozenset(
     ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
@@ -39,17 +61,18 @@ _SHOWN = frozenset(
 _WITHIN = {"<|end|>": Kind.USER_DEFINED, "</s>": Kind.NORMAL}  # where they end no text, beside certain others
 _KEEP_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))  # of the special tokens of Phi-3, which a file's name tells
 _NO_PRE = (
-    "the file does not say how its tokenizer splits a text (tokenizer.ggml.pre), so that it is split by llama.cpp's default, with which "
-    "the text may get worse: convert the model again"
+    "the file does not say how its tokenizer splits a text (tokenizer.ggml.pre), so that it is split by llama.cpp's "
+    "default, with which the text may get worse: convert the model again"
 )
 _WAY_OUT = "convert the model again, or name its folder in the Hugging Face layout"
 
 
 def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
-    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates; nothing if the metadata has no
-    tokenizer. Returns what its user should know, as clauses.
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates; nothing if the
+    metadata has no tokenizer. Returns what its user should know, as clauses.
 
-    Raises InputError for a tokenizer or a value that is not supported, and DamageError for metadata that contradicts itself.
+    Raises InputError for a tokenizer or a value that is not supported, and DamageError for metadata that contradicts
+    itself.
     """
     if "tokenizer.ggml.tokens" not in fields:
         return []
@@ -57,7 +80,8 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> list[str]:
     kind = fields.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in _IDS:
         raise InputError(
-            f"tokenizer.ggml.model is {shown(kind)}, expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name another target"
+            f"tokenizer.ggml.model is {shown(kind)}, expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece): name "
+            "another target"
         )
     if len(set(tokens)) < len(tokens):
         raise DamageError("the tokenizer has a token twice: download the file again")
@@ -107,7 +131,9 @@ def _list(fields: Mapping[str, Any], name: str, of: Any, default: Sequence[Any] 
     found = fields.get(f"tokenizer.ggml.{name}", default)
     if found is None:
         raise InputError(f"the tokenizer has no tokenizer.ggml.{name}, without which it is not supported: {_WAY_OUT}")
-    if not isinstance(found, list | tuple) or not all(isinstance(value, of) and not isinstance(value, bool) for value in found):
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(value, of) and not isinstance(value, bool) for value in found
+    ):
         expected = "texts" if of is str else "whole numbers" if of is int else "numbers"
         raise InputError(f"tokenizer.ggml.{name} is {shown(found)}, expected a list of {expected}: {_WAY_OUT}")
     return found
@@ -117,7 +143,9 @@ def _each(fields: Mapping[str, Any], name: str, tokens: Sequence[str], of: Any) 
     """A number for every token."""
     found = _list(fields, name, of)
     if len(found) < len(tokens):
-        raise DamageError(f"the tokenizer has {len(tokens)} tokens and fewer tokenizer.ggml.{name}: download the file again")
+        raise DamageError(
+            f"the tokenizer has {len(tokens)} tokens and fewer tokenizer.ggml.{name}: download the file again"
+        )
     return found[: len(tokens)]
 
 
@@ -135,8 +163,8 @@ def _token_ids(fields: Mapping[str, Any], kind: str, count: int, notes: list[str
             found[_OLDER_KEYS.get(name, name)] = value
         else:
             notes.append(
-                f"tokenizer.ggml.{key} is {value}, the id of none of its {count} tokens, so that it counts for nothing, as in llama.cpp: if "
-                f"texts need that token, convert the model again"
+                f"tokenizer.ggml.{key} is {value}, the id of none of its {count} tokens, so that it counts for "
+                "nothing, as in llama.cpp: if texts need that token, convert the model again"
             )
     return found
 
@@ -145,13 +173,15 @@ def _required(ids: Mapping[str, int], name: str) -> int:
     """llama.cpp takes token 11 for one that a byte-level tokenizer lacks, whatever it is."""
     if name not in ids:
         raise InputError(
-            f"the tokenizer has no tokenizer.ggml.{name}_token_id, without which it is not supported: say which token it is "
-            f"(gguf-new-metadata --special-token-by-id {name} ID)"
+            f"the tokenizer has no tokenizer.ggml.{name}_token_id, without which it is not supported: say which token "
+            f"it is (gguf-new-metadata --special-token-by-id {name} ID)"
         )
     return ids[name]
 
 
-def _kinds(fields: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int], ends: Collection[int]) -> list[int]:
+def _kinds(
+    fields: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int], ends: Collection[int]
+) -> list[int]:
     """What each token is: what the file says, unless llama.cpp knows better by its spelling."""
     if "tokenizer.ggml.token_type" in fields or fields["tokenizer.ggml.model"] == "llama":
         kinds = list(_each(fields, "token_type", tokens, int))
@@ -159,7 +189,8 @@ def _kinds(fields: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, i
         kinds = [Kind.NORMAL] * len(tokens)
     if odd := set(kinds) - set(Kind):
         raise InputError(
-            f"tokenizer.ggml.token_type holds {min(odd)}, expected numbers from {min(Kind):d} to {max(Kind):d}: {_WAY_OUT}"
+            f"tokenizer.ggml.token_type holds {min(odd)}, expected numbers from {min(Kind):d} to {max(Kind):d}: "
+            f"{_WAY_OUT}"
         )
     numbers = {text: i for i, text in enumerate(tokens)}
     for name, spellings in _SPELLED.items():
@@ -197,7 +228,8 @@ def _byte_level(merges: Sequence[str], tokens: Sequence[str], pre: PreTokenizer)
         left, right = merge[:space], merge[space + 1 :]
         if space < 0 or not {left, right, left + right} <= vocabulary.keys():
             raise InputError(
-                f"tokenizer.ggml.merges holds {shown(merge)}, which is no pair of tokens that are a token together: {_WAY_OUT}"
+                f"tokenizer.ggml.merges holds {shown(merge)}, which is no pair of tokens that are a token together: "
+                f"{_WAY_OUT}"
             )
         pairs.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre.whole_words))
@@ -220,8 +252,8 @@ def _write_templates(fields: Mapping[str, Any], folder: Path) -> None:
             continue
         if own != name and not re.fullmatch(r"\w[\w.-]{0,63}", own, re.ASCII):  # a file's name too
             raise InputError(
-                f"the chat template {shown(name)} has a name with other characters than letters, digits, '_', '-' and '.': take it out "
-                f"(gguf-new-metadata --remove-metadata {shown(name)})"
+                f"the chat template {shown(name)} has a name with other characters than letters, digits, '_', '-' and "
+                f"'.': take it out (gguf-new-metadata --remove-metadata {shown(name)})"
             )
         if not isinstance(content, str):
             raise InputError(f"{name} is {shown(content)}, expected a text: {_WAY_OUT}")

@@ -16,7 +16,12 @@ TARGETS = {
     "Gumiho-llama3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
     "Gumiho-llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
 }
-WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+)
 
 
 def target_of(drafter: str) -> str:
@@ -28,7 +33,8 @@ def target_of(drafter: str) -> str:
 
 
 def locate(source: str) -> Path:
-    """The folder of a checkpoint. A source that is not a local folder is a hub id, which is fetched into the hub's cache.
+    """The folder of a checkpoint. A source that is not a local folder is a hub id, which is fetched into the hub's
+    cache.
 
     Raises InputError for a source that does not exist, and UnavailableError if the hub cannot be reached.
     """
@@ -41,7 +47,9 @@ def locate(source: str) -> Path:
         raise InputError(
             f"'{source[:60]}' cannot be the name of a folder ({reason(error)}): check --ckpt and --target"
         ) from None
-    not_found = InputError(f"'{source}' is neither a folder nor a hub id of the form owner/name: check --ckpt and --target")
+    not_found = InputError(
+        f"'{source}' is neither a folder nor a hub id of the form owner/name: check --ckpt and --target"
+    )
     if exists or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise not_found
     from huggingface_hub import snapshot_download
@@ -59,7 +67,9 @@ def locate_file(source: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     owner, name, file = source.split("/", 2)
-    not_found = InputError(f"'{source}' is neither a file nor a hub id with a file, owner/name/file.gguf: check --target")
+    not_found = InputError(
+        f"'{source}' is neither a file nor a hub id with a file, owner/name/file.gguf: check --target"
+    )
     with _hub_errors(source, not_found):
         return Path(hf_hub_download(f"{owner}/{name}", file))
 
@@ -85,7 +95,9 @@ def _hub_errors(source: str, not_found: InputError) -> Iterator[None]:
             f"the hub requires you to accept the licence of '{source}': accept it there, then run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
-        raise InputError(f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`") from None
+        raise InputError(
+            f"the hub has no model '{source}', or it is private: check the name or run `hf auth login`"
+        ) from None
     except LocalEntryNotFoundError:
         raise UnavailableError(
             f"'{source}' is not in the local hub cache and the hub cannot be reached: name a local {local}"

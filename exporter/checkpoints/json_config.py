@@ -1,4 +1,5 @@
-"""Reads the JSON files of a checkpoint and checks the types and ranges of their values, so that no other code has to."""
+"""Reads the JSON files of a checkpoint and checks the types and ranges of their values, so that no other code has
+to."""
 
 import json
 import math
@@ -15,9 +16,12 @@ _LARGEST_FILE = 64 << 20  # bytes; the index of the largest released checkpoints
 
 # Integers of config.json with their smallest and largest plausible values. Products of any two fit into 64 bits.
 _REQUIRED = {
-    "hidden_size": (1, 1 << 20), "intermediate_size": (1, 1 << 24), "num_hidden_layers": (1, 1 << 16),
-    "num_attention_heads": (1, 1 << 16), "vocab_size": (1, 1 << 24),
-}  # fmt: skip
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "num_hidden_layers": (1, 1 << 16),
+    "num_attention_heads": (1, 1 << 16),
+    "vocab_size": (1, 1 << 24),
+}
 _OPTIONAL = {"num_key_value_heads": (1, 1 << 16), "head_dim": (2, 1 << 16), "max_position_embeddings": (1, 1 << 31)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CORRECT = "correct it, or name another checkpoint"
@@ -29,10 +33,12 @@ _ROTARY: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "default": {},
     "linear": {"factor": _FACTOR},
     "llama3": {
-        "factor": _FACTOR, "low_freq_factor": (1e-3, 1e9), "high_freq_factor": (1e-3, 1e9),
+        "factor": _FACTOR,
+        "low_freq_factor": (1e-3, 1e9),
+        "high_freq_factor": (1e-3, 1e9),
         "original_max_position_embeddings": (1, 1 << 31),
     },
-}  # fmt: skip
+}
 
 
 def shown(value: object) -> str:
@@ -47,8 +53,8 @@ def shown(value: object) -> str:
 def document(path: Path) -> dict[str, Any]:
     """The JSON object in a regular file. All its numbers are finite.
 
-    Raises FileNotFoundError, UnavailableError without permission to read it, and DamageError for anything else: a pipe or a folder, another encoding, nesting too deep to
-    parse, NaN and Infinity, which Python's parser would accept.
+    Raises FileNotFoundError, UnavailableError without permission to read it, and DamageError for anything else: a pipe
+    or a folder, another encoding, nesting too deep to parse, NaN and Infinity, which Python's parser would accept.
     """
     try:
         status = path.stat()  # before opening, because opening a pipe waits for its writer
@@ -85,8 +91,8 @@ def is_whole(value: object, least: float, most: float) -> bool:
 
 
 class _Reader:
-    """Reads the fields of a config.json. raw: its content, with the architecture's defaults; where: the checkpoint, for errors; called:
-    as ``llama_fields``."""
+    """Reads the fields of a config.json. raw: its content, with the architecture's defaults; where: the checkpoint, for
+    errors; called: as ``llama_fields``."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, called: Mapping[str, str]) -> None:
         self.raw, self.where, self.called = raw, where, called
@@ -108,7 +114,8 @@ class _Reader:
         return value
 
     def window(self, kind: str, layers: int) -> int | None:
-        """The window of some of the layers, as transformers decides about it, or None. kind: ``Architecture.window``."""
+        """The window of some of the layers, as transformers decides about it, or None. kind:
+        ``Architecture.window``."""
         if kind == "never" or self.raw.get("sliding_window") is None:
             return None
         return self.whole("sliding_window", *_WINDOW) if kind == "always" or self._slides(layers) else None
@@ -133,8 +140,8 @@ def llama_fields(
 ) -> dict[str, Any]:
     """The fields of a config.json that describe the model, checked for type and range, for ``LlamaConfig``.
 
-    raw: config.json. where: the checkpoint, for errors. called: the names that its fields have in the file they were read from, if that
-    is no config.json. The result always has the newer field of the rotary embedding,
+    raw: config.json. where: the checkpoint, for errors. called: the names that its fields have in the file they were
+    read from, if that is no config.json. The result always has the newer field of the rotary embedding,
     ``rope_parameters``. Raises InputError with the name of the field.
     """
     raw = {**architecture.defaults, **raw}
@@ -142,7 +149,9 @@ def llama_fields(
     refuse = read.refuse
     fields: dict[str, Any] = {"hidden_act": raw.get("hidden_act", "silu")}
     if fields["hidden_act"] != "silu":
-        raise InputError(f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu': name another checkpoint")
+        raise InputError(
+            f"{where} has hidden_act {shown(fields['hidden_act'])}, expected 'silu': name another checkpoint"
+        )
     for key, (least, most) in (_REQUIRED | _OPTIONAL).items():
         if key in _REQUIRED or raw.get(key) is not None:
             fields[key] = read.whole(key, least, most)
@@ -163,7 +172,8 @@ def llama_fields(
         )
     if fields["hidden_size"] % heads:
         raise InputError(
-            f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads: {_CORRECT}"
+            f"{where}: hidden_size is {fields['hidden_size']}, expected a multiple of the {heads} attention heads: "
+            f"{_CORRECT}"
         )
     head_dim = fields.setdefault("head_dim", fields["hidden_size"] // heads)
     if head_dim % 2:
@@ -182,7 +192,9 @@ def _rope_parameters(read: _Reader, raw: Mapping[str, Any], where: str, position
             raise read.refuse(key, rotary, "an object")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROTARY:
-        raise InputError(f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3: name another checkpoint")
+        raise InputError(
+            f"{where} has rotary scaling {shown(kind)}, expected plain, linear or llama3: name another checkpoint"
+        )
     theta = rotary.get("rope_theta", raw.get("rope_theta", 10000.0))
     rotary = {"original_max_position_embeddings": positions} | rotary
     values = {"rope_theta": (theta, _THETA)} | {key: (rotary.get(key), bounds) for key, bounds in _ROTARY[kind].items()}
@@ -211,7 +223,7 @@ def end_ids(value: object, vocabulary: int, file: Path) -> tuple[int, ...]:
     for i in ids:
         if not is_whole(i, 0, vocabulary - 1):
             raise InputError(
-                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to {vocabulary - 1}: "
-                "correct it"
+                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them, from 0 to "
+                f"{vocabulary - 1}: correct it"
             )
     return tuple(dict.fromkeys(ids))

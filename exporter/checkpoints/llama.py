@@ -1,5 +1,5 @@
-"""Configuration, shape and rotary tables of Llama and of the targets that differ from it by flags, equal to those of transformers,
-which takes seconds to import."""
+"""Configuration, shape and rotary tables of Llama and of the targets that differ from it by flags, equal to those of
+transformers, which takes seconds to import."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,10 +23,12 @@ from .json_config import llama_fields, shown
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The fields of a config.json that describe a Llama, with the names and defaults of transformers' class of this name.
+    """The fields of a config.json that describe a Llama, with the names and defaults of transformers' class of this
+    name.
 
-    rope_parameters: ``rope_type`` ("default", "linear" or "llama3"), ``rope_theta``, and the numbers of that type. model_type:
-    of ``ARCHITECTURES``. sliding_window: the positions before a row, itself included, that some layers attend to; None for all.
+    rope_parameters: ``rope_type`` ("default", "linear" or "llama3"), ``rope_theta``, and the numbers of that type.
+    model_type: of ``ARCHITECTURES``. sliding_window: the positions before a row, itself included, that some layers
+    attend to; None for all.
     """
 
     vocab_size: int
@@ -67,7 +69,9 @@ def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
     where = f"{checkpoint.kind} '{checkpoint.source}'"
     kind = raw.get("model_type", "llama") if checkpoint.kind == "target" else "llama"
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise InputError(f"{where} has model_type {shown(kind)}, but Gumiho supports only {SUPPORTED}: name another target")
+        raise InputError(
+            f"{where} has model_type {shown(kind)}, but Gumiho supports only {SUPPORTED}: name another target"
+        )
     quantized = raw.get("quantization_config")
     if checkpoint.kind == "target" and quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
@@ -119,14 +123,16 @@ def transformers_model(
     read: Callable[[str], Tensor],
     layer_made: Callable[[Any], object] = lambda _: None,
 ) -> Any:
-    """transformers' own model, frozen. names: of a target's weights, all that the configuration asks for; without lm_head it is tied.
+    """transformers' own model, frozen. names: of a target's weights, all that the configuration asks for; without
+    lm_head it is tied.
 
     layer_made: called with each layer when it has its weights, before those of the next one are read.
     """
     settings = transformers_config(config)
     with torch.device("meta"):
         model = transformers_class(config)(settings)
-    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # computed, not stored, so it must not stay on "meta"
+    # computed, not stored, so it must not stay on "meta"
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)
     model.eval().requires_grad_(False)
     for number, layer in enumerate(model.model.layers):
         layer.load_state_dict({name: read(f"layers.{number}.{name}") for name in layer.state_dict()}, assign=True)
@@ -161,8 +167,8 @@ def llama_shape(config: LlamaConfig) -> LlamaShape:
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
     """Radians per position of each rotated pair, fp32 [head dim / 2].
 
-    The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``, ``modeling_rope_utils.py``), so
-    that every bit is the same.
+    The operations and their order are those of transformers 5.23 (``LlamaRotaryEmbedding``,
+    ``modeling_rope_utils.py``), so that every bit is the same.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     return scaled(1.0 / (config.rope_parameters["rope_theta"] ** exponents), config.rope_parameters)

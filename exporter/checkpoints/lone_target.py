@@ -24,6 +24,8 @@ class LoneTarget(Pair):
 
     def _check(self) -> None:
         layers = ((i,) for i in range(self.target_shape.layers))
-        require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
+        require_tensors(
+            self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers
+        )
         self.target.require(self._expected_target)
         _ = self._tokens

@@ -107,7 +107,9 @@ class Pair:
     def _check(self) -> None:
         # Checked first, because configurations may hold any number and the modules are built from them.
         layers = ((i,) for i in range(self.target_shape.layers))
-        require_tensors(self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers)
+        require_tensors(
+            self.target, "layers.{}.self_attn.q_proj.weight", tensor_indices(self.target, "layers.#."), layers
+        )
         self.target.require(self._expected_target)
         self.drafter.require(self.reader.expected, self.reader.optional)
         own, full = self._tokenizer_in(self.drafter.folder), self._tokens
@@ -115,13 +117,14 @@ class Pair:
         if draft is not None and full is not None and draft != full:
             token = next((t for t in draft if full.get(t) != draft[t]), None) or next(t for t in full if t not in draft)
             raise InputError(
-                f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': its tokenizer gives "
-                f"{token!r} the id {draft.get(token)}, expected {full.get(token)}"
+                f"drafter '{self.drafter.source}' does not belong to target '{self.target.source}': its tokenizer "
+                f"gives {token!r} the id {draft.get(token)}, expected {full.get(token)}"
             )
 
     @cached_property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary: the one that the drafter comes with, unless ``drafting`` says another; None for all tokens."""
+        """The draft vocabulary: the one that the drafter comes with, unless ``drafting`` says another; None for all
+        tokens."""
         return self.reader.vocabulary()
 
     @property
@@ -147,7 +150,8 @@ class Pair:
             return None
         try:
             tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-        except BaseException as error:  # the library raises Exception itself, and BaseException when its Rust code panics
+        # the library raises Exception itself, and BaseException when its Rust code panics
+        except BaseException as error:
             raise damaged(error, f"{file} is damaged") from None
         self._check_ids(tokenizer, folder)
         return tokenizer
@@ -159,10 +163,14 @@ class Pair:
         if not too_large:
             return
         largest = max(too_large)
-        where = f"the tokenizer in {folder} gives {shown(too_large[largest])} the id {largest}, but target '{self.target.source}' has"
+        where = (
+            f"the tokenizer in {folder} gives {shown(too_large[largest])} the id {largest}, but target "
+            f"'{self.target.source}' has"
+        )
         if largest in tokenizer.get_added_tokens_decoder():
             raise InputError(
-                f"{where} a vocabulary of {most}: remove the token from the tokenizer's files, or give the checkpoint that knows it"
+                f"{where} a vocabulary of {most}: remove the token from the tokenizer's files, or give the checkpoint "
+                "that knows it"
             )
         raise InputError(f"{where} a vocabulary of {most}: it belongs to another model")
 
@@ -217,8 +225,8 @@ class Pair:
 
     @property
     def special_tokens(self) -> tuple[Any, Mapping[str, str]]:
-        """The target's ``tokenizers.Tokenizer`` and its special tokens by name, if possible without importing transformers; None without
-        a tokenizer."""
+        """The target's ``tokenizers.Tokenizer`` and its special tokens by name, if possible without importing
+        transformers; None without a tokenizer."""
         if "tokenizer" not in self.__dict__ and surely_loads(self.target.folder, self.target_shape.vocabulary):
             found = special_tokens(self.target.folder)
             self._file.add_special_tokens(list(found.values()))  # as transformers does; they are in the vocabulary
@@ -235,7 +243,8 @@ class Pair:
         return [f"{shown(texts[i])} ({i})" if i in texts else str(i) for i in ids]
 
     def check_tokenizer(self) -> None:
-        """Raises what ``tokenizer`` raises for a damaged or unsuitable one, if possible without importing transformers."""
+        """Raises what ``tokenizer`` raises for a damaged or unsuitable one, if possible without importing
+        transformers."""
         if not surely_loads(self.target.folder, self.target_shape.vocabulary):
             _ = self.tokenizer
 
@@ -248,16 +257,19 @@ class Pair:
         drafting: type[Plain] | None = None,
         schemes: Mapping[str, Schemes] = _NO_SCHEMES,
     ) -> dict[str, Target | Drafter]:
-        """The modules of a bundle's graphs, without weights (on the meta device); without a drafter only ``target`` and ``shared``.
+        """The modules of a bundle's graphs, without weights (on the meta device); without a drafter only ``target`` and
+        ``shared``.
 
-        ops: their dialect; drafting: the drafter's, if it is another. schemes: how the weights of ``target`` and ``draft`` are
-        quantized; models without an entry are not.
+        ops: their dialect; drafting: the drafter's, if it is another. schemes: how the weights of ``target`` and
+        ``draft`` are quantized; models without an entry are not.
         """
         draft_ops, of_draft = drafting or ops, schemes.get("draft", UNQUANTIZED)
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.returns)
+                name: kind(
+                    self.target_shape, capacity, positions, ops, schemes.get("target", UNQUANTIZED), self.returns
+                )
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:
@@ -282,7 +294,8 @@ class Pair:
     def draft_sources(self, heads: int, positions: int, schemes: Schemes = UNQUANTIZED) -> dict[str, Source]:
         """The drafter's parameters; those that it shares with the target are read from the target.
 
-        heads: how many the graph uses (``used_heads``); positions: rows of the rotary tables; schemes: how they will be quantized.
+        heads: how many the graph uses (``used_heads``); positions: rows of the rotary tables; schemes: how they will be
+        quantized.
         """
         target = self.target_sources(positions)
         sources = {EMBEDDING: target[EMBEDDING]} if self.reader.embeds else {}

@@ -16,7 +16,8 @@ _CONVERT = "convert it to .safetensors where its origin is trusted, or name anot
 def load(file: Path, mapped: bool) -> tuple[dict[str, Tensor], bool]:
     """The tensors, and whether they are mapped. mapped: whether to map them, if the file's format allows it.
 
-    Raises InputError for a file that holds anything else, DamageError for one of another format, and whatever torch raises for damage.
+    Raises InputError for a file that holds anything else, DamageError for one of another format, and whatever torch
+    raises for damage.
     """
     with file.open("rb") as opened:
         head = opened.read(64)
@@ -33,7 +34,8 @@ def load(file: Path, mapped: bool) -> tuple[dict[str, Tensor], bool]:
     except UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise InputError(
-                f"{file} holds an object of {found[1]}, which is not supported, as reading it could run code: {_CONVERT}"
+                f"{file} holds an object of {found[1]}, which is not supported, as reading it could run code: "
+                f"{_CONVERT}"
             ) from None
         raise DamageError(f"{file} holds no pickled tensors: download it again, or name another checkpoint") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -41,5 +43,7 @@ def load(file: Path, mapped: bool) -> tuple[dict[str, Tensor], bool]:
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-            raise InputError(f"{file} holds '{name}' as a tensor that is sparse, quantized or without numbers: {_CONVERT}")
+            raise InputError(
+                f"{file} holds '{name}' as a tensor that is sparse, quantized or without numbers: {_CONVERT}"
+            )
     return tensors, mapped

@@ -1,6 +1,8 @@
-"""Targets that GPTQ, AWQ or compressed-tensors quantized to 4 bits: their codes as bundles keep them, and the numbers they stand for.
+"""Targets that GPTQ, AWQ or compressed-tensors quantized to 4 bits: their codes as bundles keep them, and the numbers
+they stand for.
 
-All three store w = scale * (code - zero) with a scale and a zero point for each group of a row, and eight codes per int32.
+All three store w = scale * (code - zero) with a scale and a zero point for each group of a row, and eight codes per
+int32.
 """
 
 from collections.abc import Iterator
@@ -26,10 +28,11 @@ _Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Format:
-    """How a library stores a matrix [N, K] of groups. Each tensor is named ``MODULE.ENDING``, in place of ``MODULE.weight``.
+    """How a library stores a matrix [N, K] of groups. Each tensor is named ``MODULE.ENDING``, in place of
+    ``MODULE.weight``.
 
-    codes, scales, zeros: the endings; zeros is "" without zero points. indices: of a tensor with the group of every column, which must
-    be consecutive.
+    codes, scales, zeros: the endings; zeros is "" without zero points. indices: of a tensor with the group of every
+    column, which must be consecutive.
     """
 
     method: str
@@ -60,14 +63,15 @@ class _Format:
         raise NotImplementedError
 
     def rows(self, checkpoint: Checkpoint, module: str, rows: slice) -> Part:
-        """Codes uint8 [n, K], scales [n, K / group] and zero points uint8 [n, K / group] of rows, which are multiples of 8."""
+        """Codes uint8 [n, K], scales [n, K / group] and zero points uint8 [n, K / group] of rows, which are multiples
+        of 8."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class _Gptq(_Format):
-    """qweight [K / 8, N]; scales [K / group, N]; qzeros [K / group, N / 8], less one in the first version of the format (AutoGPTQ's and
-    GPTQModel's ``gptq``, as opposed to ``gptq_v2``)."""
+    """qweight [K / 8, N]; scales [K / group, N]; qzeros [K / group, N / 8], less one in the first version of the format
+    (AutoGPTQ's and GPTQModel's ``gptq``, as opposed to ``gptq_v2``)."""
 
     subtracted: int
 
@@ -88,16 +92,16 @@ class _Gptq(_Format):
         zero = self.unpacked(checkpoint.cut(f"{module}.{self.zeros}", (slice(None), words))).T + self.subtracted
         if int(zero.max()) > 15:  # libraries read it as 0 or as 16
             raise InputError(
-                f"target '{checkpoint.source}': '{module}.{self.zeros}' holds the zero point 16, which 4 bits cannot hold: give a "
-                "checkpoint in the format gptq_v2, or one with symmetric groups"
+                f"target '{checkpoint.source}': '{module}.{self.zeros}' holds the zero point 16, which 4 bits cannot "
+                "hold: give a checkpoint in the format gptq_v2, or one with symmetric groups"
             )
         return scale, zero
 
 
 @dataclass(frozen=True)
 class _Awq(_Gptq):
-    """qweight [K, N / 8], scales [K / group, N], qzeros [K / group, N / 8]; a word's codes are those of outputs 0, 2, 4, 6, 1, 3, 5, 7
-    (AutoAWQ's ``WQLinear_GEMM``)."""
+    """qweight [K, N / 8], scales [K / group, N], qzeros [K / group, N / 8]; a word's codes are those of outputs 0, 2,
+    4, 6, 1, 3, 5, 7 (AutoAWQ's ``WQLinear_GEMM``)."""
 
     order = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -112,8 +116,8 @@ class _Awq(_Gptq):
 
 @dataclass(frozen=True)
 class _PackQuantized(_Format):
-    """weight_packed [N, K / 8], weight_scale [N, K / group], weight_zero_point [N / 8, K / group], whose words hold consecutive rows
-    (``pack_to_int32`` of compressed-tensors)."""
+    """weight_packed [N, K / 8], weight_scale [N, K / group], weight_zero_point [N / 8, K / group], whose words hold
+    consecutive rows (``pack_to_int32`` of compressed-tensors)."""
 
     def size(self, codes: tuple[int, ...]) -> tuple[int, int]:
         return codes[0], codes[1] * _WORD
@@ -138,8 +142,8 @@ def _format(config: dict[str, Any], where: str) -> _Format:
     def require(name: str, value: object, *expected: object) -> Any:
         if not any(value == one and type(value) is type(one) for one in expected):
             raise InputError(
-                f"{where} is quantized by {method} with {name} {shown(value)}, expected {' or '.join(map(repr, expected))}: give the "
-                "checkpoint it was made from, and --weights int4 or int8"
+                f"{where} is quantized by {method} with {name} {shown(value)}, expected "
+                f"{' or '.join(map(repr, expected))}: give the checkpoint it was made from, and --weights int4 or int8"
             )
         return value
 
@@ -180,7 +184,8 @@ class QuantizedCheckpoint(Checkpoint):
     def __init__(self, source: str, quantization: dict[str, Any]) -> None:
         """quantization: the target's quantization_config.
 
-        Raises InputError for formats that are not supported and missing tensors, and DamageError for tensors of another shape.
+        Raises InputError for formats that are not supported and missing tensors, and DamageError for tensors of another
+        shape.
         """
         super().__init__(source, "target")
         self.config.pop("quantization_config", None)
@@ -202,14 +207,20 @@ class QuantizedCheckpoint(Checkpoint):
         form, name = self._format, f"{module}.{self._format.codes}"
 
         def refuse(name: str, found: object, expected: object) -> None:
-            raise DamageError(f"target '{self.source}': tensor '{name}' is {found}, expected {expected}: download it again")
+            raise DamageError(
+                f"target '{self.source}': tensor '{name}' is {found}, expected {expected}: download it again"
+            )
 
         shape = super().shape(name)
         if len(shape) != 2:
             refuse(name, list(shape), "a matrix")
         outputs, inputs = form.size(shape)
         if outputs % _WORD or inputs % form.group or f"{module}.weight" in self._locations:
-            refuse(name, list(shape), f"whole groups of {form.group} and words of {_WORD}, and no '{module}.weight' beside it")
+            refuse(
+                name,
+                list(shape),
+                f"whole groups of {form.group} and words of {_WORD}, and no '{module}.weight' beside it",
+            )
         expected = form.shapes(outputs, inputs)
         indices = f"{module}.{form.indices}"
         if indices in self._locations:
@@ -224,10 +235,12 @@ class QuantizedCheckpoint(Checkpoint):
             )
             if dtype not in dtypes and f"torch.{dtype}" not in dtypes:
                 refuse(f"{module}.{ending}", dtype, " or ".join(dtypes))
-        if form.indices in expected and not torch.equal(self.cut(indices, ()).long(), torch.arange(inputs) // form.group):
+        if form.indices in expected and not torch.equal(
+            self.cut(indices, ()).long(), torch.arange(inputs) // form.group
+        ):
             raise InputError(
-                f"target '{self.source}' was quantized with act-order (desc_act), so that the groups of '{module}' are not consecutive: "
-                "name a checkpoint without it"
+                f"target '{self.source}' was quantized with act-order (desc_act), so that the groups of '{module}' are "
+                "not consecutive: name a checkpoint without it"
             )
         return outputs, inputs
 

@@ -18,15 +18,20 @@ class Kind(IntEnum):
 
 
 def add_special(tokenizer: Tokenizer, texts: Sequence[str], kinds: Sequence[int], strips: Collection[str] = ()) -> None:
-    """Makes control tokens special, and those that a user defined whole: both are found in a text before it is split. texts, kinds: by
-    token id. strips: which of them take the spaces behind them."""
+    """Makes control tokens special, and those that a user defined whole: both are found in a text before it is split.
+    texts, kinds: by token id. strips: which of them take the spaces behind them."""
     for special, of in ((True, (Kind.CONTROL, Kind.UNKNOWN)), (False, (Kind.USER_DEFINED,))):
         found = [text for text, kind in zip(texts, kinds, strict=True) if kind in of]
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False, rstrip=text in strips) for text in found])
+        tokenizer.add_tokens(
+            [AddedToken(text, special=special, normalized=False, rstrip=text in strips) for text in found]
+        )
 
 
-def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None, first: Sequence[processors.PostProcessor] = ()) -> None:
-    """Puts a token before and one after every text, if there are any. first: what else is done to a text before that."""
+def surround(
+    tokenizer: Tokenizer, bos: str | None, eos: str | None, first: Sequence[processors.PostProcessor] = ()
+) -> None:
+    """Puts a token before and one after every text, if there are any. first: what else is done to a text before
+    that."""
     if bos or eos:
         special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text]
         single, other = ([text for text in (bos, of, eos) if text] for of in ("$A", "$B"))

@@ -32,15 +32,23 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "model_max_length": (int, float),
     "chat_template": (str,),
 }
-_ADDED = {"id": int, "content": str, "single_word": bool, "lstrip": bool, "rstrip": bool, "normalized": bool, "special": bool}
+_ADDED = {
+    "id": int,
+    "content": str,
+    "single_word": bool,
+    "lstrip": bool,
+    "rstrip": bool,
+    "normalized": bool,
+    "special": bool,
+}
 _MOST_TOKENS = 1 << 24
 _MOST_BYTES = 1 << 20  # of a chat template
 _LARGEST = 100_000  # tokens; transformers looks for known defects of larger ones
 
 
 def damaged(error: BaseException, what: str) -> BaseException:
-    """The exception to raise for a library's error: DamageError, unless it is an interruption, has a message of its own or means that a
-    package is missing. what: is the matter, without the cause."""
+    """The exception to raise for a library's error: DamageError, unless it is an interruption, has a message of its own
+    or means that a package is missing. what: is the matter, without the cause."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GumihoError):
         return error
     if isinstance(error, PermissionError):
@@ -56,8 +64,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
-    """transformers' tokenizer of a target. Raises DamageError if it cannot be loaded, InputError for settings of another kind and tokens whose
-    ids are not supported, and UnavailableError for lack of a package."""
+    """transformers' tokenizer of a target. Raises DamageError if it cannot be loaded, InputError for settings of
+    another kind and tokens whose ids are not supported, and UnavailableError for lack of a package."""
     from transformers import AutoTokenizer
 
     _check(folder)
@@ -65,7 +73,11 @@ def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
         with _complete(folder) as complete:
             # The configuration is passed so that config.json is not read again. No code of the checkpoint is run.
             return AutoTokenizer.from_pretrained(
-                complete, config=transformers_config(config), use_fast=True, trust_remote_code=False, local_files_only=True
+                complete,
+                config=transformers_config(config),
+                use_fast=True,
+                trust_remote_code=False,
+                local_files_only=True,
             )
     except BaseException as error:  # the library raises exceptions of any type for missing converters and damaged files
         raise damaged(error, f"the tokenizer in {folder} cannot be loaded") from None
@@ -73,8 +85,8 @@ def load_tokenizer(folder: Path, config: LlamaConfig) -> Any:
 
 @contextmanager
 def _complete(folder: Path) -> Iterator[Path]:
-    """The folder, or if SentencePiece's file is all it has, a copy with a tokenizer.json of the same ids. (transformers' own conversion
-    has others for several spaces.)"""
+    """The folder, or if SentencePiece's file is all it has, a copy with a tokenizer.json of the same ids.
+    (transformers' own conversion has others for several spaces.)"""
     if (folder / "tokenizer.json").is_file() or not (folder / _SENTENCEPIECE).is_file():
         yield folder
         return
@@ -94,16 +106,17 @@ def _complete(folder: Path) -> Iterator[Path]:
         tokenizer.add_tokens([AddedToken(**token)])
         if (own := tokenizer.token_to_id(token["content"])) != index:
             raise InputError(
-                f"the tokenizer in {folder} gives {shown(token['content'])} the id {index}, but {_SENTENCEPIECE} and the tokens before it "
-                f"leave {own} for it, which is not supported: put the model's tokenizer.json into the folder, as transformers saves it"
+                f"the tokenizer in {folder} gives {shown(token['content'])} the id {index}, but {_SENTENCEPIECE} and "
+                f"the tokens before it leave {own} for it, which is not supported: put the model's tokenizer.json into "
+                "the folder, as transformers saves it"
             )
     bos, eos = (settings.get(name) for name in ("bos_token", "eos_token"))
     bos, eos = bos if settings.get("add_bos_token", True) else None, eos if settings.get("add_eos_token") else None
     for token in filter(None, (bos, eos)):
         if tokenizer.token_to_id(token) is None:
             raise InputError(
-                f"{folder / _CONFIG} puts {shown(token)} around every text, which is no token of {_SENTENCEPIECE}: correct its bos_token "
-                "and eos_token"
+                f"{folder / _CONFIG} puts {shown(token)} around every text, which is no token of {_SENTENCEPIECE}: "
+                "correct its bos_token and eos_token"
             )
     surround(tokenizer, bos, eos)
     with TemporaryDirectory(prefix="tokenizer-") as name:
@@ -113,7 +126,10 @@ def _complete(folder: Path) -> Iterator[Path]:
         if (folder / _TEMPLATE).is_file():
             shutil.copyfile(folder / _TEMPLATE, copy / _TEMPLATE)
         tokenizer.save(str(copy / "tokenizer.json"))
-        settings |= {"tokenizer_class": _CLASSES[0], "added_tokens_decoder": {str(i): token for i, token in added.items()}}
+        settings |= {
+            "tokenizer_class": _CLASSES[0],
+            "added_tokens_decoder": {str(i): token for i, token in added.items()},
+        }
         (copy / _CONFIG).write_text(json.dumps(settings), "utf-8")
         yield copy
 
@@ -145,7 +161,8 @@ def _are_tokens(value: Any, file: Path) -> bool:
 
 def _are_described(value: Any, _: Path) -> bool:
     return isinstance(value, dict) and all(
-        index.isdecimal() and isinstance(token, dict) and _is(token.get("content"), str) for index, token in value.items()
+        index.isdecimal() and isinstance(token, dict) and _is(token.get("content"), str)
+        for index, token in value.items()
     )
 
 
@@ -174,8 +191,8 @@ def _spelled(value: Any) -> Any:
 
 
 def _added(folder: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The tokens that a folder adds to SentencePiece's, by id. None is normalized: the normalizer would put a space before it, and it would
-    be found behind a space only. settings: with the texts of special tokens."""
+    """The tokens that a folder adds to SentencePiece's, by id. None is normalized: the normalizer would put a space
+    before it, and it would be found behind a space only. settings: with the texts of special tokens."""
     if (described := settings.get("added_tokens_decoder")) is not None:
         return {int(i): token | {"normalized": False} for i, token in described.items()}
     special = {token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
@@ -191,8 +208,8 @@ def _added(folder: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def surely_loads(folder: Path, vocabulary: int) -> bool:
     """Whether ``load_tokenizer`` certainly succeeds and takes tokenizer.json as it is. False means: try it.
 
-    folder: has a tokenizer.json that the tokenizers library can read, if it has one. vocabulary: its tokens, at most, without
-    the added ones.
+    folder: has a tokenizer.json that the tokenizers library can read, if it has one. vocabulary: its tokens, at most,
+    without the added ones.
     """
     if any((folder / name).exists() for name in _OLDER):
         return False
@@ -203,7 +220,9 @@ def surely_loads(folder: Path, vocabulary: int) -> bool:
     except (OSError, ValueError, GumihoError):
         return False
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
-    if not isinstance(added, list) or not all(isinstance(token, dict) and token.keys() == _ADDED.keys() for token in added):
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and token.keys() == _ADDED.keys() for token in added
+    ):
         return False
     words = model.get("vocab") if isinstance(model, dict) else None
     # transformers fails on some special tokens that the vocabulary lacks.
@@ -213,7 +232,9 @@ def surely_loads(folder: Path, vocabulary: int) -> bool:
     return (
         settings.get("tokenizer_class") in _CLASSES
         and all(
-            value is None or (_is(value, str) and value in known) if key in _TOKENS else _is(value, *_FIELDS.get(key, ()))
+            value is None or (_is(value, str) and value in known)
+            if key in _TOKENS
+            else _is(value, *_FIELDS.get(key, ()))
             for key, value in settings.items()
         )
         and tokenizer.get("truncation") is None
@@ -224,7 +245,8 @@ def surely_loads(folder: Path, vocabulary: int) -> bool:
 
 
 def _is(value: object, *types: type) -> bool:
-    """Whether a JSON value has one of the types. true and false are no numbers; text may not hold half a surrogate pair."""
+    """Whether a JSON value has one of the types. true and false are no numbers; text may not hold half a surrogate
+    pair."""
     if isinstance(value, str):
         return str in types and not any("\ud800" <= c <= "\udfff" for c in value)
     return type(value) in types

@@ -1,23 +1,26 @@
 """Writes a drafter in the layout that vLLM's Gumiho method reads.
 
-The layout follows vLLM pull request 43544 (open; commit 7f27511) and, where marked *, vLLM's main branch; all paths are under
-``vllm/``:
+The layout follows vLLM pull request 43544 (open; commit 7f27511) and, where marked *, vLLM's main branch; all paths are
+under ``vllm/``:
 
-- Tensors have the names of vLLM's modules (``model_executor/models/gumiho.py``, ``load_weights``): ``embed_tokens``, ``fc``
-  and ``layers`` with the prefix ``model.``, ``mlp.{head}.{block}.linear`` and ``lm_head`` without. vLLM uses the drafter's
-  embedding only if it has the prefix; without it, vLLM replaces the embedding by the target's.
-- ``fc`` has a bias if config.json has ``gumiho_fc_bias``; else vLLM silently drops ``fc.bias``. The field ``bias`` of the
-  official config.json files means attention in vLLM (``model_executor/models/llama.py``*), so it is not copied.
-- Each head has one block and five residual ones. vLLM uses ``num_speculative_tokens - 2`` heads, and runs heads that were never
-  loaded if the drafter has fewer.
+- Tensors have the names of vLLM's modules (``model_executor/models/gumiho.py``, ``load_weights``): ``embed_tokens``,
+  ``fc`` and ``layers`` with the prefix ``model.``, ``mlp.{head}.{block}.linear`` and ``lm_head`` without. vLLM uses the
+  drafter's embedding only if it has the prefix; without it, vLLM replaces the embedding by the target's.
+- ``fc`` has a bias if config.json has ``gumiho_fc_bias``; else vLLM silently drops ``fc.bias``. The field ``bias`` of
+  the official config.json files means attention in vLLM (``model_executor/models/llama.py``*), so it is not copied.
+- Each head has one block and five residual ones. vLLM uses ``num_speculative_tokens - 2`` heads, and runs heads that
+  were never loaded if the drafter has fewer.
 - If the embedding or ``lm_head`` is missing, vLLM uses the target's. ``lm_head`` must have a row per token
-  (``model_executor/layers/vocab_parallel_embedding.py``*), so a trimmed one is left out; vLLM reads and ignores ``token_map``.
-- config.json (``transformers_utils/configs/gumiho.py``) is ``GumihoConfig``: the decoder's configuration is nested under
-  ``model``, and vLLM copies it to the top level. The rotary embedding uses the older fields, the only ones that transformers 4
-  and 5, both of which vLLM supports, read alike (measured with 4.57 and 5.23).
-- vLLM stops drafting at the drafter's ``max_position_embeddings`` (``v1/worker/gpu_model_runner.py``), which in the released
-  drafters is the length of their training texts. The target's is written instead: the rotary embedding works beyond it.
-- vLLM reads a single weight file of any size (``model_executor/model_loader/weight_utils.py``*), so there are no shards.
+  (``model_executor/layers/vocab_parallel_embedding.py``*), so a trimmed one is left out; vLLM reads and ignores
+  ``token_map``.
+- config.json (``transformers_utils/configs/gumiho.py``) is ``GumihoConfig``: the decoder's configuration is nested
+  under ``model``, and vLLM copies it to the top level. The rotary embedding uses the older fields, the only ones that
+  transformers 4 and 5, both of which vLLM supports, read alike (measured with 4.57 and 5.23).
+- vLLM stops drafting at the drafter's ``max_position_embeddings`` (``v1/worker/gpu_model_runner.py``), which in the
+  released drafters is the length of their training texts. The target's is written instead: the rotary embedding works
+  beyond it.
+- vLLM reads a single weight file of any size (``model_executor/model_loader/weight_utils.py``*), so there are no
+  shards.
 """
 
 import json
@@ -41,7 +44,8 @@ from .drafters.gumiho import GumihoReader
 from .pair import Pair
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MARK = {"format": "pt", "written_by": "gumiho-export"}  # metadata of the weight file, by which ``is_export`` recognizes it
+# metadata of the weight file, by which ``is_export`` recognizes it
+_MARK = {"format": "pt", "written_by": "gumiho-export"}
 _RESIDUAL_BLOCKS = 5
 _SERIAL_STEPS = 2
 _SLICE_ELEMENTS = 16 << 20
@@ -75,7 +79,8 @@ def _reader(pair: Pair) -> GumihoReader:
 
 
 def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtypes of the tensors to write, by the checkpoint's names. Raises InputError for a drafter that vLLM cannot run."""
+    """The dtypes of the tensors to write, by the checkpoint's names. Raises InputError for a drafter that vLLM cannot
+    run."""
     reader = _reader(pair)
     if reader.heads and reader.blocks != _RESIDUAL_BLOCKS:
         raise InputError(
@@ -90,7 +95,9 @@ def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         stored = drafter.read(name, 0, 0).dtype
         dtypes[name] = dtype if dtype is not None and stored.is_floating_point else stored
         if dtypes[name] not in _SAFETENSORS_NAMES:
-            raise InputError(f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32")
+            raise InputError(
+                f"drafter '{drafter.source}': tensor '{name}' is {stored}, expected torch.int64 or torch.int32"
+            )
     # Widest dtype first, so that every tensor is aligned to its element size, as in the safetensors library.
     return {name: dtypes[name] for name in sorted(names, key=lambda n: (-dtypes[n].itemsize, n))}
 
@@ -140,7 +147,10 @@ def _slices(drafter: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tens
 
 def size(pair: Pair, dtype: torch.dtype | None = None) -> int:
     """Bytes of disk space needed. Raises InputError for a drafter that vLLM cannot run."""
-    return sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items()) + _OVERHEAD
+    return (
+        sum(prod(pair.drafter.shape(name)) * stored.itemsize for name, stored in _tensors(pair, dtype).items())
+        + _OVERHEAD
+    )
 
 
 def write(
@@ -148,8 +158,8 @@ def write(
 ) -> int:
     """Writes config.json and model.safetensors into an empty folder, a slice at a time. Returns their size in bytes.
 
-    dtype: that of all weights; None keeps the stored ones. progress: called with the bytes of every slice. Raises InputError for
-    values too large for the dtype.
+    dtype: that of all weights; None keeps the stored ones. progress: called with the bytes of every slice. Raises
+    InputError for values too large for the dtype.
     """
     drafter, tensors = pair.drafter, _tensors(pair, dtype)
     header, end = dict[str, Any](__metadata__=_MARK), 0
@@ -189,7 +199,8 @@ def lines(pair: Pair, out: Path) -> list[str]:
     """How to serve ``out`` with vLLM, in Python and on the command line, and notes on limits."""
     local = Path(pair.target.source).expanduser()
     target = str(local.absolute()) if local.is_dir() else pair.target.source
-    # Absolute paths: vLLM takes a name with a dot and no slash for a Python class, and other relative paths for hub ids.
+    # Absolute paths: vLLM takes a name with a dot and no slash for a Python class, and other relative paths for hub
+    # ids.
     drafter = {"method": "gumiho", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
     name, text = (json.dumps(value, ensure_ascii=False) for value in (target, drafter))
     messages = [
@@ -198,8 +209,12 @@ def lines(pair: Pair, out: Path) -> list[str]:
         "note: this needs a vLLM with the method 'gumiho' (pull request 43544), on its V1 model runner",
     ]
     if _trimmed(pair):
-        shape, supported = list(pair.drafter.shape("lm_head.weight")), [pair.target_shape.vocabulary, pair.target_shape.hidden]
+        shape, supported = (
+            list(pair.drafter.shape("lm_head.weight")),
+            [pair.target_shape.vocabulary, pair.target_shape.hidden],
+        )
         messages.append(
-            f"note: its lm_head of shape {shape} is left out, because vLLM supports only {supported}; it uses the target's"
+            f"note: its lm_head of shape {shape} is left out, because vLLM supports only {supported}; it uses the "
+            "target's"
         )
     return messages

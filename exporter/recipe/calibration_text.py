@@ -33,18 +33,24 @@ sooner; on Fridays the office closes at 15:30."""
 
 
 def usual_text(pair: Pair, capacity: int) -> tuple[int, ...]:
-    """The token ids of a page of English and code, at most ``TOKENS`` or the capacity; random ones if there is no tokenizer to read it with."""
+    """The token ids of a page of English and code, at most ``TOKENS`` or the capacity; random ones if there is no
+    tokenizer to read it with."""
     if pair.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randint(0, pair.target_shape.vocabulary, (min(TOKENS, capacity),), generator=generator).tolist())
+        return tuple(
+            torch.randint(0, pair.target_shape.vocabulary, (min(TOKENS, capacity),), generator=generator).tolist()
+        )
     return tuple(pair.tokenizer(_PAGE).input_ids[:capacity])
 
 
 def text_of(file: Path, pair: Pair, capacity: int) -> tuple[int, ...]:
-    """The first token ids of a text, ``TOKENS`` or the capacity. Raises InputError if it cannot be read or has too few."""
+    """The first token ids of a text, ``TOKENS`` or the capacity. Raises InputError if it cannot be read or has too
+    few."""
     most = min(TOKENS, capacity)
     if pair.tokenizer is None:
-        raise InputError(f"target '{pair.target.source}' has no tokenizer to read --calibrate with: leave the option out")
+        raise InputError(
+            f"target '{pair.target.source}' has no tokenizer to read --calibrate with: leave the option out"
+        )
     try:
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
     from ..checkpoints.pair import Pair
 
-# Perplexity of SmolLM2-135M-Instruct on the CPU over 2,046 tokens of instructions and news, by `gumiho quality` (docs/quality.md).
+# Perplexity of SmolLM2-135M-Instruct on the CPU over 2,046 tokens of instructions and news, by `gumiho quality`
+# (docs/quality.md).
 _UNQUANTIZED, _PERPLEXITY = "25.5", {"int8": "25.6", "w8a8": "26.0", "int4": "27.7"}
 PERPLEXITIES = f"perplexity of SmolLM2-135M-Instruct: fp32 {_UNQUANTIZED}, " + ", ".join(
     f"{to} {p}" for to, p in _PERPLEXITY.items()
 )
 # One model's speeds (README) and its perplexity; where it was measured, the CPU had VNNI.
 RECOMMENDATION = (
-    "--preset fast rounds weights and activations to 8 bits (w8a8): on a CPU with VNNI, as this one, SmolLM2-135M-Instruct decodes 1.7 times "
-    f"as fast plainly and 1.4 times with a drafter, at a perplexity of {_PERPLEXITY['w8a8']} instead of {_UNQUANTIZED}"
+    "--preset fast rounds weights and activations to 8 bits (w8a8): on a CPU with VNNI, as this one, "
+    "SmolLM2-135M-Instruct decodes 1.7 times as fast plainly and 1.4 times with a drafter, at a perplexity of "
+    f"{_PERPLEXITY['w8a8']} instead of {_UNQUANTIZED}"
 )
 
 
@@ -47,8 +49,8 @@ def with_preset(config: ExportConfig) -> ExportConfig:
 
 
 def with_codes(config: ExportConfig, pair: "Pair") -> ExportConfig:
-    """With ``weights`` as ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its matrices' numbers in
-    codes that a bundle can keep."""
+    """With ``weights`` as ``as-is`` for a CPU if nothing was chosen and the target's checkpoint holds most of its
+    matrices' numbers in codes that a bundle can keep."""
     from ..weights.source import is_matrix
 
     if config.weights or config.preset or set(config.backend) != {"cpu"}:
@@ -60,7 +62,8 @@ def with_codes(config: ExportConfig, pair: "Pair") -> ExportConfig:
 
 
 def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> None:
-    """Raises InputError unless the target's checkpoint holds codes, if ``as-is`` was asked for, and all backends can keep them."""
+    """Raises InputError unless the target's checkpoint holds codes, if ``as-is`` was asked for, and all backends can
+    keep them."""
     from ..backends.specs import BACKENDS
     from ..weights.source import CODED_BLOCK
 
@@ -72,15 +75,15 @@ def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> N
     if not coded:
         kinds = ", ".join(sorted(pair.target.dtypes()))
         raise InputError(
-            f"--weights as-is keeps codes of 4 and 8 bits in blocks of {CODED_BLOCK}, and {where} holds none ({kinds}): choose int8 or "
-            "int4, or leave --weights out"
+            f"--weights as-is keeps codes of 4 and 8 bits in blocks of {CODED_BLOCK}, and {where} holds none "
+            f"({kinds}): choose int8 or int4, or leave --weights out"
         )
     for name in config.backend:
         spec = BACKENDS[name]
         if spec.block != CODED_BLOCK:
             raise InputError(
-                f"--weights as-is is not for {name}, which takes blocks of {spec.block} numbers, and {where} has blocks of "
-                f"{CODED_BLOCK}: give --weights int4, or leave {name} out"
+                f"--weights as-is is not for {name}, which takes blocks of {spec.block} numbers, and {where} has "
+                f"blocks of {CODED_BLOCK}: give --weights int4, or leave {name} out"
             )
     # fp32 holds all fp16 and bf16 scales.
     odd = next((part.scales for part in coded if part.scales != dtype and dtype.itemsize < 4), None)
@@ -92,28 +95,29 @@ def require_codes(config: ExportConfig, pair: "Pair", dtype: "torch.dtype") -> N
 
 
 def _target_weights(preset: str, backend: str) -> str:
-    """The scheme of the target's weights. On a GPU a pass mostly reads weights, so fewer bits are faster. On the CPU verifying several
-    rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
+    """The scheme of the target's weights. On a GPU a pass mostly reads weights, so fewer bits are faster. On the CPU
+    verifying several rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
     from ..backends.specs import BACKENDS
 
     return "w8a8" if preset == "fast" and "w8a8" in BACKENDS[backend].quantized else "int4"
 
 
 def recommendation(config: ExportConfig) -> list[str]:
-    """Advice for an export that decodes slowly only because nobody chose its precision. None for a CPU without VNNI, where no format but
-    fp32 has been measured."""
+    """Advice for an export that decodes slowly only because nobody chose its precision. None for a CPU without VNNI,
+    where no format but fp32 has been measured."""
     chosen = config.preset or config.weights
     return [] if chosen or config.backend != ("cpu",) or not vnni() else [RECOMMENDATION]
 
 
 def unrunnable(config: ExportConfig) -> list[str]:
-    """What this CPU lacks for the weights that the options choose; nothing slow is imported, so that it is said before any work."""
+    """What this CPU lacks for the weights that the options choose; nothing slow is imported, so that it is said before
+    any work."""
     w8a8 = config.weights == "w8a8" or (config.weights is None and config.preset == "fast")
     if not w8a8 or "cpu" not in config.backend or not overflows():
         return []
     return [
-        "w8a8 needs a CPU with VNNI, which this one lacks: the bundle will be written, but not compiled for this CPU; to run it here, choose "
-        "--weights int8, int4 or none"
+        "w8a8 needs a CPU with VNNI, which this one lacks: the bundle will be written, but not compiled for this CPU; "
+        "to run it here, choose --weights int8, int4 or none"
     ]
 
 
@@ -129,7 +133,9 @@ def dtype(config: ExportConfig) -> "torch.dtype":
     from ..backends.specs import BACKENDS
 
     by_name = dtypes()
-    common = [d for d in BACKENDS[config.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in config.backend)]
+    common = [
+        d for d in BACKENDS[config.backend[0]].dtypes if all(d in BACKENDS[name].dtypes for name in config.backend)
+    ]
     chosen = by_name[config.dtype] if config.dtype else common[0]
     refusing = [name for name in config.backend if chosen not in BACKENDS[name].dtypes]
     if refusing:
@@ -141,7 +147,8 @@ def dtype(config: ExportConfig) -> "torch.dtype":
 
 
 def quantized(config: ExportConfig) -> dict[str, str]:
-    """The schemes that the weights of ``target`` and ``draft`` are quantized with; a model that is not quantized is left out.
+    """The schemes that the weights of ``target`` and ``draft`` are quantized with; a model that is not quantized is
+    left out.
 
     Raises GumihoError if a backend does not take one of them.
     """
@@ -156,7 +163,8 @@ def quantized(config: ExportConfig) -> dict[str, str]:
         if refusing:
             taken = ", ".join(to for to in BACKENDS[refusing[0]].quantized if to in choices)
             raise GumihoError(
-                f"{option} {scheme} is not for {refusing[0]}, which takes {taken}: give one of these, or leave {refusing[0]} out"
+                f"{option} {scheme} is not for {refusing[0]}, which takes {taken}: give one of these, or leave "
+                f"{refusing[0]} out"
             )
     return {model: scheme for model, (_, scheme, _) in schemes.items() if scheme != "none"}
 
@@ -168,6 +176,6 @@ def require_linkable(config: ExportConfig) -> None:
     aligned = [name for name in config.backend if BACKENDS[name].aligned]
     if config.link_weights and aligned:
         raise GumihoError(
-            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, and checkpoints' files do "
-            "not align them: leave one of the two out"
+            f"--link-weights is not for {aligned[0]}, which reads weights from multiples of 256 bytes, and "
+            "checkpoints' files do not align them: leave one of the two out"
         )

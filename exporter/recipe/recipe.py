@@ -23,7 +23,8 @@ from ..weights.scaled import Factors, scaled
 from ..weights.source import CODED_BLOCK, Source, is_matrix
 from .calibration_text import usual_text
 
-_EXACT_BLOCKS = {4: 32, 8: 64}  # by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
+# by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
+_EXACT_BLOCKS = {4: 32, 8: 64}
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -38,12 +39,13 @@ def _aligned(size: int) -> int:
 class Recipe:
     """Everything that an export is, resolved once from what was asked for and from the checkpoints.
 
-    config: what was asked for, with ``weights`` and ``draft_weights`` as presets and checkpoints decide them. tree: of the draft graph;
-    without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of the weights of ``target``
-    and ``draft`` (``int8``, ``int4``, ``w8a8``, ``fp8``, and for the target ``as-is``); models without an entry are not quantized.
-    text: token ids of the file to calibrate with. importance: of the columns of the target's matrices, by name; see ``quantize``.
-    factors: of the target's parameters, by name, applied before quantizing; see ``smoothing``. name: of the drafter, if there are several.
-    further: recipes of the same target with the other drafters, by name.
+    config: what was asked for, with ``weights`` and ``draft_weights`` as presets and checkpoints decide them. tree: of
+    the draft graph; without a drafter a chain, whose rows are the most that a pass verifies. quantized: the scheme of
+    the weights of ``target`` and ``draft`` (``int8``, ``int4``, ``w8a8``, ``fp8``, and for the target ``as-is``);
+    models without an entry are not quantized. text: token ids of the file to calibrate with. importance: of the columns
+    of the target's matrices, by name; see ``quantize``. factors: of the target's parameters, by name, applied before
+    quantizing; see ``smoothing``. name: of the drafter, if there are several. further: recipes of the same target with
+    the other drafters, by name.
     """
 
     config: ExportConfig
@@ -74,7 +76,8 @@ class Recipe:
 
     @cached_property
     def calibration(self) -> tuple[int, ...]:
-        """The token ids to calibrate with; () for other targets. Without a file the tokenizer is loaded for them, which takes seconds."""
+        """The token ids to calibrate with; () for other targets. Without a file the tokenizer is loaded for them, which
+        takes seconds."""
         return (self.text or usual_text(self.pair, self.capacity)) if self.calibrates else ()
 
     @property
@@ -89,9 +92,9 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices are
-        quantized, in blocks of at most ``_EXACT_BLOCKS``, its heads have at most 128 numbers, and its trees at most ``MOST_ROWS`` rows
-        (docs/decisions.md)."""
+        """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices
+        are quantized, in blocks of at most ``_EXACT_BLOCKS``, its heads have at most 128 numbers, and its trees at most
+        ``MOST_ROWS`` rows (docs/decisions.md)."""
         if self.pair.target_shape.head_dim > BLOCK or self.tree.rows > MOST_ROWS:
             return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
@@ -107,18 +110,20 @@ class Recipe:
     @property
     def codes(self) -> tuple[Codes, ...]:
         """The dtypes in which the backends read codes, those with more unsigned ones first."""
-        return tuple(sorted({BACKENDS[name].codes for name in self.backends}, key=lambda codes: codes.count(torch.int8)))
+        return tuple(
+            sorted({BACKENDS[name].codes for name in self.backends}, key=lambda codes: codes.count(torch.int8))
+        )
 
     @property
     def joined(self) -> bool:
-        """Whether quantized matrices that read the same rows are one. The compilers of other backends than ONNX Runtime join them
-        where that pays."""
+        """Whether quantized matrices that read the same rows are one. The compilers of other backends than ONNX Runtime
+        join them where that pays."""
         return set(self.backends) <= {"cpu", "cuda"}
 
     @cached_property
     def blocks(self) -> Mapping[int, int]:
-        """How many numbers share a scale, by their bits. It is the same for all backends, so that they compute the same. The CPU reads
-        larger blocks of 8 bits faster, if all rows consist of them (docs/decisions.md)."""
+        """How many numbers share a scale, by their bits. It is the same for all backends, so that they compute the
+        same. The CPU reads larger blocks of 8 bits faster, if all rows consist of them (docs/decisions.md)."""
         block = max(BACKENDS[name].block for name in self.backends)
         if self.backends != ("cpu",):
             return {4: block, 8: block}
@@ -142,7 +147,9 @@ class Recipe:
             own = {n: Scheme(CODED_BLOCK, codes.of(held.bits), held.bits, held.zeros) for n, held in coded}
             found["target"] = Schemes(schemes.get(self.others), own, self.joined)
         if self.zeros:
-            found["target"] = Schemes(replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]}, self.joined)
+            found["target"] = Schemes(
+                replace(schemes["int4"], zeros=True), {"lm_head.weight": schemes["int8"]}, self.joined
+            )
         for name in self.models:
             if embedding := self._embedding(name):
                 chosen = found.get(name, UNQUANTIZED)
@@ -150,8 +157,9 @@ class Recipe:
         return found
 
     def _embedding(self, model: str) -> Scheme | None:
-        """The scheme of a model's embedding: 8 bits if the target is quantized, which loses a fiftieth of what int8 does
-        (docs/quality.md), or the codes that the checkpoint holds; None where it is linked, or a backend cannot read codes."""
+        """The scheme of a model's embedding: 8 bits if the target is quantized, which loses a fiftieth of what int8
+        does (docs/quality.md), or the codes that the checkpoint holds; None where it is linked, or a backend cannot
+        read codes."""
         if "target" not in self.quantized or self.link or self.backends != ("cpu",):
             return None
         if self.quantized["target"] != AS_IS or (model == "draft" and EMBEDDING in self.pair.drafter):
@@ -161,13 +169,14 @@ class Recipe:
 
     @property
     def zeros(self) -> bool:
-        """Whether the target is int4 with zero points and an lm_head of 8 bits, which halves the loss (docs/quality.md)."""
+        """Whether the target is int4 with zero points and an lm_head of 8 bits, which halves the loss
+        (docs/quality.md)."""
         return self.quantized.get("target") == "int4" and all(BACKENDS[name].zeros for name in self.backends)
 
     @property
     def calibrates(self) -> bool:
-        """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed, if the CPU rounds them to 8 bits and
-        no other backend shares the weights (docs/decisions.md)."""
+        """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed, if the CPU rounds
+        them to 8 bits and no other backend shares the weights (docs/decisions.md)."""
         return self.zeros or (self.quantized.get("target") in ("int8", "w8a8") and self.backends == ("cpu",))
 
     def how(self, model: str) -> str:
@@ -178,7 +187,9 @@ class Recipe:
         if to in ("fp8", "w8a8"):
             return f"{to}, a scale a row"
         block = CODED_BLOCK if self.quantized[model] == AS_IS else self.blocks[int(to.removeprefix("int"))]
-        return f"{to}, blocks of {block}" + (" with zero points, lm_head int8" if model == "target" and self.zeros else "")
+        return f"{to}, blocks of {block}" + (
+            " with zero points, lm_head int8" if model == "target" and self.zeros else ""
+        )
 
     def _unquantized_sources(self) -> dict[str, dict[str, Source]]:
         """The parameters of the models before quantization."""
@@ -190,9 +201,9 @@ class Recipe:
         return {"target": target, "draft": draft}
 
     def sources(self, apart: bool = False, rounding: Rounding | None = None) -> dict[str, dict[str, Source]]:
-        """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have ``stored``. apart: as if no
-        matrices were joined, by their names in checkpoints. rounding: see ``quantize.quantized``, of the matrices that a target ``as-is``
-        does not hold in codes."""
+        """The parameters by weight file, without the copies of codes in a second dtype. Only linked ones have
+        ``stored``. apart: as if no matrices were joined, by their names in checkpoints. rounding: see
+        ``quantize.quantized``, of the matrices that a target ``as-is`` does not hold in codes."""
         schemes, files = self.schemes(self.codes[0]), dict[str, dict[str, Source]]()
         for model, parameters in self._unquantized_sources().items():
             chosen, file = schemes.get(model, UNQUANTIZED), files.setdefault(f"weights/{model}.bin", {})
@@ -228,15 +239,17 @@ class Recipe:
         where, stored = f"target '{target.source}'", ", ".join(sorted(target.dtypes()))
         if all(target.stored(name) is None for name in target.names()):
             raise InputError(
-                f"{where} is stored in pickled files, but only .safetensors files can be linked: leave --link-weights out"
+                f"{where} is stored in pickled files, but only .safetensors files can be linked: leave --link-weights "
+                "out"
             )
         raise InputError(
-            f"{where} is stored in {stored} and the bundle in {DTYPE_NAMES[self.dtype]}, so nothing of it can be linked: "
-            "choose the target's dtype with --dtype if the backend supports it, or leave --link-weights out"
+            f"{where} is stored in {stored} and the bundle in {DTYPE_NAMES[self.dtype]}, so nothing of it can be "
+            "linked: choose the target's dtype with --dtype if the backend supports it, or leave --link-weights out"
         )
 
     def unquantized(self) -> list[str]:
-        """The matrices of quantized models that are not quantized, because their rows are not a multiple of the block."""
+        """The matrices of quantized models that are not quantized, because their rows are not a multiple of the
+        block."""
         schemes, parameters = self.schemes(self.codes[0]), self._unquantized_sources()
         return [
             f"{model} {name}"
@@ -254,7 +267,8 @@ class Recipe:
         return [n for n, source in self.pair.target_sources(1).items() if is_matrix(n, source) and n not in coded]
 
     def sizes(self) -> dict[str, int]:
-        """Upper bounds of the weight files' sizes in bytes: equal tensors, which are stored once, are counted each time."""
+        """Upper bounds of the weight files' sizes in bytes: equal tensors, which are stored once, are counted each
+        time."""
         sources, sizes = self.sources(), dict[str, int]()
         for file, parameters in sources.items():
             sizes[file] = sum(_aligned(s.nbytes(self.dtype)) for s in parameters.values() if not s.stored)
@@ -268,12 +282,18 @@ class Recipe:
         return sizes
 
     def fingerprint(self) -> str:
-        """Equal for two recipes only if they write the same weight files: parameters, dtypes, and the checkpoints' files."""
+        """Equal for two recipes only if they write the same weight files: parameters, dtypes, and the checkpoints'
+        files."""
         parameters = {
-            file: [(n, source.shape, str(source.dtype(self.dtype)), bool(source.stored)) for n, source in sources.items()]
+            file: [
+                (n, source.shape, str(source.dtype(self.dtype)), bool(source.stored)) for n, source in sources.items()
+            ]
             for file, sources in self.sources().items()
         }
-        drafted = self.pair.draft_vocabulary and [self.pair.draft_vocabulary.ids.tolist(), self.pair.draft_vocabulary.own_rows]
+        drafted = self.pair.draft_vocabulary and [
+            self.pair.draft_vocabulary.ids.tolist(),
+            self.pair.draft_vocabulary.own_rows,
+        ]
         drafter = self.pair.drafter.identity() if self.pair.has_drafter else None
         configs = [self.pair.target_config, *([self.pair.draft_config] if self.pair.has_drafter else [])]
         how = dict(self.quantized), self.others, self.calibration, [dict(config.rope_parameters) for config in configs]
@@ -285,12 +305,15 @@ class Recipe:
         return sum(self.sizes().values()) + _OTHER_FILES
 
     def shared(self) -> int:
-        """Bytes of embeddings and lm_heads that equal others, which are stored once; of further drafters none are counted."""
+        """Bytes of embeddings and lm_heads that equal others, which are stored once; of further drafters none are
+        counted."""
         tied, seen, repeated = self.pair.target_config.tie_word_embeddings, set[str](), 0
         files = self.sources()
         table = files["weights/target.bin"][EMBEDDING]
         for file, sources in ((file, files[file]) for file in files if Path(file).stem in self.models):
-            trimmed = file == "weights/draft.bin" and (self.pair.draft_vocabulary is not None or self.pair.reader.own_head)
+            trimmed = file == "weights/draft.bin" and (
+                self.pair.draft_vocabulary is not None or self.pair.reader.own_head
+            )
             heads = set[str]() if trimmed else {"lm_head.weight", "lm_head.scale"}
             for name in ({EMBEDDING, scale_of(EMBEDDING)} | heads) & sources.keys():
                 size, content = _aligned(sources[name].nbytes(self.dtype)) * (not sources[name].stored), name
@@ -312,4 +335,6 @@ class Recipe:
         """Bytes of memory at the export's peak, about. Codes stored input-major are packed a whole matrix at a time."""
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         coded = ((schemes[n], s) for n, s in self.sources()["weights/target.bin"].items() if s.fixed == torch.int8)
-        return _BASE_MEMORY + max((s.nbytes(self.dtype) for scheme, s in coded if scheme and scheme.input_major), default=0)
+        return _BASE_MEMORY + max(
+            (s.nbytes(self.dtype) for scheme, s in coded if scheme and scheme.input_major), default=0
+        )

@@ -20,7 +20,8 @@ from .trees import chain_config, tree_config
 
 @dataclass(frozen=True)
 class VllmRecipe:
-    """An export of the drafter only, for vLLM, which reads the target's checkpoint itself. dtype: None for the stored ones."""
+    """An export of the drafter only, for vLLM, which reads the target's checkpoint itself. dtype: None for the stored
+    ones."""
 
     config: ExportConfig
     pair: Pair
@@ -32,7 +33,8 @@ class VllmRecipe:
 
 
 def resolve(config: ExportConfig) -> Recipe | VllmRecipe:
-    """The recipe of an export. Nothing is written, and no weights are read. Raises GumihoError for what cannot be exported."""
+    """The recipe of an export. Nothing is written, and no weights are read. Raises GumihoError for what cannot be
+    exported."""
     config.check()
     return _of_drafter(config) if VLLM in config.backend else recipe_of(config)
 
@@ -73,8 +75,8 @@ def _capacity(config: ExportConfig, pair: Pair) -> int:
     capacity = min(limit, DEFAULT_CAPACITY) if config.capacity is None else config.capacity
     if window and window < capacity <= pair.target_config.max_position_embeddings:
         raise GumihoError(
-            f"--capacity is {capacity}, but target '{pair.target.source}' has a sliding window of {window} positions, and "
-            f"a bundle attends to all positions: give --capacity {limit} or less"
+            f"--capacity is {capacity}, but target '{pair.target.source}' has a sliding window of {window} positions, "
+            f"and a bundle attends to all positions: give --capacity {limit} or less"
         )
     if not 4 <= capacity <= limit:
         raise GumihoError(
@@ -87,6 +89,7 @@ def _tree(config: ExportConfig, pair: Pair, capacity: int) -> TreeConfig:
     tree = tree_config(config, pair) if pair.has_drafter else chain_config(config, capacity)
     if tree.rows > capacity:
         raise InputError(
-            f"--capacity is {capacity}, fewer positions than the {tree.rows} rows of a pass: give {tree.rows} or more, or fewer --rows"
+            f"--capacity is {capacity}, fewer positions than the {tree.rows} rows of a pass: give {tree.rows} or more, "
+            "or fewer --rows"
         )
     return tree

@@ -18,7 +18,10 @@ from .trees import tree_config
 
 def _named(config: ExportConfig) -> list[str]:
     """The names of several drafters. Raises InputError if they are not different, or belong to options of one."""
-    names = [re.sub(r"[^A-Za-z0-9_-]", "-", Path(source).name.removesuffix(".gguf")).lstrip("-")[:64] for source in config.ckpt]
+    names = [
+        re.sub(r"[^A-Za-z0-9_-]", "-", Path(source).name.removesuffix(".gguf")).lstrip("-")[:64]
+        for source in config.ckpt
+    ]
     twice = next((name for name in names if names.count(name) > 1 or not name), None)
     if twice is not None:
         raise InputError(
@@ -45,7 +48,7 @@ def with_further(recipe: Recipe) -> Recipe:
         further[other] = replace(recipe, pair=own, tree=(tree := tree_config(config, own)))
         if tree.rows != recipe.tree.rows:
             raise InputError(
-                f"drafters {name} and {other} have trees of {recipe.tree.rows} and {tree.rows} rows, and a bundle has one number: "
-                "give --rows that both can have"
+                f"drafters {name} and {other} have trees of {recipe.tree.rows} and {tree.rows} rows, and a bundle has "
+                "one number: give --rows that both can have"
             )
     return replace(recipe, pair=recipe.pair.returning(returns), name=name, further=further)

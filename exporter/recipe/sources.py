@@ -42,10 +42,13 @@ def trimmed(config: ExportConfig, pair: Pair) -> Pair:
         return pair
     if (pair.family == EAGLE_3 and pair.reader.own_head) or (pair.family in (MEDUSA, SMALL) and pair.draft_vocabulary):
         raise GumihoError(
-            f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave --draft-vocab out"
+            f"drafter '{pair.drafter.source}' has an lm_head of its own, for {pair.drafted} tokens: leave "
+            "--draft-vocab out"
         )
     require_size(size, vocabulary, ends)
     if config.draft_text and pair.tokenizer is None:
-        raise GumihoError(f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out")
+        raise GumihoError(
+            f"target '{pair.target.source}' has no tokenizer to count --draft-text with: leave the option out"
+        )
     drafted = None if size == vocabulary else frequent(size, vocabulary, pair.tokenizer, config.draft_text, ends)
     return pair.drafting(drafted)

@@ -17,8 +17,8 @@ _DEEPEST, _MOST_ROWS = 64, 4096  # of a manifest
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family's own code does. serial_steps: levels drafted by the serial layers, at most. top_k, wide: see ``TreeConfig``; beam:
-    nodes expanded with 64 rows. static: the paths of its static tree."""
+    """What a family's own code does. serial_steps: levels drafted by the serial layers, at most. top_k, wide: see
+    ``TreeConfig``; beam: nodes expanded with 64 rows. static: the paths of its static tree."""
 
     serial_steps: int
     top_k: int
@@ -27,8 +27,9 @@ class _Family:
     static: tuple[Path, ...] = ()
 
 
-# EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows; EAGLE-3 depth 8 (arXiv 2406.16858; arXiv 2503.01840,
-# appendix A). Small models are drafted with as chains elsewhere; here they grow EAGLE's trees, since their lm_head has the tokens anyway.
+# EAGLE: depth 6, and ten nodes a level that try ten tokens each, with 60 rows; EAGLE-3 depth 8 (arXiv 2406.16858; arXiv
+# 2503.01840, appendix A). Small models are drafted with as chains elsewhere; here they grow EAGLE's trees, since their
+# lm_head has the tokens anyway.
 _FAMILIES = {
     GUMIHO: _Family(2, 14, 14),
     EAGLE: _Family(6, 10, 10, wide=True, static=EAGLE_1),
@@ -40,7 +41,8 @@ _FAMILIES = {
 
 
 def chain_config(config: ExportConfig, capacity: int) -> TreeConfig:
-    """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible --rows."""
+    """What a pass verifies without a drafter: a chain of looked-up tokens. Raises GumihoError for an impossible
+    --rows."""
     rows = _rows(config)
     if not 2 <= rows <= _MOST_ROWS:
         raise GumihoError(f"--rows is {rows}: give 2 to {_MOST_ROWS}")
@@ -49,13 +51,18 @@ def chain_config(config: ExportConfig, capacity: int) -> TreeConfig:
 
 
 def tree_config(config: ExportConfig, pair: Pair) -> TreeConfig:
-    """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible options."""
+    """The tree that the options describe, limited to what the checkpoint has. Raises GumihoError for impossible
+    options."""
     rows, family, asked = _rows(config), _FAMILIES[pair.family], config.draft_tree
     reference, chain = asked.reference, asked.policy == "chain"
     for option, value, least in (
-        ("--rows", rows, 2), ("--serial-steps", asked.serial_steps, 1), ("--heads", asked.heads, 0),
-        ("--top-k", asked.top_k, 1), ("--head-top-k", asked.head_top_k, 1), ("--beam", asked.beam, 1),
-    ):  # fmt: skip
+        ("--rows", rows, 2),
+        ("--serial-steps", asked.serial_steps, 1),
+        ("--heads", asked.heads, 0),
+        ("--top-k", asked.top_k, 1),
+        ("--head-top-k", asked.head_top_k, 1),
+        ("--beam", asked.beam, 1),
+    ):
         if value is not None and value < least:
             raise GumihoError(f"{option} is {value}: give {least} or more")
     if asked.policy == "static":
@@ -83,10 +90,13 @@ def tree_config(config: ExportConfig, pair: Pair) -> TreeConfig:
     if not serial and not heads:
         raise GumihoError(f"--heads is 0, and drafter '{pair.drafter.source}' has nothing else: give 1 to {pair.heads}")
     if heads > pair.heads:
-        raise GumihoError(f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many")
+        raise GumihoError(
+            f"--heads is {heads} and drafter '{pair.drafter.source}' has {pair.heads}: give at most that many"
+        )
     if heads and serial == 1:
         raise GumihoError(
-            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps or 0 heads"
+            f"--heads is {heads} with --serial-steps {serial}: heads read the last two serial tokens, so give 2 steps "
+            "or 0 heads"
         )
     top_k = 1 if chain else asked.top_k or usual.top_k
     beam = 1 if chain else asked.beam or (top_k if reference else usual.beam)
@@ -97,8 +107,8 @@ def tree_config(config: ExportConfig, pair: Pair) -> TreeConfig:
 
 
 def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = None, levels: int = 64) -> TreeConfig:
-    """The tree of a family's drafter with so many heads, where no option says otherwise. serial_steps: None for as many as are worth it, of
-    at most ``levels``."""
+    """The tree of a family's drafter with so many heads, where no option says otherwise. serial_steps: None for as many
+    as are worth it, of at most ``levels``."""
     own = _FAMILIES[family]
     serial = serial_steps or min(own.serial_steps, levels, default_depth(rows))
     heads = min(heads, max(0, default_depth(rows) - serial))
@@ -108,12 +118,14 @@ def usual_tree(family: str, rows: int, heads: int, serial_steps: int | None = No
 def _static(config: ExportConfig, pair: Pair, family: _Family) -> TreeConfig:
     if not family.static:
         raise InputError(
-            f"--draft-tree static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave it out"
+            f"--draft-tree static is for EAGLE-1, Medusa and Hydra, and drafter '{pair.drafter.source}' is none: leave "
+            "it out"
         )
     asked = config.draft_tree
     if asked.serial_steps or asked.heads or asked.top_k or asked.head_top_k or asked.beam:
         raise InputError(
-            "--draft-tree static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and --beam"
+            "--draft-tree static fixes levels and tokens: leave out --serial-steps, --heads, --top-k, --head-top-k and "
+            "--beam"
         )
     if pair.family == EAGLE:
         tree = TreeConfig.static(family.static).fitted(pair.drafted)

@@ -43,16 +43,26 @@ def _binary(op: str, compares: bool = False) -> Spelling:
 SPELLINGS |= {
     name: _binary(op)
     for name, op in {
-        "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "maximum": "Max", "pow": "Pow",
-        "bitwise_and": "And", "bitwise_or": "Or",
+        "add": "Add",
+        "sub": "Sub",
+        "mul": "Mul",
+        "div": "Div",
+        "maximum": "Max",
+        "pow": "Pow",
+        "bitwise_and": "And",
+        "bitwise_or": "Or",
     }.items()
-}  # fmt: skip
+}
 SPELLINGS |= {
     name: _binary(op, compares=True)
     for name, op in {
-        "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual",
+        "eq": "Equal",
+        "lt": "Less",
+        "le": "LessOrEqual",
+        "gt": "Greater",
+        "ge": "GreaterOrEqual",
     }.items()
-}  # fmt: skip
+}
 
 
 def _unary(op: str, **attributes: Any) -> Spelling:
@@ -115,7 +125,12 @@ def _constant_of(number: int) -> Spelling:
     return spelling
 
 
-SPELLINGS |= {"zeros": _constant_of(0), "ones": _constant_of(1), "zeros_like": _constant_of(0), "ones_like": _constant_of(1)}
+SPELLINGS |= {
+    "zeros": _constant_of(0),
+    "ones": _constant_of(1),
+    "zeros_like": _constant_of(0),
+    "ones_like": _constant_of(1),
+}
 
 
 @_spells("tril")
@@ -131,7 +146,9 @@ def _tril(r: Recording, out: Tensor, x: Tensor, diagonal: int = 0) -> ir.Value:
 
 @_spells("view", "_unsafe_view", "reshape")
 def _view(r: Recording, out: Tensor, x: Tensor, _: Any) -> ir.Value:
-    return r.value(x) if r.same_shape(x.shape, out.shape) else r.emit("Reshape", [r.value(x), r.reshaped(out.shape)], out)
+    return (
+        r.value(x) if r.same_shape(x.shape, out.shape) else r.emit("Reshape", [r.value(x), r.reshaped(out.shape)], out)
+    )
 
 
 @_spells("expand")
@@ -201,14 +218,17 @@ def _unbind(r: Recording, out: Sequence[Tensor], x: Tensor, dim: int = 0) -> Seq
 
 
 @_spells("slice")
-def _slice(r: Recording, out: Tensor, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> ir.Value:
+def _slice(
+    r: Recording, out: Tensor, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> ir.Value:
     assert step == 1
     if r.same_shape(x.shape, out.shape):
         return r.value(x)
     size, start = x.shape[dim], start or 0
     if isinstance(size, int):
         start, end = (
-            min(max(n + size * (n < 0), 0), size) if isinstance(n, int) else n for n in (start, size if end is None else end)
+            min(max(n + size * (n < 0), 0), size) if isinstance(n, int) else n
+            for n in (start, size if end is None else end)
         )
     bounds = [r.shape([n]) for n in (start, end)]
     return r.emit("Slice", [r.value(x), *bounds, r.constant(torch.tensor([dim % x.dim()]))], out)
@@ -239,9 +259,11 @@ def _reduction(op: str) -> Spelling:
 
 
 SPELLINGS |= {
-    "sum": _reduction("ReduceSum"), "mean": _reduction("ReduceMean"), "amax": _reduction("ReduceMax"),
+    "sum": _reduction("ReduceSum"),
+    "mean": _reduction("ReduceMean"),
+    "amax": _reduction("ReduceMax"),
     "amin": _reduction("ReduceMin"),
-}  # fmt: skip
+}
 
 
 @_spells("argmax")

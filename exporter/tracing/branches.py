@@ -8,8 +8,8 @@ _BRANCHES = "then_branch", "else_branch"
 
 
 def make(model: ir.Model) -> None:
-    """Replaces every ``Either(condition, *a, *b)``, with as many outputs as each of a and b, by an If whose branches hold the nodes that
-    only a, or only b, needs. They may be nested.
+    """Replaces every ``Either(condition, *a, *b)``, with as many outputs as each of a and b, by an If whose branches
+    hold the nodes that only a, or only b, needs. They may be nested.
 
     condition: bool [1].
     """
@@ -19,7 +19,8 @@ def make(model: ir.Model) -> None:
 
 def _make(graph: ir.Graph) -> None:
     order = {node: i for i, node in enumerate(graph)}
-    for node in reversed([node for node in graph if node.op_type == "Either"]):  # what a branch takes is made inside of it
+    # what a branch takes is made inside of it
+    for node in reversed([node for node in graph if node.op_type == "Either"]):
         if node.graph is not graph:
             continue
         count, results = len(node.outputs), list(node.outputs)
@@ -46,7 +47,8 @@ def _make(graph: ir.Graph) -> None:
 
 
 def _inside(value: ir.Value, own: list[ir.Node], name: str) -> ir.Value:
-    """The value, or a copy that a branch can return if it is computed outside. own: the branch's nodes, which the copy joins."""
+    """The value, or a copy that a branch can return if it is computed outside. own: the branch's nodes, which the copy
+    joins."""
     if value.producer() in own:
         return value
     own.append(ir.node("Identity", [value]))

@@ -1,6 +1,7 @@
 """Records what a module computes, in one pass over tensors without numbers, as a graph of ONNX operators.
 
-``torch.onnx.export`` goes over a module four times and takes twenty times as long. Tests compare the two (docs/decisions.md).
+``torch.onnx.export`` goes over a module four times and takes twenty times as long. Tests compare the two
+(docs/decisions.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +27,18 @@ from .recording import DTYPES, Like
 from .signature import Input, arguments
 
 _PRODUCTS: dict[Any, str] = {
-    torch.matmul: "matmul", Tensor.matmul: "matmul", Tensor.__matmul__: "matmul", torch.nn.functional.linear: "linear",
-}  # fmt: skip
+    torch.matmul: "matmul",
+    Tensor.matmul: "matmul",
+    Tensor.__matmul__: "matmul",
+    torch.nn.functional.linear: "linear",
+}
 _FILLED = {"zeros_like": 0, "ones_like": 1}  # constants, if the tensors that they are like have no open sizes
 _MOST_FOLDED = 1 << 16  # numbers of a constant that is computed here
 
 
 class Recorder(TorchDispatchMode):
-    """Appends an operator to ``graph`` for everything that is computed from its inputs and parameters. What depends on neither is computed
-    at once, and becomes a constant.
+    """Appends an operator to ``graph`` for everything that is computed from its inputs and parameters. What depends on
+    neither is computed at once, and becomes a constant.
 
     Tensors are fake; sizes that inputs leave open are ``torch.SymInt``. Implements ``recording.Recording``.
     """
@@ -124,12 +128,16 @@ class Recorder(TorchDispatchMode):
         self.record(SPELLINGS[name], name, found, (x, y, *bias), {})
         return found
 
-    def record(self, spelling: Callable[..., Any] | None, func: Any, found: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def record(
+        self, spelling: Callable[..., Any] | None, func: Any, found: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         """Emits an operator's spelling. Raises NotImplementedError if it has none."""
         if spelling is None:
             raise NotImplementedError(f"exporter/tracing/aten.py has no spelling of {func}")
         kwargs = {
-            name: value for name, value in kwargs.items() if name not in ("device", "layout", "pin_memory", "memory_format")
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("device", "layout", "pin_memory", "memory_format")
         }
         values = spelling(self, found, *args, **kwargs)
         for tensor, value in zip(*([found], [values]) if isinstance(found, Tensor) else (found, values), strict=True):
@@ -283,7 +291,9 @@ def capture(module: nn.Module, inputs: Sequence[Input], outputs: Sequence[str], 
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), tracing():
         for name, part in module.named_modules():
             if name:
-                stack.callback(part.register_forward_pre_hook(lambda *_, name=name: recorder._scopes.append(name)).remove)
+                stack.callback(
+                    part.register_forward_pre_hook(lambda *_, name=name: recorder._scopes.append(name)).remove
+                )
                 stack.callback(part.register_forward_hook(lambda *_: recorder._scopes.pop() and None).remove)
         with recorder, _Products(recorder):
             results = module(*arguments(module, recorder.examples))

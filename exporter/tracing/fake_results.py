@@ -11,12 +11,26 @@ from .recording import DTYPES
 _OF_ONNX = {int(onnx): dtype for dtype, onnx in DTYPES.items()}
 _COMPARING = {"eq", "lt", "le", "gt", "ge"}
 _BROADCASTING = {*_COMPARING, "add", "sub", "mul", "div", "maximum", "pow", "bitwise_and", "bitwise_or", "where"}
-_KEEPING = {"abs", "exp", "floor", "rsqrt", "silu", "clamp", "clone", "alias", "detach", "_to_copy", "_softmax", "_log_softmax"}
+_KEEPING = {
+    "abs",
+    "exp",
+    "floor",
+    "rsqrt",
+    "silu",
+    "clamp",
+    "clone",
+    "alias",
+    "detach",
+    "_to_copy",
+    "_softmax",
+    "_log_softmax",
+}
 _REDUCING = {"sum", "mean", "amax", "amin"}
 
 
 def computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of constants. None for symbolic ones, which PyTorch cannot compute, but for the dialects' ``gather``."""
+    """What an operator makes of constants. None for symbolic ones, which PyTorch cannot compute, but for the dialects'
+    ``gather``."""
     if func.namespace != "onnx_symbolic":
         return func(*args, **kwargs)
     return args[0][0].index_select(0, args[0][1]) if args[1] == "Gather" else None
@@ -30,8 +44,8 @@ def declared(dtypes: int | Sequence[int], *, shape: Any = None, shapes: Any = No
 
 
 def inferred(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The output of an operator whose shape is simple, without PyTorch's rules for open sizes, which take several times as long. None for
-    others."""
+    """The output of an operator whose shape is simple, without PyTorch's rules for open sizes, which take several times
+    as long. None for others."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if name in _BROADCASTING and "rounding_mode" not in kwargs:
         operands = args[1:] if name == "where" else args[:2]

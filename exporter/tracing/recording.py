@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 DTYPES = {
-    torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.float64: ir.DataType.DOUBLE, torch.int64: ir.DataType.INT64, torch.int32: ir.DataType.INT32,
-    torch.uint8: ir.DataType.UINT8, torch.int8: ir.DataType.INT8, torch.bool: ir.DataType.BOOL,
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.uint8: ir.DataType.UINT8,
+    torch.int8: ir.DataType.INT8,
+    torch.bool: ir.DataType.BOOL,
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
-}  # fmt: skip
+}
 Like: TypeAlias = Tensor | tuple[torch.dtype, Any]  # a value's dtype and shape, or a tensor that has them
 
 

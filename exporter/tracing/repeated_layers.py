@@ -27,10 +27,14 @@ def _structure(layer: nn.Module) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def shortened(module: Target | Drafter) -> Iterator[int]:
-    """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and after the
-    second, if the layers after the first are alike. Yields the number of its layers.
+    """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and
+    after the second, if the layers after the first are alike. Yields the number of its layers.
     """
-    layers, hooks, returns = module.layers, list[torch.utils.hooks.RemovableHandle](), getattr(module, "returns", NORMED)
+    layers, hooks, returns = (
+        module.layers,
+        list[torch.utils.hooks.RemovableHandle](),
+        getattr(module, "returns", NORMED),
+    )
     if isinstance(module, Target) and len(layers) > 2 and len({_structure(layer) for layer in layers[1:]}) == 1:
         module.layers, module.returns = layers[:2], returns.within(1)
         hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]
@@ -49,8 +53,8 @@ def _of_layer(name: str, i: int) -> str:
 
 
 def repeat(graph: ir.Graph, layers: int, cached: int, returns: Features = NORMED) -> None:
-    """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of tracing, so the
-    second layer is the nodes between the marks. cached: caches of a layer. returns: of the target."""
+    """Repeats the second layer until there are ``layers``, as if all had been traced. Nodes are in the order of
+    tracing, so the second layer is the nodes between the marks. cached: caches of a layer. returns: of the target."""
     nodes = list(graph)
     begin, end = (node for node in nodes if node.op_type == "Mark")
     second = nodes[nodes.index(begin) + 1 : nodes.index(end)]

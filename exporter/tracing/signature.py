@@ -29,8 +29,8 @@ def signature(
 ) -> tuple[list[Input], list[str]]:
     """Inputs (name, example, symbolic axes) and output names of a graph: the contract that the runtime binds to.
 
-    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are symbolic. A target of
-    symbolic rows has the input ``wanted``, unless ``sizes`` names that axis.
+    dtype: of caches and hidden rows. sizes: the static ones of the axes ``rows`` and ``accepted``; the others are
+    symbolic. A target of symbolic rows has the input ``wanted``, unless ``sizes`` names that axis.
     """
     sizes = sizes or {}
     layers = len(module.layers)
@@ -44,7 +44,9 @@ def signature(
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
 
     def axes(*names: str) -> tuple[list[int], dict[int, str]]:
-        return [sizes.get(n, 5 if n == "rows" else 3) for n in names], {i: n for i, n in enumerate(names) if n not in sizes}
+        return [sizes.get(n, 5 if n == "rows" else 3) for n in names], {
+            i: n for i, n in enumerate(names) if n not in sizes
+        }
 
     def spec(name: str, dtype: torch.dtype, *names: str, width: int | None = None) -> Input:
         shape, symbolic = axes(*names)
@@ -90,14 +92,20 @@ def _shared_signature(module: SharedTarget, dtype: torch.dtype) -> tuple[list[In
     past: list[Input] = [(name, *one) for name, one in zip(_names("past", layers, names), pasts, strict=True)]
     total = sum(rows)
     inputs = [
-        ids("tokens", "rows", total), ids("depth", "rows", total), ids("counts", "", LANES), ids("wanted", "wanted", 2), *masks,
-        *(ids(f"past_length.{lane}", "", 1) for lane in lanes), *past,
-    ]  # fmt: skip
+        ids("tokens", "rows", total),
+        ids("depth", "rows", total),
+        ids("counts", "", LANES),
+        ids("wanted", "wanted", 2),
+        *masks,
+        *(ids(f"past_length.{lane}", "", 1) for lane in lanes),
+        *past,
+    ]
     return inputs, ["choice", "logits", "hidden", *_names("present", layers, names)]
 
 
 def arguments(module: nn.Module, values: Mapping[str, Any]) -> list[Any]:
-    """Values by the names of ``signature``, in its order, as the module takes them: those of several layers or lanes in lists."""
+    """Values by the names of ``signature``, in its order, as the module takes them: those of several layers or lanes in
+    lists."""
     taken: dict[str, Any] = {}
     for name, value in values.items():
         many = next((into for prefix, into in _LISTS.items() if name.startswith(prefix)), None)

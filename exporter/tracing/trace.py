@@ -33,7 +33,8 @@ _CACHE_INPUTS = ("past_key.", "past_value.")
 
 
 def io_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of caches, hidden rows and logits for weights of ``dtype``: numpy and some backends do not support bfloat16."""
+    """The dtype of caches, hidden rows and logits for weights of ``dtype``: numpy and some backends do not support
+    bfloat16."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
@@ -63,9 +64,9 @@ def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
 
 
 def _name_codes(model: ir.Model) -> None:
-    """Gives codes the shapes that their operators expect: signed ones [N, K] and zero points that of the scales, both of type INT4 if
-    they have 4 bits, for DequantizeLinear; zero points [N * bytes of a row] for MatMulNBits; codes of an embedding [V, bytes of a row]
-    for GatherBlockQuantized."""
+    """Gives codes the shapes that their operators expect: signed ones [N, K] and zero points that of the scales, both
+    of type INT4 if they have 4 bits, for DequantizeLinear; zero points [N * bytes of a row] for MatMulNBits; codes of
+    an embedding [V, bytes of a row] for GatherBlockQuantized."""
 
     def retype(value: ir.Value, dtype: ir.DataType, shape: Sequence[Any]) -> None:
         old = value.const_value
@@ -85,12 +86,13 @@ def _name_codes(model: ir.Model) -> None:
             continue  # not in blocks, or named already
         block = node.attributes["block_size"].as_int()
         *rows, count, width = codes.const_value.shape
-        retype(codes, ir.DataType.INT8 if width == block else ir.DataType.INT4, [*rows, count * block])  # INT4: two per byte
+        # INT4: two per byte
+        retype(codes, ir.DataType.INT8 if width == block else ir.DataType.INT4, [*rows, count * block])
         if len(node.inputs) > 2:
             if count % 2:
                 raise InputError(
-                    f"'{codes.name}' has zero points and an odd number of blocks in a row, which DequantizeLinear cannot read: "
-                    "export for the CPU or cuda only"
+                    f"'{codes.name}' has zero points and an odd number of blocks in a row, which DequantizeLinear "
+                    "cannot read: export for the CPU or cuda only"
                 )
             retype(node.inputs[2], ir.DataType.INT4, [*rows, count])
 
@@ -157,9 +159,12 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
 
 
 def trace(
-    module: Target | Drafter, locations: dict[str, Location], bundle: Path, dtype: torch.dtype,
+    module: Target | Drafter,
+    locations: dict[str, Location],
+    bundle: Path,
+    dtype: torch.dtype,
     sizes: Mapping[str, int] | None = None,
-) -> ir.Model:  # fmt: skip
+) -> ir.Model:
     """Converts a module on the meta device to a graph, without reading any weights.
 
     locations: of the parameters in the bundle's files. dtype: of weights. sizes: see ``signature``.
@@ -182,7 +187,8 @@ def trace(
 
 
 def as_inputs(model: ir.Model) -> dict[str, Weight]:
-    """Turns the weights of a graph into inputs. Returns them by name. Token ids stay: parsers look at the values of integers."""
+    """Turns the weights of a graph into inputs. Returns them by name. Token ids stay: parsers look at the values of
+    integers."""
     weights = {}
     for name, value in list(model.graph.initializers.items()):
         if isinstance(tensor := value.const_value, ir.ExternalTensor) and tensor.dtype != ir.DataType.INT64:

@@ -21,8 +21,8 @@ _HELD_OUT = 50  # one record in so many is never trained on
 
 @dataclass
 class Batch:
-    """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; read: [B, T, K], what the
-    drafter reads, ``hidden`` or taps; lengths: [B]."""
+    """ids: int64 [B, T]; answer: bool [B, T], tokens that a drafter would have drafted; hidden: [B, T, H]; read: [B, T,
+    K], what the drafter reads, ``hidden`` or taps; lengths: [B]."""
 
     ids: Tensor
     answer: Tensor
@@ -33,7 +33,8 @@ class Batch:
 
 @dataclass
 class Anchors:
-    """Spans of positions to draft from: ``record`` int64 [N], the text of the batch; ``place`` int64 [N, S], consecutive positions."""
+    """Spans of positions to draft from: ``record`` int64 [N], the text of the batch; ``place`` int64 [N, S],
+    consecutive positions."""
 
     record: Tensor
     place: Tensor
@@ -47,16 +48,16 @@ class Anchors:
 
 
 class Features:
-    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H], or [tokens, H + taps * H], and a
-    byte for each record.
+    """The target's hidden states of every record, computed once and kept on disk in bf16: [tokens, H], or [tokens, H +
+    taps * H], and a byte for each record.
 
-    Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last. A target that
-    is split over them is called by all at once, so its hidden states are computed beforehand (``fill``).
+    Processes share the files: each writes only bytes of the records that it has computed, and a record's own byte last.
+    A target that is split over them is called by all at once, so its hidden states are computed beforehand (``fill``).
     """
 
     def __init__(self, folder: Path | None, text: Text, decoder: Any, taps: tuple[int, ...] = ()) -> None:
-        """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head. taps: the layers whose inputs
-        are kept besides, see ``graphs.target.Target``."""
+        """folder: where to keep them, None for nowhere. decoder: transformers' model without its lm_head. taps: the
+        layers whose inputs are kept besides, see ``graphs.target.Target``."""
         self.text, self.decoder, self.taps = text, decoder, taps
         self.hidden: int = decoder.config.hidden_size
         self.width = self.hidden * (1 + len(taps))
@@ -194,8 +195,8 @@ def anchors(batch: Batch, spans: int, depths: int, rng: np.random.Generator) -> 
 
 
 def wanted(batch: Batch, at: Anchors, depths: int) -> tuple[Tensor, Tensor]:
-    """The target's hidden states from one position after the anchors, [N, SPAN + depths - 1, H], and whether what follows each is an
-    answer token, bool of that shape without H."""
+    """The target's hidden states from one position after the anchors, [N, SPAN + depths - 1, H], and whether what
+    follows each is an answer token, bool of that shape without H."""
     after = torch.arange(1, SPAN + depths, device=at.place.device)
     place = at.place[:, :1] + after
     return batch.hidden[at.record[:, None], place], batch.answer[at.record[:, None], place + 1]

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, device: str, stopped: Callable[[], bool]) -> bool:
-    """Returns whether everything that was asked for is done. Raises GumihoError, UnavailableError for a GPU that is too small."""
+    """Returns whether everything that was asked for is done. Raises GumihoError, UnavailableError for a GPU that is too
+    small."""
     import torch
 
     try:
         return _train(config, device, stopped)
     except torch.OutOfMemoryError:
         raise UnavailableError(
-            f"the memory of {device} is too small: give fewer --conversations or a smaller --batch, --anchors or --window, or split the "
-            "target over several GPUs (torchrun and --shard-target)"
+            f"the memory of {device} is too small: give fewer --conversations or a smaller --batch, --anchors or "
+            "--window, or split the target over several GPUs (torchrun and --shard-target)"
         ) from None
 
 
@@ -46,22 +47,28 @@ def _train(config: TrainConfig, device: str, stopped: Callable[[], bool]) -> boo
         torch.set_num_threads(config.threads)
     if config.anchors % (32 * parallel.ranks()):
         raise InputError(
-            f"--anchors is {config.anchors}, and {parallel.ranks()} processes share them: give a multiple of {32 * parallel.ranks()}"
+            f"--anchors is {config.anchors}, and {parallel.ranks()} processes share them: give a multiple of "
+            f"{32 * parallel.ranks()}"
         )
     if config.shard_target and parallel.ranks() == 1:
-        raise InputError("--shard-target splits the target over several processes: start them with torchrun --nproc-per-node N")
+        raise InputError(
+            "--shard-target splits the target over several processes: start them with torchrun --nproc-per-node N"
+        )
     work = config.work or config.out.with_name(f"{config.out.name}-training")
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise UnavailableError(f"--device {device} is not here: leave it out, or give cpu") from None
-    dtype = parallel.same({"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[config.dtype] or target.faster(device))
+    dtype = parallel.same(
+        {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[config.dtype] or target.faster(device)
+    )
     shard = partial(parallel.shard, device=device) if config.shard_target else lambda _: None
     loaded = target.load(config.target, device, dtype, shard)
     model, tokenizer, ends = loaded.model, loaded.tokenizer, loaded.ends
     if config.window > loaded.positions:
         raise InputError(
-            f"--window is {config.window}: give at most {loaded.positions}, the positions that target '{config.target}' attends to"
+            f"--window is {config.window}: give at most {loaded.positions}, the positions that target "
+            f"'{config.target}' attends to"
         )
     with parallel.in_turn():
         text = Text(work / "text", model.config.vocab_size, loaded.name)
@@ -96,12 +103,23 @@ def _written(
         pieces = template(tokenizer, ends)
         if asked and not pieces.chat:
             raise InputError(
-                f"target '{config.target}' has no chat template to ask the prompts of --data with: give text instead ('text' in "
-                ".jsonl, or .txt), or add its chat_template.jinja"
+                f"target '{config.target}' has no chat template to ask the prompts of --data with: give text instead "
+                "('text' in .jsonl, or .txt), or add its chat_template.jinja"
             )
         seed = config.seed * ranks + rank
         script = Script(pieces, tokenizer, seed, len(text), asked[rank::ranks], own=not config.data)
-        write(model, text, script, config.tokens, config.conversations, config.window, _say, seed, stopped, config.shard_target)
+        write(
+            model,
+            text,
+            script,
+            config.tokens,
+            config.conversations,
+            config.window,
+            _say,
+            seed,
+            stopped,
+            config.shard_target,
+        )
     return not stopped()
 
 
@@ -133,16 +151,20 @@ def _trained(
     features = Features(None if config.no_hidden_cache else work / kept, text, model.model, drafter.taps)
     file = work / "state" / f"{kind}.pt"
     known = {
-        "target": text.target, "serial layers": layers, "heads": heads, "draft vocabulary": config.draft_vocab or model.config.vocab_size,
+        "target": text.target,
+        "serial layers": layers,
+        "heads": heads,
+        "draft vocabulary": config.draft_vocab or model.config.vocab_size,
         "seed": config.seed,
-    }  # fmt: skip
+    }
     stored = state.read(file, known)
     embed, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     drafted = vocabulary(config.draft_vocab, stored, text, tokenizer, ends, lm_head)
     drafter = drafter.to(embed.device)
     if config.shard_target and not features.fill(stopped, _say):
         return False
-    if stored is None and (config.shard_target or not parallel.rank()):  # without their help, the others get these weights
+    # without their help, the others get these weights
+    if stored is None and (config.shard_target or not parallel.rank()):
         torch.manual_seed(config.seed)
         if config.init and isinstance(drafter, Gumiho):
             drafter.from_checkpoint(config.init)
@@ -174,9 +196,17 @@ def _settings(config: TrainConfig, hidden: int, dtype: "torch.dtype") -> "Settin
 
     ranks, rate = parallel.ranks(), config.rate or 0.05 / hidden**0.5
     return Settings(
-        config.steps, max(1, config.batch // ranks), config.anchors // 32 // ranks, rate, config.warmup, config.depth_decay,
-        config.distance_weight, 0.5, config.seed, dtype,
-    )  # fmt: skip
+        config.steps,
+        max(1, config.batch // ranks),
+        config.anchors // 32 // ranks,
+        rate,
+        config.warmup,
+        config.depth_decay,
+        config.distance_weight,
+        0.5,
+        config.seed,
+        dtype,
+    )
 
 
 def _kind(config: TrainConfig) -> tuple[str, int, int]:
@@ -188,7 +218,8 @@ def _kind(config: TrainConfig) -> tuple[str, int, int]:
     kind = family(layers, heads) if config.family in (None, GUMIHO, EAGLE) else config.family
     if config.family not in (None, kind):
         raise InputError(
-            f"--family is {config.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name that"
+            f"--family is {config.family}, but {layers} serial layers and {heads} heads are of the family {kind}: name "
+            "that"
         )
     return kind, layers, heads
 
@@ -199,7 +230,8 @@ def _require_space(folder: Path, needed: int) -> None:
     free, have = free_space(folder), sum(f.stat().st_blocks * 512 for f in folder.glob("hidden*/*"))
     if needed - have > free:
         raise UnavailableError(
-            f"'{folder}' needs {(needed - have) / 1e9:.1f} GB for hidden states and has {free / 1e9:.1f}: free some space, or give --no-hidden-cache"
+            f"'{folder}' needs {(needed - have) / 1e9:.1f} GB for hidden states and has {free / 1e9:.1f}: free some "
+            "space, or give --no-hidden-cache"
         )
 
 

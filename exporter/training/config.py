@@ -12,9 +12,13 @@ USUAL = {GUMIHO: (2, 5), EAGLE: (1, 0), EAGLE_3: (1, 0), MEDUSA: (0, 5), HYDRA: 
 _LEAST_WINDOW, _MOST_THREADS = 48, 1024
 _LAYERS, _HEADS, _INIT, _HIDDEN = "--serial-layers", "--heads", "--init", "--hidden-weight"
 _TAKEN = {
-    GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN}, EAGLE: {_INIT, _HIDDEN}, EAGLE_3: set[str](), MEDUSA: {_HEADS}, HYDRA: {_HEADS},
+    GUMIHO: {_LAYERS, _HEADS, _INIT, _HIDDEN},
+    EAGLE: {_INIT, _HIDDEN},
+    EAGLE_3: set[str](),
+    MEDUSA: {_HEADS},
+    HYDRA: {_HEADS},
     SMALL: {_LAYERS},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,18 @@ class TrainConfig:
 def settled(config: TrainConfig) -> TrainConfig:
     """With folders' names as the system has them. Raises InputError for values that no run can have."""
     least = {
-        "tokens": 1, "window": _LEAST_WINDOW, "conversations": 1, "serial_layers": 1, "heads": 0, "draft_vocab": 2, "steps": 1,
-        "batch": 1, "anchors": 32, "warmup": 0, "threads": 1,
-    }  # fmt: skip
+        "tokens": 1,
+        "window": _LEAST_WINDOW,
+        "conversations": 1,
+        "serial_layers": 1,
+        "heads": 0,
+        "draft_vocab": 2,
+        "steps": 1,
+        "batch": 1,
+        "anchors": 32,
+        "warmup": 0,
+        "threads": 1,
+    }
     for name, smallest in least.items():
         value = getattr(config, name)
         if value is not None and value < smallest:
@@ -100,4 +113,6 @@ def _expanded(option: str, folder: Path) -> Path:
     try:
         return folder.expanduser()
     except RuntimeError as error:  # an unknown user's home
-        raise InputError(f"--{option} {folder} cannot be the name of a folder ({reason(error)}): name another one") from None
+        raise InputError(
+            f"--{option} {folder} cannot be the name of a folder ({reason(error)}): name another one"
+        ) from None

@@ -1,4 +1,5 @@
-"""What the target is given to write: openings of turns, prompts of the user's, documents to summarize (Magpie, arXiv 2406.08464)."""
+"""What the target is given to write: openings of turns, prompts of the user's, documents to summarize (Magpie, arXiv
+2406.08464)."""
 
 import random
 from collections import deque
@@ -18,20 +19,68 @@ _MOST_QUESTION = 192  # tokens; a question that goes on is no question
 _LEAST_QUESTION = 3
 _AHEAD = 64  # prompts looked through for one that fits
 
-# How user turns begin. An instruction model left to itself mostly writes one kind of request, so half of them get a first word.
+# How user turns begin. An instruction model left to itself mostly writes one kind of request, so half of them get a
+# first word.
 BEGINNINGS = (
-    "Write a function", "Write a Python function that", "Complete this function:\n\ndef", "def", "Fix the bug in this code:\n", "Write a program",
-    "Who", "When", "Where", "What is", "What was", "Which", "Why", "How", "How many", "How much", "Is it", "Can you",
-    "Explain", "Describe", "Give", "List", "Name", "Compare", "Write", "Write a story", "Write an email", "Write a letter",
-    "Create", "Generate", "Suggest", "Rewrite", "Edit the following sentence", "Translate", "Classify", "Convert", "Imagine",
-    "Solve this problem:", "If", "A", "In", "There are", "Calculate", "Find", "Write a news article about", "Write a long report about",
-)  # fmt: skip
-_SUMMARIES = ("Summarize: ", "Summarize the following text:\n\n", "Give me the main points of this text:\n\n", "TL;DR: ")
+    "Write a function",
+    "Write a Python function that",
+    "Complete this function:\n\ndef",
+    "def",
+    "Fix the bug in this code:\n",
+    "Write a program",
+    "Who",
+    "When",
+    "Where",
+    "What is",
+    "What was",
+    "Which",
+    "Why",
+    "How",
+    "How many",
+    "How much",
+    "Is it",
+    "Can you",
+    "Explain",
+    "Describe",
+    "Give",
+    "List",
+    "Name",
+    "Compare",
+    "Write",
+    "Write a story",
+    "Write an email",
+    "Write a letter",
+    "Create",
+    "Generate",
+    "Suggest",
+    "Rewrite",
+    "Edit the following sentence",
+    "Translate",
+    "Classify",
+    "Convert",
+    "Imagine",
+    "Solve this problem:",
+    "If",
+    "A",
+    "In",
+    "There are",
+    "Calculate",
+    "Find",
+    "Write a news article about",
+    "Write a long report about",
+)
+_SUMMARIES = (
+    "Summarize: ",
+    "Summarize the following text:\n\n",
+    "Give me the main points of this text:\n\n",
+    "TL;DR: ",
+)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template in pieces of token ids: what comes before a user turn, after it, and between an answer and the next user turn.
+    """A chat template in pieces of token ids: what comes before a user turn, after it, and between an answer and the
+    next user turn.
 
     Without a template the target writes plain text: ``opening`` is how a text begins, and there is nothing after it.
     """
@@ -48,7 +97,8 @@ class Template:
 
 
 def template(tokenizer: Any, ends: Sequence[int]) -> Template:
-    """The pieces of a tokenizer's chat template. ends: the target's end tokens. Raises InputError if the template cannot be cut."""
+    """The pieces of a tokenizer's chat template. ends: the target's end tokens. Raises InputError if the template
+    cannot be cut."""
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -57,7 +107,9 @@ def template(tokenizer: Any, ends: Sequence[int]) -> Template:
         begin = tokenizer.bos_token_id
         opening = (begin,) if begin is not None else tuple(ends[:1])
         if not opening:
-            raise InputError("the target has neither a chat template nor a token that begins a text: give text with --data")
+            raise InputError(
+                "the target has neither a chat template nor a token that begins a text: give text with --data"
+            )
         return Template(opening, (), (), frozenset(ends), "")
     first, second, third = _MARKS
     turns = [{"role": r, "content": c} for r, c in (("user", first), ("assistant", second), ("user", third))]
@@ -82,10 +134,11 @@ def template(tokenizer: Any, ends: Sequence[int]) -> Template:
 
 @dataclass
 class Conversation:
-    """A record that is being written. ``ids`` may run ahead of what the target has read: those tokens are given, not chosen.
+    """A record that is being written. ``ids`` may run ahead of what the target has read: those tokens are given, not
+    chosen.
 
-    limit: positions. turns: user turns left to write after this one. given: user turns that are given, in order. greedy: whether
-    answers are the target's first choices. source: number of the prompt, -1 for none.
+    limit: positions. turns: user turns left to write after this one. given: user turns that are given, in order.
+    greedy: whether answers are the target's first choices. source: number of the prompt, -1 for none.
     """
 
     pieces: Template
@@ -187,7 +240,8 @@ class Conversation:
 
 
 class Script:
-    """Which conversations are written: the user's prompts first, then the target's own, drawn by ``seed`` and number."""
+    """Which conversations are written: the user's prompts first, then the target's own, drawn by ``seed`` and
+    number."""
 
     def __init__(
         self,
@@ -198,7 +252,8 @@ class Script:
         prompts: Sequence[tuple[int, Sequence[str]]] = (),
         own: bool = True,
     ) -> None:
-        """number: of the next conversation. prompts: number and user turns of each. own: whether the target writes its own as well."""
+        """number: of the next conversation. prompts: number and user turns of each. own: whether the target writes its
+        own as well."""
         self.own = own
         self.pieces, self.tokenizer, self.seed, self.number = pieces, tokenizer, seed, number
         self.prompts = deque(prompts)

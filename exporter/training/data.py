@@ -33,7 +33,9 @@ def _lines(files: Sequence[Path]) -> Iterator[tuple[int, str, Any]]:
                             yield number, f"{file}:{at}", json_line(line, at)
                         number += 1
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"--data '{file}' cannot be read ({reason(error)}): give text, or a JSON object a line") from None
+            raise InputError(
+                f"--data '{file}' cannot be read ({reason(error)}): give text, or a JSON object a line"
+            ) from None
         if number == begun:
             raise InputError(f"--data '{file}' is empty: give text, or a JSON object a line")
 
@@ -54,12 +56,14 @@ def _record(place: str, content: Any) -> tuple[str, list[str]]:
 
 
 def prompts(files: Sequence[Path]) -> list[tuple[int, list[str]]]:
-    """The user turns of every record that has some, with its number. Raises InputError for files that cannot be read."""
+    """The user turns of every record that has some, with its number. Raises InputError for files that cannot be
+    read."""
     return [(number, turns) for number, place, content in _lines(files) if (turns := _record(place, content)[1])]
 
 
 def plain(files: Sequence[Path], tokenizer: Any, text: Text, window: int, known: set[int]) -> None:
-    """Appends the records that are text, cut into windows, all of it to be drafted. known: numbers that are there already.
+    """Appends the records that are text, cut into windows, all of it to be drafted. known: numbers that are there
+    already.
 
     Raises InputError for files that cannot be read.
     """

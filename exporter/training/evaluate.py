@@ -1,4 +1,5 @@
-"""How good a drafter is on held-out text: agreement of first choices by depth, and tau of the trees it would grow there."""
+"""How good a drafter is on held-out text: agreement of first choices by depth, and tau of the trees it would grow
+there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from .store import ANSWER, GREEDY, Text
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is drafted. lm_head: rows [N, H] in the precision to compute in; ids: the tokens they are of, int64 [N], None for all."""
+    """What is drafted. lm_head: rows [N, H] in the precision to compute in; ids: the tokens they are of, int64 [N],
+    None for all."""
 
     lm_head: Tensor
     ids: Tensor | None
@@ -27,7 +29,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Score:
-    """loss: KL in nats by depth; agreement: share of first choices by depth; tau: by R. tau is NaN without text to measure it on."""
+    """loss: KL in nats by depth; agreement: share of first choices by depth; tau: by R. tau is NaN without text to
+    measure it on."""
 
     loss: list[float]
     agreement: list[float]
@@ -42,9 +45,10 @@ class Score:
 class Evaluation:
     """The same held-out text each time.
 
-    Agreement: at random places in answers, with the text's own tokens before them. tau: trees as the runtime grows them, walked along
-    the answer that the target wrote at temperature 0 (any answer, if there is none): the accepted path is what the answer holds, as it
-    would be in decoding, since such an answer is the target's own first choice at every place. Texts end where the record does.
+    Agreement: at random places in answers, with the text's own tokens before them. tau: trees as the runtime grows
+    them, walked along the answer that the target wrote at temperature 0 (any answer, if there is none): the accepted
+    path is what the answer holds, as it would be in decoding, since such an answer is the target's own first choice at
+    every place. Texts end where the record does.
     """
 
     def __init__(
@@ -114,7 +118,8 @@ class Walk:
         self.seen = drafter.read_text(embedded, own.read.float())
 
     def run(self, rows: int, begin: int, stop: int) -> tuple[int, int]:
-        """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and cycles."""
+        """Decodes the tokens from ``begin``, which the prompt's pass gives, to before ``stop``. Returns tokens and
+        cycles."""
         own = self.drafter
         tree = usual_tree(own.family, rows, own.heads, levels=own.levels).fitted(self.vocabulary.lm_head.shape[0])
         pending, cycles, answer = begin, 0, iter(self.ids[begin + 1 : stop])

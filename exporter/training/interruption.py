@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 
 class Interruption:
-    """Whether SIGINT or SIGTERM has come, to this process or to one it trains with: a collective. The second one ends the process."""
+    """Whether SIGINT or SIGTERM has come, to this process or to one it trains with: a collective. The second one ends
+    the process."""
 
     def __init__(self) -> None:
         self.came = False

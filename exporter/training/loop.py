@@ -1,4 +1,5 @@
-"""The training loop: steps that depend on the state and their number only, so that a resumed run is the uninterrupted one."""
+"""The training loop: steps that depend on the state and their number only, so that a resumed run is the uninterrupted
+one."""
 
 import time
 from collections.abc import Callable
@@ -26,9 +27,9 @@ _AVERAGE = 0.999  # of the weights that are written: the last thousand steps
 
 @dataclass(frozen=True)
 class Settings:
-    """steps: in all. positions: of text in a process's part of a step. spans: of 32 anchors in it. rate: the highest learning rate.
-    warmup: steps until it is reached. decay: by how much each depth's loss weighs less. hidden_weight: of the distance between hidden
-    states. headed: share of the spans that the heads see. dtype: of matrix products.
+    """steps: in all. positions: of text in a process's part of a step. spans: of 32 anchors in it. rate: the highest
+    learning rate. warmup: steps until it is reached. decay: by how much each depth's loss weighs less. hidden_weight:
+    of the distance between hidden states. headed: share of the spans that the heads see. dtype: of matrix products.
     """
 
     steps: int
@@ -53,7 +54,13 @@ class Training:
     """A drafter and what trains it. After ``resume`` or a fresh start, ``run`` does the steps that are left."""
 
     def __init__(
-        self, drafter: Drafter, text: Text, features: Features, embed: Tensor, vocabulary: Vocabulary, settings: Settings
+        self,
+        drafter: Drafter,
+        text: Text,
+        features: Features,
+        embed: Tensor,
+        vocabulary: Vocabulary,
+        settings: Settings,
     ) -> None:
         """embed: the target's embedding [V, H]. vocabulary: what the distributions are over."""
         self.drafter, self.text, self.features = drafter, text, features
@@ -106,7 +113,9 @@ class Training:
         hidden, valid = wanted(own, at, depths)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == torch.bfloat16):
             embedded = F.embedding(own.ids, self.embed).to(settings.dtype)
-            outs = self.model(embedded, own.read.to(settings.dtype), at, max(1, round(settings.headed * settings.spans)))
+            outs = self.model(
+                embedded, own.read.to(settings.dtype), at, max(1, round(settings.headed * settings.spans))
+            )
         loss, hits = losses(outs, hidden, self.vocabulary.lm_head, valid, settings.hidden_weight)
         (loss * torch.tensor(depth_weights(depths, settings.decay), device=device)).sum().backward()
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
@@ -135,13 +144,19 @@ class Pace:
 
 
 def run(
-    training: Training, evaluation: Evaluation, file: Path, known: dict[str, Any], pace: Pace,
-    report: Callable[[str], None], stopped: Callable[[], bool], saved: Callable[[], None],
-) -> bool:  # fmt: skip
+    training: Training,
+    evaluation: Evaluation,
+    file: Path,
+    known: dict[str, Any],
+    pace: Pace,
+    report: Callable[[str], None],
+    stopped: Callable[[], bool],
+    saved: Callable[[], None],
+) -> bool:
     """Trains to the last step, or until ``stopped``. Returns whether all steps are done.
 
-    file: of the state. saved: called after each state that was written. Of several processes the first one writes and measures, and all
-    stop after the same step.
+    file: of the state. saved: called after each state that was written. Of several processes the first one writes and
+    measures, and all stop after the same step.
     """
     steps, begun, first = training.settings.steps, time.monotonic(), training.step
     leads = not parallel.rank()

@@ -1,4 +1,5 @@
-"""What a drafter is trained on: the target's next hidden states, and the distributions that follow from them (paper, section 3)."""
+"""What a drafter is trained on: the target's next hidden states, and the distributions that follow from them (paper,
+section 3)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +14,15 @@ _SLICE = 24 << 20  # logits that exist at once
 class _Divergence(torch.autograd.Function):
     """KL(target || drafter), summed over the anchors of each depth.
 
-    With target p, drafter q and the rows W of lm_head, the sum of p * logits is the product of the hidden state with p W, and the
-    gradient with respect to the drafter's hidden state is q W - p W. So p W, which all depths share, and q W are all that is kept:
-    logits exist a slice at a time, and only a softmax passes over them.
+    With target p, drafter q and the rows W of lm_head, the sum of p * logits is the product of the hidden state with p
+    W, and the gradient with respect to the drafter's hidden state is q W - p W. So p W, which all depths share, and q W
+    are all that is kept: logits exist a slice at a time, and only a softmax passes over them.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, valid: Tensor, size: int, *outs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, valid: Tensor, size: int, *outs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         span = outs[0].shape[1]
         sums, hits = (torch.zeros(len(outs), device=hidden.device) for _ in range(2))
         gradients = [torch.zeros_like(out) for out in outs]
@@ -41,7 +44,9 @@ class _Divergence(torch.autograd.Function):
                 divergence = entropy[place] - (rows.float() * mean[place]).sum(-1) + normalizer
                 sums[depth] += (divergence * real).sum()
                 hits[depth] += (agree * real).sum()
-                gradients[depth][part] = ((torch.matmul(share, weight).float() - mean[place]) * real[..., None]).to(out.dtype)
+                gradients[depth][part] = ((torch.matmul(share, weight).float() - mean[place]) * real[..., None]).to(
+                    out.dtype
+                )
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(hits)
         return sums, hits
@@ -52,7 +57,8 @@ class _Divergence(torch.autograd.Function):
 
 
 def _softmax(logits: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax, whether its first choice is the wanted token (without one: which it is), and the logarithm of what it divided by."""
+    """Softmax, whether its first choice is the wanted token (without one: which it is), and the logarithm of what it
+    divided by."""
     share = logits.softmax(-1)
     best = share.argmax(-1) if wanted is None else wanted
     own = share.gather(-1, best[..., None])[..., 0]
@@ -66,9 +72,9 @@ def divergence(
 ) -> tuple[Tensor, Tensor]:
     """Sums of KL divergences in nats, fp32 [depths], and how often the first choices agree, fp32 [depths].
 
-    outs: [n, S, H] of each depth, n at most N; hidden: [N, S + depths - 1, H], the target's hidden states from one position after the
-    anchors; weight: lm_head [V, H], or some of its rows; valid: bool [N, S + depths - 1], which of those positions count.
-    most: logits that may exist at once, of target and drafter each.
+    outs: [n, S, H] of each depth, n at most N; hidden: [N, S + depths - 1, H], the target's hidden states from one
+    position after the anchors; weight: lm_head [V, H], or some of its rows; valid: bool [N, S + depths - 1], which of
+    those positions count. most: logits that may exist at once, of target and drafter each.
     """
     size = max(1, most // (hidden.shape[1] * weight.shape[0]))
     sums, hits = _Divergence.apply(hidden, weight, valid, size, *outs)
@@ -78,10 +84,11 @@ def divergence(
 def losses(
     outs: Sequence[Tensor], hidden: Tensor, weight: Tensor, valid: Tensor, hidden_weight: float, most: int = _SLICE
 ) -> tuple[Tensor, Tensor]:
-    """The loss of every depth, fp32 [depths], averaged over the anchors that count, and the share of first choices that agree.
+    """The loss of every depth, fp32 [depths], averaged over the anchors that count, and the share of first choices that
+    agree.
 
-    As ``divergence``; hidden_weight: of the smooth L1 distance between hidden states, beside a divergence of weight 1. The official
-    code has 1 beside 0.1; a target's hidden states differ much in scale, its distributions do not.
+    As ``divergence``; hidden_weight: of the smooth L1 distance between hidden states, beside a divergence of weight 1.
+    The official code has 1 beside 0.1; a target's hidden states differ much in scale, its distributions do not.
     """
     sums, hits = divergence(outs, hidden, weight, valid, most)
     counts, distances = [], []

@@ -1,4 +1,5 @@
-"""Drafters in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafter.py for that."""
+"""Drafters in the form that is trained: batches of whole texts in place of a cycle's few rows. See graphs/drafter.py
+for that."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -52,7 +53,8 @@ class Norm(nn.Module):
 
 
 class SerialLayer(nn.Module):
-    """A Llama layer; the first of a drafter has no ``input_layernorm``. Its attention takes keys from wherever the caller has them."""
+    """A Llama layer; the first of a drafter has no ``input_layernorm``. Its attention takes keys from wherever the
+    caller has them."""
 
     def __init__(self, config: LlamaConfig, input_norm: bool) -> None:
         super().__init__()
@@ -93,8 +95,8 @@ class Linear(nn.Module):
 class Drafter(nn.Module, ABC):
     """What is trained. Parameters are named as in the released checkpoints, but for ``stored_as``.
 
-    config: a Llama of the target's sizes. heads: parallel ones. levels: serial ones, at most. depths: how many positions ahead it is
-    trained to draft. taps: see ``graphs.target.Target``. file: its name as released.
+    config: a Llama of the target's sizes. heads: parallel ones. levels: serial ones, at most. depths: how many
+    positions ahead it is trained to draft. taps: see ``graphs.target.Target``. file: its name as released.
     """
 
     family: str
@@ -109,27 +111,30 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, target: Any, text: Text, features: Features, report: Callable[[str], None]) -> None:
-        """Gives it the weights that training begins with. target: transformers' model. All processes call it if that is split over them."""
+        """Gives it the weights that training begins with. target: transformers' model. All processes call it if that is
+        split over them."""
 
     @abstractmethod
     def forward(self, embedded: Tensor, read: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
         """What every depth predicts from the anchors; parallel heads predict for the first ``headed`` spans only.
 
-        embedded: [B, T, H], of the text's tokens; read: [B, T, K], what the drafter reads of the target -> [N, S, H] each; depth d
-        predicts the hidden state d positions after the anchor.
+        embedded: [B, T, H], of the text's tokens; read: [B, T, K], what the drafter reads of the target -> [N, S, H]
+        each; depth d predicts the hidden state d positions after the anchor.
         """
 
     def read_text(self, embedded: Tensor, read: Tensor) -> Any:
-        """What ``grow_from`` needs of texts: without layers what the drafter reads of the target. For the parameters see ``forward``."""
+        """What ``grow_from`` needs of texts: without layers what the drafter reads of the target. For the parameters
+        see ``forward``."""
         return read
 
     @abstractmethod
     def grow_from(self, seen: Any, place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
-        """What level 1 is drafted from, [1, ...], and the serial step behind it, both for ``graphs.tree.grow``. seen: of ``read_text``; pending: the
-        token after ``place``, int64 [1]; embed: the target's embedding [V, H]."""
+        """What level 1 is drafted from, [1, ...], and the serial step behind it, both for ``graphs.tree.grow``. seen:
+        of ``read_text``; pending: the token after ``place``, int64 [1]; embed: the target's embedding [V, H]."""
 
     def head_rows(self, first: Tensor, h1: Tensor, second: Tensor, h2: Tensor, count: int) -> Tensor:
-        """What ``count`` parallel heads predict: [count, P, H]. first, second: embedded tokens; see ``graphs.tree.Heads``."""
+        """What ``count`` parallel heads predict: [count, P, H]. first, second: embedded tokens; see
+        ``graphs.tree.Heads``."""
         raise NotImplementedError
 
     def predicted(self, y: Tensor) -> Tensor:
@@ -137,16 +142,32 @@ class Drafter(nn.Module, ABC):
         return y
 
     def besides(self, ids: Tensor | None, embed: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint holds besides the parameters. ids: the draft vocabulary, None for all tokens; embed, lm_head: the target's."""
+        """What a checkpoint holds besides the parameters. ids: the draft vocabulary, None for all tokens; embed,
+        lm_head: the target's."""
         return {} if ids is None else {"token_map": ids.cpu()}
 
     def about(self) -> dict[str, Any]:
         """config.json."""
         keep = (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
-        )  # fmt: skip
-        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "float16"}
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "rope_parameters",
+            "attention_bias",
+            "mlp_bias",
+        )
+        kind = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "torch_dtype": "float16",
+        }
         return kind | {name: getattr(self.config, name) for name in keep}
 
     def stored_as(self, name: str) -> str:
@@ -155,7 +176,8 @@ class Drafter(nn.Module, ABC):
 
 
 class Serial(Drafter):
-    """Serial layers, whose first step reads what the target has read, and each further one what the step before has drafted.
+    """Serial layers, whose first step reads what the target has read, and each further one what the step before has
+    drafted.
 
     config: of the layers. ahead: see ``graphs.drafter.Drafter``.
     """
@@ -171,12 +193,14 @@ class Serial(Drafter):
         self.scaling: float = rotary.attention_scaling
 
     def features(self, read: Tensor) -> Tensor:
-        """What the first step has in place of another step's result. read: [..., K], what the drafter reads of the target -> [..., H]."""
+        """What the first step has in place of another step's result. read: [..., K], what the drafter reads of the
+        target -> [..., H]."""
         return read
 
     @abstractmethod
     def fuse(self, embedded: Tensor, hidden: Tensor) -> Any:
-        """What the first layer takes. embedded: a token's; hidden: ``features``, or what the step before returned; both [..., H]."""
+        """What the first layer takes. embedded: a token's; hidden: ``features``, or what the step before returned; both
+        [..., H]."""
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [B, n, d]. positions: int64 [B, n]."""
@@ -185,11 +209,13 @@ class Serial(Drafter):
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
     def read_text(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
-        """See ``Drafter``. Serial step 1 of every position p, which reads (x of p + 1, h of p): y [B, n, H] and the layers' caches."""
+        """See ``Drafter``. Serial step 1 of every position p, which reads (x of p + 1, h of p): y [B, n, H] and the
+        layers' caches."""
         return self.extend(embedded[:, 1:], read[:, :-1])
 
     def extend(self, embedded: Tensor, read: Tensor) -> tuple[Tensor, list[Cache]]:
-        """embedded: [B, n, H], read: [B, n, K], row by row what ``fuse`` takes -> y [B, n, H] and the layers' caches."""
+        """embedded: [B, n, H], read: [B, n, K], row by row what ``fuse`` takes -> y [B, n, H] and the layers'
+        caches."""
         x = self.fuse(embedded, self.features(read))
         rotary = self.rotary(torch.arange(embedded.shape[1], device=embedded.device)[None])
         caches: list[Cache] = []
@@ -200,13 +226,18 @@ class Serial(Drafter):
         return x, caches
 
     def step(
-        self, embedded: Tensor, hidden: Tensor, anchors: Anchors, caches: list[Cache], beside: list[list[Cache]] | None = None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        anchors: Anchors,
+        caches: list[Cache],
+        beside: list[list[Cache]] | None = None,
     ) -> Tensor:
-        """A further serial step from every anchor: its row sees the caches up to the anchor, the anchor's rows of earlier such steps, and
-        itself.
+        """A further serial step from every anchor: its row sees the caches up to the anchor, the anchor's rows of
+        earlier such steps, and itself.
 
-        embedded: [N, S, H], the drafted token; hidden: [N, S, H], what drafted it; beside: keys and values of those steps, layer by
-        layer, to which it adds its own -> [N, S, H].
+        embedded: [N, S, H], the drafted token; hidden: [N, S, H], what drafted it; beside: keys and values of those
+        steps, layer by layer, to which it adds its own -> [N, S, H].
         """
         beside = [[] for _ in caches] if beside is None else beside
         x, (records, span), earlier = self.fuse(embedded, hidden), embedded.shape[:2], len(beside[0])
@@ -225,7 +256,9 @@ class Serial(Drafter):
     def serial(self) -> list[SerialLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
-    def grow_from(self, seen: tuple[Tensor, list[Cache]], place: int, pending: Tensor, embed: Tensor) -> tuple[Tensor, Step]:
+    def grow_from(
+        self, seen: tuple[Tensor, list[Cache]], place: int, pending: Tensor, embed: Tensor
+    ) -> tuple[Tensor, Step]:
         """See ``Drafter``."""
         y, caches = seen
         length, beside = place + 1 + self.ahead, [list[Cache]() for _ in caches]
@@ -233,7 +266,9 @@ class Serial(Drafter):
         def step(tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
             x, count = self.fuse(embed[tokens].float()[None], hidden[None]), len(tokens)
             rotary = self.rotary(torch.full((1, count), length + len(beside[0]), device=tokens.device))
-            visible = torch.cat((torch.ones(count, length, dtype=torch.bool, device=tokens.device), slots), 1)[None, None]
+            visible = torch.cat((torch.ones(count, length, dtype=torch.bool, device=tokens.device), slots), 1)[
+                None, None
+            ]
             for layer, cache, own in zip(self.serial, caches, beside, strict=True):
                 q, k, v = layer.project(x, rotary)
                 own.append((k, v))

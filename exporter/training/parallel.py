@@ -1,6 +1,8 @@
-"""Several processes on one machine, as torchrun starts them: one for each GPU, or on the CPU. In a lone process all of this does nothing.
+"""Several processes on one machine, as torchrun starts them: one for each GPU, or on the CPU. In a lone process all of
+this does nothing.
 
-Collectives must be called by all processes in the same order. Flags and objects travel over gloo, gradients over nccl where there is CUDA.
+Collectives must be called by all processes in the same order. Flags and objects travel over gloo, gradients over nccl
+where there is CUDA.
 """
 
 import ctypes
@@ -36,10 +38,11 @@ def ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Belongs to the other processes within the block, if torchrun or accelerate has started any. Yields the device to compute on.
+    """Belongs to the other processes within the block, if torchrun or accelerate has started any. Yields the device to
+    compute on.
 
-    device: as the user gave it, may be empty. Raises InputError for a device that several processes cannot have, UnavailableError if
-    there are too few GPUs, if processes are on other machines, or if another one ends.
+    device: as the user gave it, may be empty. Raises InputError for a device that several processes cannot have,
+    UnavailableError if there are too few GPUs, if processes are on other machines, or if another one ends.
     """
     count = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if count == "1":
@@ -54,8 +57,8 @@ def joined(device: str) -> Iterator[str]:
         dist.init_process_group("gloo" if own == "cpu" else "cpu:gloo,cuda:nccl", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UnavailableError(
-            f"the {count} processes that RANK and WORLD_SIZE name do not find each other ({reason(error)}): start them with torchrun "
-            "--nproc-per-node N, or unset both variables"
+            f"the {count} processes that RANK and WORLD_SIZE name do not find each other ({reason(error)}): start them "
+            "with torchrun --nproc-per-node N, or unset both variables"
         ) from None
     try:
         yield own
@@ -63,23 +66,28 @@ def joined(device: str) -> Iterator[str]:
         if "onnection" not in str(error):  # what gloo raises has no class of its own
             raise
         raise UnavailableError(
-            "another process of this training has ended: its message or torchrun's says why; the same command goes on from the last saved state"
+            "another process of this training has ended: its message or torchrun's says why; the same command goes on "
+            "from the last saved state"
         ) from None
     finally:
-        # Deleting a group waits for its threads and holds the GIL, which they may need to finish (PyTorch issue 56297): it is left to
-        # the end of the process.
+        # Deleting a group waits for its threads and holds the GIL, which they may need to finish (PyTorch issue 56297):
+        # it is left to the end of the process.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
         dist.destroy_process_group()
 
 
 def _own_device(device: str, count: str) -> str:
     if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device} is one device, and {count} processes train: leave it out, or give cpu or cuda")
+        raise InputError(
+            f"--device {device} is one device, and {count} processes train: leave it out, or give cpu or cuda"
+        )
     if device == "cpu" or not (device or torch.cuda.is_available()):
         return "cpu"
     own, have = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
     if own >= have:
-        raise UnavailableError(f"{count} processes need as many GPUs, and {have} are here: start fewer, or give --device cpu")
+        raise UnavailableError(
+            f"{count} processes need as many GPUs, and {have} are here: start fewer, or give --device cpu"
+        )
     torch.cuda.set_device(own)
     return f"cuda:{own}"
 
@@ -138,6 +146,11 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def wrapped(module: nn.Module) -> nn.Module:
-    """The module to call in place of this one, which gets the first process's weights, and gradients averaged over all processes."""
+    """The module to call in place of this one, which gets the first process's weights, and gradients averaged over all
+    processes."""
     wait()
-    return module if ranks() == 1 else DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    return (
+        module
+        if ranks() == 1
+        else DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    )

@@ -24,9 +24,15 @@ def config(target: Any, layers: int) -> LlamaConfig:
     """The serial layers' configuration: a Llama of the target's shapes, with fewer layers."""
     own, layer = target.config, target.model.layers[0]
     keep = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "max_position_embeddings", "rms_norm_eps", "rope_parameters",
-    )  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+    )
     return LlamaConfig(
         **{name: getattr(own, name) for name in keep},
         head_dim=layer.self_attn.head_dim,
@@ -72,7 +78,8 @@ def fit(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """states: of some of the target's layers, in the names and fp32 numbers of a Llama's. residual, hidden: before and after its final norm."""
+    """states: of some of the target's layers, in the names and fp32 numbers of a Llama's. residual, hidden: before and
+    after its final norm."""
 
     states: list[dict[str, Tensor]]
     residual: Tensor
@@ -86,11 +93,17 @@ def _observed(target: Any, which: slice, record: NDArray[np.uint32]) -> _Seen:
     heads: dict[nn.Module, Tensor] = {}  # by norm of queries or keys
     layers = target.model.layers[which]
     normed = [
-        norm for own in layers for name in ("q_norm", "k_norm") if (norm := getattr(own.self_attn, name, None)) is not None
+        norm
+        for own in layers
+        for name in ("q_norm", "k_norm")
+        if (norm := getattr(own.self_attn, name, None)) is not None
     ]
     hooks = [
         target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].float())),
-        *(norm.register_forward_pre_hook(lambda norm, inputs: heads.update({norm: inputs[0].float()})) for norm in normed),
+        *(
+            norm.register_forward_pre_hook(lambda norm, inputs: heads.update({norm: inputs[0].float()}))
+            for norm in normed
+        ),
     ]
     hidden = target.model(ids.to(target.lm_head.weight.device), use_cache=False).last_hidden_state.float()
     for hook in hooks:
@@ -120,8 +133,9 @@ def first_layers(layers: Sequence[SerialLayer], target: Any, record: NDArray[np.
 def last_layers(layers: Sequence[SerialLayer], target: Any, record: NDArray[np.uint32]) -> None:
     """Gives layers that read features the weights of the target's last ones. record: a text to measure scales on.
 
-    Those read a residual stream that its final norm has not scaled, and the drafter's features are scaled, so the rows and columns that
-    meet the stream take over that scale; their outputs are then made small. All processes call it if the target is split over them.
+    Those read a residual stream that its final norm has not scaled, and the drafter's features are scaled, so the rows
+    and columns that meet the stream take over that scale; their outputs are then made small. All processes call it if
+    the target is split over them.
     """
     seen, final = _observed(target, slice(-len(layers), None), record), target.model.norm.weight.float()
     out = _BESIDE * final / seen.residual.square().mean(-1).sqrt().median()  # residual stream -> features
@@ -143,7 +157,8 @@ def last_layers(layers: Sequence[SerialLayer], target: Any, record: NDArray[np.u
 
 
 def _fold_norms(state: dict[str, Tensor], attention: Any, heads: dict[nn.Module, Tensor]) -> None:
-    """Scales the projections as the norms of their heads do on average. heads: what the norms read, [1, n, heads, d]."""
+    """Scales the projections as the norms of their heads do on average. heads: what the norms read, [1, n, heads,
+    d]."""
     for name in ("q", "k"):
         norm = getattr(attention, f"{name}_norm", None)
         if norm is None:

@@ -1,4 +1,5 @@
-"""What training goes on from, and what it leaves: both are replaced as a whole, so that there always is one that is intact."""
+"""What training goes on from, and what it leaves: both are replaced as a whole, so that there always is one that is
+intact."""
 
 import json
 import os
@@ -45,7 +46,8 @@ def save(file: Path, state: dict[str, Any]) -> None:
 def read(file: Path, known: dict[str, Any]) -> dict[str, Any] | None:
     """The state that ``save`` wrote, None if there is none.
 
-    known: what must be as it was. Raises DamageError for a file that cannot be read, InputError if it belongs to another run.
+    known: what must be as it was. Raises DamageError for a file that cannot be read, InputError if it belongs to
+    another run.
     """
     if not file.exists():
         return None
@@ -57,7 +59,8 @@ def read(file: Path, known: dict[str, Any]) -> dict[str, Any] | None:
     for name, value in known.items():
         if found.get(name) != value:
             raise InputError(
-                f"'{file}' was trained with {name} {found.get(name)}, and this run has {value}: give the same, or another folder with --work"
+                f"'{file}' was trained with {name} {found.get(name)}, and this run has {value}: give the same, or "
+                "another folder with --work"
             )
     return state
 
@@ -70,7 +73,8 @@ def write_checkpoint(
     weights: of the drafter, by its names. ids: the draft vocabulary, None for all tokens. embed, lm_head: the target's.
     """
     state = {
-        drafter.stored_as(name): weights[name].detach().to("cpu", torch.float16).contiguous() for name in drafter.state_dict()
+        drafter.stored_as(name): weights[name].detach().to("cpu", torch.float16).contiguous()
+        for name in drafter.state_dict()
     }
     state |= drafter.besides(ids, embed, lm_head)
 

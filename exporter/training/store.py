@@ -1,4 +1,5 @@
-"""Training text on disk: token ids in records that are only ever appended, so that a killed process loses at most the last ones."""
+"""Training text on disk: token ids in records that are only ever appended, so that a killed process loses at most the
+last ones."""
 
 import fcntl
 import json
@@ -25,10 +26,10 @@ _FORMAT = 1
 class Text:
     """Records of token ids in a folder.
 
-    ``tokens.bin``: uint32, a token id with the flags above. ``index.bin``: for every record its end among the tokens and the number
-    of the prompt that it answers, -1 if the target wrote that too. ``text.json``: the vocabulary and the target they belong to.
-    A record counts once its index entry is complete, and the tokens are on disk before the entry is. Raises DamageError for files
-    that contradict each other, InputError for text of another target.
+    ``tokens.bin``: uint32, a token id with the flags above. ``index.bin``: for every record its end among the tokens
+    and the number of the prompt that it answers, -1 if the target wrote that too. ``text.json``: the vocabulary and the
+    target they belong to. A record counts once its index entry is complete, and the tokens are on disk before the entry
+    is. Raises DamageError for files that contradict each other, InputError for text of another target.
     """
 
     def __init__(self, folder: Path, vocabulary: int, target: str) -> None:
@@ -44,7 +45,9 @@ class Text:
         except (OSError, ValueError):
             raise DamageError(f"'{about}' cannot be read: delete '{folder}', and the text is written anew") from None
         if found != known:
-            raise InputError(f"'{folder}' has text of another target: give another folder with --work, or delete that one")
+            raise InputError(
+                f"'{folder}' has text of another target: give another folder with --work, or delete that one"
+            )
         self._tokens, self._index = folder / "tokens.bin", folder / "index.bin"
         self.refresh()
 
@@ -95,7 +98,9 @@ class Text:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UnavailableError(f"another process is writing text to '{self.folder}': wait for it, or stop it") from None
+                raise UnavailableError(
+                    f"another process is writing text to '{self.folder}': wait for it, or stop it"
+                ) from None
             self.refresh()
             with open(self._index, "r+b") as index, open(self._tokens, "r+b") as tokens:
                 index.truncate(len(self) * _INDEX.itemsize)  # what a killed writer left half done

@@ -19,9 +19,9 @@ from ..checkpoints.target import target_checkpoint
 
 @dataclass(frozen=True)
 class Target:
-    """model: transformers' own, frozen. name: short, by its shape and some of its weights, so that text and state of another target are
-    refused. ends: the tokens that end a text. positions: of the longest text whose every position all layers attend to, as those of a
-    bundle do."""
+    """model: transformers' own, frozen. name: short, by its shape and some of its weights, so that text and state of
+    another target are refused. ends: the tokens that end a text. positions: of the longest text whose every position
+    all layers attend to, as those of a bundle do."""
 
     model: Any
     name: str
@@ -50,7 +50,9 @@ def load(
         raise InputError(f"target '{source}' has no tokenizer, which training needs: add its tokenizer.json")
     ends = found.eos_token_ids
     if not ends:
-        raise InputError(f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id")
+        raise InputError(
+            f"target '{source}' names no token that ends a text: give its generation_config.json an eos_token_id"
+        )
     model = model_of(found, device, dtype, layer_made)
     return Target(model, _name(found), tokenizer, ends, found.target_config.positions)
 
@@ -90,4 +92,6 @@ def faster(device: str = "cpu") -> torch.dtype:
             times.append(time.perf_counter() - begun)
         return min(times)
 
-    return torch.bfloat16 if device != "cpu" or seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+    return (
+        torch.bfloat16 if device != "cpu" or seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+    )

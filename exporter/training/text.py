@@ -22,8 +22,8 @@ _FLUSH = 20.0  # seconds between writes to disk
 class Slots:
     """Keys and values of as many conversations as there are slots, by groups of one capacity.
 
-    sizes: slots and positions of each group. Attention reads a group's whole capacity: products of contiguous matrices cost less than
-    half of those that skip what is not filled (CPU, bf16).
+    sizes: slots and positions of each group. Attention reads a group's whole capacity: products of contiguous matrices
+    cost less than half of those that skip what is not filled (CPU, bf16).
     """
 
     def __init__(self, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
@@ -36,7 +36,9 @@ class Slots:
             [tuple(torch.zeros(slots, shape[0], capacity, shape[1], **made) for _ in "kv") for slots, capacity in sizes]
             for _ in range(config.num_hidden_layers)
         ]
-        self.masks = [torch.full((slots, 1, 1, capacity), -torch.inf, device=weight.device) for slots, capacity in sizes]
+        self.masks = [
+            torch.full((slots, 1, 1, capacity), -torch.inf, device=weight.device) for slots, capacity in sizes
+        ]
         self.first = [sum(slots for slots, _ in sizes[:group]) for group in range(len(sizes))]
 
     def _place(self, slot: int) -> tuple[int, int]:
@@ -59,11 +61,17 @@ class Slots:
         x = decoder.embed_tokens(tokens)
         rotary = decoder.rotary_emb(x, positions[None])
         for layer, caches in zip(decoder.layers, self.caches, strict=True):
-            x = layer(x, position_embeddings=rotary, slots=_Slot(*(cache[row] for cache in caches[group])), positions=positions)
+            x = layer(
+                x,
+                position_embeddings=rotary,
+                slots=_Slot(*(cache[row] for cache in caches[group])),
+                positions=positions,
+            )
         self.masks[group][row, ..., : len(ids)] = 0
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """query: [slots, heads, 1, d]; key, value: [slots, kv heads, 1, d]; positions: int64 [slots] -> [slots, 1, heads, d]."""
+        """query: [slots, heads, 1, d]; key, value: [slots, kv heads, 1, d]; positions: int64 [slots] -> [slots, 1,
+        heads, d]."""
         out = []
         for (slots, capacity), first, mask, (keys, values) in zip(
             self.sizes, self.first, self.masks, self.caches[module.layer_idx], strict=True
@@ -74,7 +82,9 @@ class Slots:
             values[rows, :, at] = value[own, :, 0]
             batch = slots * self.kv_heads
             q = query[own].reshape(batch, -1, self.head_dim) * module.scaling
-            scores = torch.bmm(q, keys.view(batch, capacity, -1).transpose(1, 2)).view(slots, self.kv_heads, -1, capacity)
+            scores = torch.bmm(q, keys.view(batch, capacity, -1).transpose(1, 2)).view(
+                slots, self.kv_heads, -1, capacity
+            )
             share = (scores.float() + mask).softmax(-1).to(values.dtype).view(batch, -1, capacity)
             out.append(torch.bmm(share, values.view(batch, capacity, -1)).view(slots, 1, -1, self.head_dim))
         return torch.cat(out)
@@ -132,15 +142,23 @@ def groups(batch: int, window: int) -> list[tuple[int, int]]:
 
 
 def write(
-    model: Any, text: Text, script: Script, wanted: int, batch: int, window: int,
-    report: Callable[[str], None], seed: int = 0, stopped: Callable[[], bool] = lambda: False, shared: bool = False,
-) -> None:  # fmt: skip
+    model: Any,
+    text: Text,
+    script: Script,
+    wanted: int,
+    batch: int,
+    window: int,
+    report: Callable[[str], None],
+    seed: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
+    shared: bool = False,
+) -> None:
     """Appends records to ``text`` until it has ``wanted`` tokens.
 
-    model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of one. shared:
-    whether processes share the target, and so call it together, a token of every conversation at a time.
-    Resumed, it begins new conversations: those under way are lost, finished ones are not. Of several processes each writes so many, with
-    a script and seed of its own, and the first one appends them all.
+    model: transformers' own, in the precision to compute in. batch: conversations at once. window: most positions of
+    one. shared: whether processes share the target, and so call it together, a token of every conversation at a time.
+    Resumed, it begins new conversations: those under way are lost, finished ones are not. Of several processes each
+    writes so many, with a script and seed of its own, and the first one appends them all.
     """
     implementation = model.config._attn_implementation
     model.config._attn_implementation = "gumiho_slots"

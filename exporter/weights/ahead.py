@@ -16,7 +16,8 @@ _MOST = 16  # workers, each of which holds a few slices
 
 
 def ahead(work: Callable[[_T], _R], items: Iterable[_T], workers: int = 0) -> Iterator[_R]:
-    """``work`` of each item, in their order. Items are read, in the caller's thread, no further ahead than the workers need.
+    """``work`` of each item, in their order. Items are read, in the caller's thread, no further ahead than the workers
+    need.
 
     workers: by default one for each core.
     """
@@ -37,7 +38,8 @@ def ahead(work: Callable[[_T], _R], items: Iterable[_T], workers: int = 0) -> It
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Keeps torch from splitting each operation among its own threads, as many as it yields, where workers share the work."""
+    """Keeps torch from splitting each operation among its own threads, as many as it yields, where workers share the
+    work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

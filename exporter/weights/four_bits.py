@@ -1,8 +1,9 @@
 """Codes of 4 bits: for each block the scale, and the zero point, that leave little squared error.
 
-With codes q, a scale s and columns that count c, the error sum(c (x - s q)^2) is s^2 sum(c q^2) - 2 s sum(c q x) + sum(c x^2), so two
-sums tell which scale is better, and the best one for these codes: sum(c q x) / sum(c q^2). They are sums down the columns of a
-matrix whose columns are blocks, because torch and numpy need several times as long for rows of 32 numbers.
+With codes q, a scale s and columns that count c, the error sum(c (x - s q)^2) is s^2 sum(c q^2) - 2 s sum(c q x) +
+sum(c x^2), so two sums tell which scale is better, and the best one for these codes: sum(c q x) / sum(c q^2). They are
+sums down the columns of a matrix whose columns are blocks, because torch and numpy need several times as long for rows
+of 32 numbers.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from torch import Tensor
 
 _CHUNK = 2048  # blocks whose temporaries fit into a core's cache
 _STEPS = 7.0, 7.5, 8.0, 8.5  # candidates for the largest magnitude of a block, in steps; codes are -8 to 7
-_RANGES = 13.0, 14.0, 15.0, 16.0, 17.0  # with zero points, candidates for the range of a block, in steps; codes are 0 to 15
+# with zero points, candidates for the range of a block, in steps; codes are 0 to 15
+_RANGES = 13.0, 14.0, 15.0, 16.0, 17.0
 
 _TINY = np.float32(1e-45)  # instead of 0, by which nothing is divided
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -24,8 +26,8 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 def symmetric(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes from 0 to 15, two per byte, with 8 as zero point, and scales.
 
-    blocks: fp32 [..., block]. Each uses the candidate of ``_STEPS`` with the smallest squared error. Over a matrix this is a fifth
-    less than with 7 steps for all blocks, both for trained and for Gaussian weights.
+    blocks: fp32 [..., block]. Each uses the candidate of ``_STEPS`` with the smallest squared error. Over a matrix this
+    is a fifth less than with 7 steps for all blocks, both for trained and for Gaussian weights.
     """
     flat, (codes, scales, _) = blocks.flatten(0, -2), _results(blocks, dtype)
     for own in (chunk := _Chunks(flat, _CHUNK)):
@@ -47,10 +49,10 @@ def with_zeros(blocks: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tu
 
     blocks: fp32 [..., blocks, block]. columns: their importance, fp32 [blocks, block]; None if all count alike.
 
-    Zero points are integers, so a value of 0 stays 0. Each candidate of ``_RANGES`` gives a scale and a zero point, and its codes the
-    scale with the smallest squared error for them; the best of these is improved once more for its own codes. That leaves four
-    fifths of the squared error of ``symmetric`` for Gaussian weights, as much as with an offset of any value instead of an integer
-    (docs/quality.md).
+    Zero points are integers, so a value of 0 stays 0. Each candidate of ``_RANGES`` gives a scale and a zero point, and
+    its codes the scale with the smallest squared error for them; the best of these is improved once more for its own
+    codes. That leaves four fifths of the squared error of ``symmetric`` for Gaussian weights, as much as with an offset
+    of any value instead of an integer (docs/quality.md).
     """
     flat, (codes, scales, zeros), in_row = blocks.flatten(0, -2), _results(blocks, dtype), blocks.shape[-2]
     rows, steps = max(1, _CHUNK // in_row), np.array(_RANGES, np.float32)
@@ -81,7 +83,8 @@ def _results(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 
 def _positive(scale: Floats, other: Floats | np.float32, dtype: torch.dtype) -> Floats:
-    """Scales rounded to ``dtype``, as fp32; ``other`` where they are not positive, as for blocks of zeros, or infinite."""
+    """Scales rounded to ``dtype``, as fp32; ``other`` where they are not positive, as for blocks of zeros, or
+    infinite."""
     rounded = scale if dtype == torch.float32 else torch.from_numpy(scale).to(dtype).float().numpy()
     return np.where((rounded > 0) & (rounded < np.inf), rounded, other)
 
@@ -93,7 +96,8 @@ def _refined(sums: tuple[Floats, Floats], scale: Floats, dtype: torch.dtype) -> 
 
 
 class _Chunks:
-    """Reads blocks as columns, some at a time, into the same memory. low, high: the least and the largest number of each, 0 included, [n]."""
+    """Reads blocks as columns, some at a time, into the same memory. low, high: the least and the largest number of
+    each, 0 included, [n]."""
 
     def __init__(self, blocks: Tensor, most: int, importance: Floats | None = None) -> None:
         """blocks: fp32 [all, block]. most: n at most. importance: [block, most]."""

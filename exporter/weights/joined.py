@@ -11,7 +11,8 @@ from .source import Coded, Part, Source
 
 
 def joined(sources: Mapping[str, Source], schemes: Schemes) -> dict[str, Source]:
-    """The sources, with one in place of several for every matrix of ``JOINED`` that ``schemes`` joins, and for its bias."""
+    """The sources, with one in place of several for every matrix of ``JOINED`` that ``schemes`` joins, and for its
+    bias."""
     found = dict(sources)
     for whole, parts in JOINED.items():
         for name in sources:

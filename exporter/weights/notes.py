@@ -1,3 +1,4 @@
-"""The folder of an unfinished bundle in which packed weights are noted, so that an interrupted export can be resumed."""
+"""The folder of an unfinished bundle in which packed weights are noted, so that an interrupted export can be
+resumed."""
 
 NOTES = ".notes"  # see ``packer.Packer``

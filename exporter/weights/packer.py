@@ -37,8 +37,8 @@ class Packer:
 
     Sources with a ``stored`` location are not written: their file is hard-linked into the bundle.
 
-    Every finished tensor is noted under ``NOTES``, with the hash of its file up to there. A new packer in the same folder
-    resumes after the last note that is still valid.
+    Every finished tensor is noted under ``NOTES``, with the hash of its file up to there. A new packer in the same
+    folder resumes after the last note that is still valid.
     """
 
     def __init__(self, bundle: Path, dtype: torch.dtype, progress: Callable[[int], object]) -> None:
@@ -80,7 +80,8 @@ class Packer:
                     location = self._write(file, name, source, chain([first], slices), out, digest, pool)
                 locations[name] = replace(location, shape=source.shape)
                 journal.write(
-                    json.dumps([name, location.file, location.offset, location.length, out.tell(), digest.hexdigest()]) + "\n"
+                    json.dumps([name, location.file, location.offset, location.length, out.tell(), digest.hexdigest()])
+                    + "\n"
                 )
                 journal.flush()
         self.hashes[file] = File.of(path, digest.hexdigest())

@@ -34,8 +34,11 @@ def weight_of(codes: str) -> str:
     return codes.replace("zero", "weight")
 
 
-def quantize(values: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Codes and scales (of ``dtype``) for matrices [..., N, K], in the layout of ``Scheme``, and the zero points if it has them.
+def quantize(
+    values: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Codes and scales (of ``dtype``) for matrices [..., N, K], in the layout of ``Scheme``, and the zero points if it
+    has them.
 
     importance: how much the squared error of each column counts, fp32 [K]; it matters to codes with zero points only.
 
@@ -73,13 +76,18 @@ def _quantize8(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantized(
-    source: Source, name: str, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None,
+    source: Source,
+    name: str,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    importance: Tensor | None = None,
     errors: Rounding | None = None,
-) -> dict[str, Source]:  # fmt: skip
+) -> dict[str, Source]:
     """Sources of the codes, scales and zero points of a matrix, computed in one pass: the codes must be read first.
 
-    importance: see ``quantize``. errors: gets the largest error of the matrix and its largest magnitude, once all slices are quantized;
-    for 8-bit codes only. Input-major codes are held in memory as a whole, because each of their rows needs values of every slice.
+    importance: see ``quantize``. errors: gets the largest error of the matrix and its largest magnitude, once all
+    slices are quantized; for 8-bit codes only. Input-major codes are held in memory as a whole, because each of their
+    rows needs values of every slice.
     """
     shapes = scheme.shapes(source.shape)
     small = {scale_of(name): (shapes[1], dtype)}
@@ -99,7 +107,9 @@ def quantized(
         # One tensor for all of a kind: small ones between freed large blocks would fragment the heap.
         kept.update({part: torch.empty(shape, dtype=own) for part, (shape, own) in small.items()})
         filled, worst, largest = dict.fromkeys(small, 0), 0.0, 0.0
-        for (codes, *others), error, magnitude in ahead(quantized_part, (p for v in source.slices() for p in v.split(rows))):
+        for (codes, *others), error, magnitude in ahead(
+            quantized_part, (p for v in source.slices() for p in v.split(rows))
+        ):
             for key, found in zip(small, others, strict=True):
                 kept[key].view(-1)[filled[key] : filled[key] + found.numel()] = found.reshape(-1)
                 filled[key] += found.numel()
@@ -131,7 +141,8 @@ def quantized(
 
 
 def carried(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:
-    """Sources of the codes, scales and zero points that a checkpoint holds, which is read anew for each. scheme: that of the codes."""
+    """Sources of the codes, scales and zero points that a checkpoint holds, which is read anew for each. scheme: that
+    of the codes."""
     coded = source.coded
     assert coded is not None
 
@@ -164,7 +175,8 @@ def recoded(location: Location, bundle: Path, bits: int) -> Source:
 
 
 def signed(names: Mapping[str, torch.dtype], others: Sequence[Schemes]) -> dict[str, int]:
-    """The unsigned codes and zero points that are signed in one of several schemes, and their bits. names: dtypes of parameters."""
+    """The unsigned codes and zero points that are signed in one of several schemes, and their bits. names: dtypes of
+    parameters."""
     return {
         name: scheme.bits
         for name, dtype in names.items()

@@ -17,7 +17,8 @@ class Factors:
 
 
 def scaled(sources: Mapping[str, Source], factors: Mapping[str, Factors]) -> dict[str, Source]:
-    """The sources, those with factors multiplied by them, in fp32. factors: by name; names without a source are ignored."""
+    """The sources, those with factors multiplied by them, in fp32. factors: by name; names without a source are
+    ignored."""
     return {name: _multiplied(source, factors[name]) if name in factors else source for name, source in sources.items()}
 
 

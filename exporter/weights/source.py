@@ -32,8 +32,8 @@ Part: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, zero po
 class Coded:
     """A matrix that a checkpoint holds as codes in blocks of 32, which a bundle can keep code for code.
 
-    bits: per code. zeros: whether the blocks have zero points. scales: dtype of the scales. parts: reads codes, scales and zero points
-    of consecutive rows, as ``Scheme`` has them for codes of dtype uint8; the scales in ``scales``.
+    bits: per code. zeros: whether the blocks have zero points. scales: dtype of the scales. parts: reads codes, scales
+    and zero points of consecutive rows, as ``Scheme`` has them for codes of dtype uint8; the scales in ``scales``.
     """
 
     bits: int
@@ -46,9 +46,9 @@ class Coded:
 class Source:
     """Reads the values of a parameter on demand. ``slices()`` yields them in storage order, in their stored dtype.
 
-    fixed: the packed dtype if it does not depend on the bundle's, as for rotary tables (fp32) and codes; else None. stored: the
-    checkpoint's file that contains exactly these values, if there is one. coded: the codes that the values were made from, if the
-    checkpoint holds codes.
+    fixed: the packed dtype if it does not depend on the bundle's, as for rotary tables (fp32) and codes; else None.
+    stored: the checkpoint's file that contains exactly these values, if there is one. coded: the codes that the values
+    were made from, if the checkpoint holds codes.
     """
 
     shape: tuple[int, ...]

@@ -63,7 +63,8 @@ def _traffic(model: ir.Model) -> tuple[int, int]:
 def _precision(model: ir.Model, dtype: torch.dtype, backend: str) -> str:
     """The precision of a graph's products: its weights' dtype, or int8 if the CPU rounds the rows of a pass to int8."""
     rounds = backend == "cpu" and any(
-        node.attributes.get_int("accuracy_level", 0) == 4 or node.op_type == "MatMulIntegerToFloat" for node in model.graph
+        node.attributes.get_int("accuracy_level", 0) == 4 or node.op_type == "MatMulIntegerToFloat"
+        for node in model.graph
     )
     return "int8" if rounds else DTYPE_NAMES[dtype]
 
@@ -81,8 +82,8 @@ def _graphs(
 ) -> dict[str, Graph]:
     """Traces a backend's graphs, checks their operators against the backend's table, and writes them.
 
-    weights: receives those that the graphs take as inputs, by model and name. suffix: of the names of a further drafter's graphs, of whose
-    recipe only these are traced.
+    weights: receives those that the graphs take as inputs, by model and name. suffix: of the names of a further
+    drafter's graphs, of whose recipe only these are traced.
     """
     spec, graphs, schemes = recipe.trace_specs[backend], {}, recipe.schemes(BACKENDS[backend].codes)
     (folder / "graphs" / kind).mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,9 @@ def _by_suffix(recipe: Recipe) -> dict[str, Recipe]:
     return {"": recipe} | {f".{name}": own for name, own in recipe.further.items()}
 
 
-def _form(recipe: Recipe, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress) -> Form:
+def _form(
+    recipe: Recipe, backend: str, locations: Mapping[str, dict[str, Location]], folder: Path, progress: Progress
+) -> Form:
     spec = recipe.trace_specs[backend]
     weights: dict[str, dict[str, Weight]] = {}
 
@@ -131,7 +134,9 @@ def _form(recipe: Recipe, backend: str, locations: Mapping[str, dict[str, Locati
     return Form(spec.dialect.__name__.lower(), spec.chunk, spec.static, graphs, spares, weights)
 
 
-def _pack(recipe: Recipe, packer: Packer, rounding: Rounding | None = None) -> dict[Codes, dict[str, dict[str, Location]]]:
+def _pack(
+    recipe: Recipe, packer: Packer, rounding: Rounding | None = None
+) -> dict[Codes, dict[str, dict[str, Location]]]:
     """Writes the weight files. Returns the location of every graph's parameters, by the dtypes of the codes.
 
     rounding: see ``Recipe.sources``.
@@ -152,14 +157,19 @@ def _pack(recipe: Recipe, packer: Packer, rounding: Rounding | None = None) -> d
         recoded_places = packer.pack(RECODED.format(name), converted)
         for codes in recipe.codes[1:]:
             schemes = own.schemes(codes)[model]
-            found = {n: at for n, at in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8}
+            found = {
+                n: at for n, at in recoded_places.items() if (s := schemes[weight_of(n)]) and s.codes == torch.int8
+            }
             locations[codes][name] = packed[name] | found
     of = {"shared": "target"} | {name.replace("draft", "extend", 1): name for name in drafters}
-    return {codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()}
+    return {
+        codes: models | {graph: models[model] for graph, model in of.items()} for codes, models in locations.items()
+    }
 
 
 def _golden_work(form: Form) -> int:
-    """Bytes of weights that the golden run reads, about: for each drafter, or without one, a pass of the target, and two of the drafter."""
+    """Bytes of weights that the golden run reads, about: for each drafter, or without one, a pass of the target, and
+    two of the drafter."""
     drafts = (graph for name, graph in form.graphs.items() if name.partition(".")[0] == "draft")
     return sum(form.graphs["target"].reads + 2 * graph.reads for graph in drafts) or form.graphs["target"].reads
 
@@ -178,7 +188,9 @@ def write_tokenizer(pair: Pair, folder: Path) -> None:
         tokenizer.no_padding()
         tokenizer.save(str(folder / "tokenizer.json"))
         # The files' map, plus the tokens that the tokenizer's class adds, minus those that it no longer reads.
-        (folder / "special_tokens_map.json").write_text(json.dumps(pair.tokenizer.special_tokens_map, indent=1), "utf-8")
+        (folder / "special_tokens_map.json").write_text(
+            json.dumps(pair.tokenizer.special_tokens_map, indent=1), "utf-8"
+        )
 
 
 def _shape(tree: TreeConfig, vocabulary: int) -> TreeShape:
@@ -196,7 +208,9 @@ def _record(recipe: Recipe, locations: Mapping[str, dict[str, Location]], folder
         for suffix, own in _by_suffix(recipe).items():
             drafter = None
             if recipe.pair.has_drafter:
-                drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))["draft"]
+                drafter = own.pair.modules(own.tree, capacity, own.positions, dialect, schemes=own.schemes(codes))[
+                    "draft"
+                ]
                 weights.fill(drafter, locations[f"draft{suffix}"])
             run = golden.record(target, drafter, own.tree, io_dtype(recipe.dtype))  # type: ignore[arg-type]
             np.savez(folder / golden_of(suffix), **run)  # type: ignore[arg-type]
@@ -207,16 +221,21 @@ def _record(recipe: Recipe, locations: Mapping[str, dict[str, Location]], folder
 def write(recipe: Recipe, folder: Path, progress: Progress) -> Rounding:
     """Writes every file of a bundle except its engines into an empty folder, or one that an interrupted export left.
 
-    Returns the errors of the matrices that a target ``as-is`` does not hold in codes, as far as this run has packed them.
+    Returns the errors of the matrices that a target ``as-is`` does not hold in codes, as far as this run has packed
+    them.
     """
     rounding: Rounding = {}
     pair = recipe.pair
-    progress.start("quantizing and packing weights" if recipe.quantized else "packing weights", sum(recipe.sizes().values()))
+    progress.start(
+        "quantizing and packing weights" if recipe.quantized else "packing weights", sum(recipe.sizes().values())
+    )
     packer = Packer(folder, recipe.dtype, progress.advance)
     locations = _pack(recipe, packer, rounding)
 
     traced = {name: (1 + len(BACKENDS[name].spare)) for name in recipe.backends}
-    graphs = sum(count * (len(recipe.trace_specs[name].pinned) + 2 * len(recipe.further)) for name, count in traced.items())
+    graphs = sum(
+        count * (len(recipe.trace_specs[name].pinned) + 2 * len(recipe.further)) for name, count in traced.items()
+    )
     progress.start("tracing graphs", graphs, "graphs")
     forms = {name: _form(recipe, name, locations[BACKENDS[name].codes], folder, progress) for name in recipe.backends}
 

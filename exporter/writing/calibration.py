@@ -1,7 +1,7 @@
 """One pass of the unquantized target over a text: how large the inputs of its matrices are, and its probabilities.
 
-The error of a quantized weight counts as much as the input that it is multiplied by. Inputs differ by orders of magnitude from
-column to column, which a few hundred tokens show.
+The error of a quantized weight counts as much as the input that it is multiplied by. Inputs differ by orders of
+magnitude from column to column, which a few hundred tokens show.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +40,9 @@ through, the water turned from grey to green, and far away they heard the horn."
 
 @dataclass(frozen=True)
 class Observed:
-    """moments: the mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: the sum of the squares of each of its
-    columns, fp32 [K], of matrices whose inputs may be scaled. logits: fp32 [n, V], of the first rows."""
+    """moments: the mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: the sum of the
+    squares of each of its columns, fp32 [K], of matrices whose inputs may be scaled. logits: fp32 [n, V], of the first
+    rows."""
 
     moments: dict[str, Tensor]
     columns: dict[str, Tensor]
@@ -50,12 +51,16 @@ class Observed:
 
 @torch.inference_mode()
 def observe(
-    pair: Pair, ids: Sequence[int], scored: int = 0, columns: bool = False, progress: Callable[[int], object] = lambda _: None
+    pair: Pair,
+    ids: Sequence[int],
+    scored: int = 0,
+    columns: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Observed:
     """Reads every matrix at most once, slice by slice, in the checkpoint's precision; products are fp32.
 
-    ids: a text. scored: of how many of its first tokens to compute logits. columns: whether to sum the squares of columns, those of
-    lm_head only if no drafter reads its inputs. progress: gets the bytes of every slice.
+    ids: a text. scored: of how many of its first tokens to compute logits. columns: whether to sum the squares of
+    columns, those of lm_head only if no drafter reads its inputs. progress: gets the bytes of every slice.
     """
     n, moments, squares, sources = len(ids), dict[str, Tensor](), dict[str, Tensor](), pair.target_sources(len(ids))
     names, logits = dict[int, str](), torch.empty(0)
@@ -91,7 +96,9 @@ def observe(
 
     module = pair.modules(_CHAIN, n, n, Observing)["target"]
     names |= {id(parameter): name for name, parameter in module.named_parameters()}
-    small = {name: source.whole().float() for name, source in sources.items() if len(source.shape) == 1 or "rotary" in name}
+    small = {
+        name: source.whole().float() for name, source in sources.items() if len(source.shape) == 1 or "rotary" in name
+    }
     module.load_state_dict(small, strict=False, assign=True)
     # A table of the text's own tokens stands in for the whole embedding.
     distinct, tokens = torch.tensor(ids).unique(return_inverse=True)
@@ -114,8 +121,8 @@ def calibrated(recipe: Recipe, progress: Progress) -> Recipe:
 
 
 def cost(recipe: Recipe, bundle: Path, backend: str, device: str, progress: Progress) -> str:
-    """How far the bundle's engines are from the unquantized target, in a line; "" for targets that are not quantized, those without
-    a tokenizer to read the text with, and if there is not enough memory to run the bundle."""
+    """How far the bundle's engines are from the unquantized target, in a line; "" for targets that are not quantized,
+    those without a tokenizer to read the text with, and if there is not enough memory to run the bundle."""
     if "target" not in recipe.quantized or recipe.pair.tokenizer is None:
         return ""
     ids = recipe.pair.tokenizer(_TEXT).input_ids[: recipe.capacity]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Compiled:
     """A backend's engines, or the reason why there are none.
 
-    backend: None if it cannot run here. folder: name of the engines' folder. errors: by check, ``golden run`` or ``validation``, then
-    by output.
+    backend: None if it cannot run here. folder: name of the engines' folder. errors: by check, ``golden run`` or
+    ``validation``, then by output.
     """
 
     name: str

@@ -32,7 +32,8 @@ _MAX_WORKERS = 16  # each holds a slice
 
 
 class Weights:
-    """Multiplies with parameters in the weight files. It reads them slice by slice, so that memory holds a slice per worker.
+    """Multiplies with parameters in the weight files. It reads them slice by slice, so that memory holds a slice per
+    worker.
 
     The modules' own parameters are memory maps of the files, of which only shapes and a few rows of tables are read.
     """
@@ -59,7 +60,8 @@ class Weights:
         return buffers
 
     def _rows(self, matrix: Tensor, start: int, stop: int, buffer: Tensor) -> Tensor:
-        """Rows [start, stop) of a parameter or of a matrix in a stack, in a buffer. Raises DamageError for NaN and infinity."""
+        """Rows [start, stop) of a parameter or of a matrix in a stack, in a buffer. Raises DamageError for NaN and
+        infinity."""
         base, part = matrix.untyped_storage().data_ptr(), matrix[start:stop]
         name, place = self._places[base]
         into = buffer.view(torch.uint8)[: part.numel() * part.itemsize]
@@ -90,7 +92,8 @@ class Weights:
             if scale is None or by_input:
                 return wide[: stored.numel()].view(stored.shape).copy_(stored)
             own = self._rows(scale, start, stop, wide)
-            # The last quarter of the bytes is free: codes take at most a byte for each of half as many numbers as fit into all.
+            # The last quarter of the bytes is free: codes take at most a byte for each of half as many numbers as fit
+            # into all.
             middle = None if zero is None else self._rows(zero, start, stop, raw[3 * _SLICE_ELEMENTS :])
             return dequantize(stored, own, bits_of(stored, x.shape[1]), middle).float()
 
@@ -144,7 +147,8 @@ class Weights:
 
 @contextmanager
 def weights(bundle: Path, progress: Callable[[int], object] = lambda _: None) -> Iterator[Weights]:
-    """``Weights`` with as many workers as torch has threads, instead of torch's own threads within each small product."""
+    """``Weights`` with as many workers as torch has threads, instead of torch's own threads within each small
+    product."""
     with one_thread() as threads, closing(Weights(bundle, min(threads, _MAX_WORKERS), progress)) as opened:
         yield opened
 
@@ -156,7 +160,8 @@ def empty(module: Target | Drafter, dtype: torch.dtype) -> list[Tensor]:
 
 @contextmanager
 def _log_probs(drafter: Drafter) -> Iterator[list[Tensor]]:
-    """Collects the log-probabilities, fp32 [n, V], among which the drafter chooses the tokens of a chain, level by level."""
+    """Collects the log-probabilities, fp32 [n, V], among which the drafter chooses the tokens of a chain, level by
+    level."""
     found, own = list[Tensor](), drafter.ops
 
     class Collecting(own):  # type: ignore[valid-type, misc]
@@ -184,7 +189,9 @@ def _tree(rows: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Te
     for row in range(1, rows):
         # First a path of full depth, then rows with random parents.
         parents = [r for r, d in enumerate(depths) if d < depth]
-        parent = parents[-1] if row <= depth else parents[int(torch.randint(0, len(parents), (1,), generator=generator))]
+        parent = (
+            parents[-1] if row <= depth else parents[int(torch.randint(0, len(parents), (1,), generator=generator))]
+        )
         depths.append(depths[parent] + 1)
         mask[row] |= mask[parent]
     return torch.tensor(depths), mask, torch.arange(min(rows, depth + 1))
@@ -192,12 +199,13 @@ def _tree(rows: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Te
 
 @torch.inference_mode()
 def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The inputs and outputs that ``runtime.engines.golden_replay.replay`` reads, by name. tree: the drafter's; without a drafter
-    its rows and depth are those that a pass verifies. dtype: of the caches.
+    """The inputs and outputs that ``runtime.engines.golden_replay.replay`` reads, by name. tree: the drafter's; without
+    a drafter its rows and depth are those that a pass verifies. dtype: of the caches.
 
-    Reading the weights takes most of the time, so there are few passes: the prompt and the tree after it are rows of one pass
-    here, but of two on engines, and so are the prompt and the pending token that the drafter reads. The tree is random instead
-    of drafted, since the drafter needs the prompt's hidden rows. Raises DamageError for outputs with NaN or infinity.
+    Reading the weights takes most of the time, so there are few passes: the prompt and the tree after it are rows of
+    one pass here, but of two on engines, and so are the prompt and the pending token that the drafter reads. The tree
+    is random instead of drafted, since the drafter needs the prompt's hidden rows. Raises DamageError for outputs with
+    NaN or infinity.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.embed_tokens.vocabulary
@@ -206,16 +214,27 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     n = min(_PROMPT, capacity // 2, tree.rows)
     depths, ancestors, path = _tree(min(tree.rows, capacity - n), tree.depth, generator)
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
-    depth, mask = torch.cat((torch.arange(n), n + depths)), torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    depth, mask = (
+        torch.cat((torch.arange(n), n + depths)),
+        torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril(),
+    )
     mask[n:, n:] = ancestors
     choice, logits, hidden, *_ = target(tokens, depth, mask, None, torch.tensor([0]), empty(target, dtype))
     top = logits.topk(min(_TOP, vocabulary), dim=-1)
     run: dict[str, Tensor] = {}
     for name, part in (("prompt", slice(n)), ("verify", slice(n, None))):
-        run |= {f"{name}.{k}": v for k, v in {
-            "tokens": tokens[part], "depth": depth[part] - depth[part][0], "mask": mask[part, part], "choice": choice[part],
-            "hidden": hidden[part], "top_ids": top.indices[part], "top_logits": top.values[part].float(),
-        }.items()}  # fmt: skip
+        run |= {
+            f"{name}.{k}": v
+            for k, v in {
+                "tokens": tokens[part],
+                "depth": depth[part] - depth[part][0],
+                "mask": mask[part, part],
+                "choice": choice[part],
+                "hidden": hidden[part],
+                "top_ids": top.indices[part],
+                "top_logits": top.values[part].float(),
+            }.items()
+        }
 
     starts = [part.start for part in target.returns.parts(target.norm.weight.shape[0])]
     run["prompt.parts"] = torch.tensor([*starts, hidden.shape[1]])
@@ -225,10 +244,18 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
 
     drawn = torch.from_numpy(noise(tree.depth, drafter.drafted)) if drafter.noisy else None
 
-    def draft_pass(name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]) -> list[Tensor]:
+    def draft_pass(
+        name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]
+    ) -> list[Tensor]:
         with _log_probs(drafter) if tree.is_chain else nullcontext() as levels:
             outputs = drafter(
-                read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches, drawn if name == "next" else None
+                read,
+                hidden,
+                path,
+                torch.tensor([len(read)]),
+                torch.tensor([past]),
+                caches,
+                drawn if name == "next" else None,
             )
         run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
         if levels:
@@ -248,8 +275,10 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
 
 def _require_finite(run: Mapping[str, Tensor]) -> None:
     """Raises DamageError naming the first recorded output that holds NaN or infinity."""
-    if name := next((name for name, value in run.items() if value.is_floating_point() and not value.isfinite().all()), None):
+    if name := next(
+        (name for name, value in run.items() if value.is_floating_point() and not value.isfinite().all()), None
+    ):
         raise DamageError(
-            f"the golden run's '{name}' holds NaN or infinity: the checkpoints' weights are damaged, or too large for this "
-            "--dtype; download them again, or choose another --dtype"
+            f"the golden run's '{name}' holds NaN or infinity: the checkpoints' weights are damaged, or too large for "
+            "this --dtype; download them again, or choose another --dtype"
         )

@@ -1,8 +1,9 @@
-"""SmoothQuant (arXiv 2211.10438): rescales the inputs of matrices, which the CPU rounds to int8, and leaves the model as it is.
+"""SmoothQuant (arXiv 2211.10438): rescales the inputs of matrices, which the CPU rounds to int8, and leaves the model
+as it is.
 
-A row of inputs, or a block of one, is rounded to steps of its largest number, so a few large columns spoil the others. Each column of inputs is divided
-by a scale, and the column of the matrix multiplied by it. What computes the inputs takes up the division: the weight of a norm, or
-the rows of the matrix before.
+A row of inputs, or a block of one, is rounded to steps of its largest number, so a few large columns spoil the others.
+Each column of inputs is divided by a scale, and the column of the matrix multiplied by it. What computes the inputs
+takes up the division: the weight of a norm, or the rows of the matrix before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ _LEAST = 0.5  # of the scales: a column that is small in the text may be large i
 def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> dict[str, Factors]:
     """The factors of a target's parameters by name, biases that it may lack included.
 
-    inputs: mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: sum of the squares of each of its columns,
-    fp32 [K]. The inputs of lm_head, which are the rows that a drafter reads, are scaled only if its columns are given.
+    inputs: mean square of each input of a matrix, fp32 [K], by the matrix' name. columns: sum of the squares of each of
+    its columns, fp32 [K]. The inputs of lm_head, which are the rows that a drafter reads, are scaled only if its
+    columns are given.
     """
     rows, by_column = dict[str, Tensor](), dict[str, Tensor]()
 
     def move(writer: str, readers: Sequence[str], groups: tuple[int, int, int] = (1, 1, -1)) -> None:
-        """Scales what ``writer`` computes and ``readers`` multiply. groups: inputs are [n, copies, width], and copies have one scale."""
+        """Scales what ``writer`` computes and ``readers`` multiply. groups: inputs are [n, copies, width], and copies
+        have one scale."""
         names = [f"{reader}.weight" for reader in readers]
         of_inputs, of_columns = (
             inputs[names[0]].view(groups),
@@ -40,7 +43,11 @@ def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         move(f"layers.{i}.input_layernorm", [f"{attention}.{name}_proj" for name in "qkv"])
         # Query heads that share a head of values read the same rows of v_proj.
-        move(f"{attention}.v_proj", [f"{attention}.o_proj"], (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim))
+        move(
+            f"{attention}.v_proj",
+            [f"{attention}.o_proj"],
+            (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim),
+        )
         move(f"layers.{i}.post_attention_layernorm", [f"{mlp}.gate_proj", f"{mlp}.up_proj"])
         move(f"{mlp}.up_proj", [f"{mlp}.down_proj"])
     if "lm_head.weight" in columns:
@@ -50,8 +57,8 @@ def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[
 
 
 def _scales(inputs: Tensor, columns: Tensor) -> Tensor:
-    """The square root of how much larger, as root mean squares, inputs are than the columns they are multiplied by, relative to the
-    middle of all (docs/quality.md); 1 for columns that are not used."""
+    """The square root of how much larger, as root mean squares, inputs are than the columns they are multiplied by,
+    relative to the middle of all (docs/quality.md); 1 for columns that are not used."""
     ratio = inputs / columns
     used = ratio.isfinite() & (ratio > 0)
     if not used.any():

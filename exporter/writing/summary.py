@@ -25,14 +25,17 @@ def describe(recipe: "Recipe | VllmRecipe") -> str:
     from ..recipe.recipe import DTYPE_NAMES, Recipe
 
     if not isinstance(recipe, Recipe):
-        return f"Would write '{recipe.config.folder}': config.json and model.safetensors, at most {recipe.disk() / 1e6:.1f} MB."
+        return (
+            f"Would write '{recipe.config.folder}': config.json and model.safetensors, at most "
+            f"{recipe.disk() / 1e6:.1f} MB."
+        )
     pair, tree, out = recipe.pair, recipe.tree, recipe.config.folder
     sizes, shared = recipe.sizes(), recipe.shared()
     target = pair.target_shape
     lines = [
         f"Would write the bundle '{out}' for {', '.join(recipe.backends)}.",
-        f"Target: {pair.target.source}, a {pair.target_config.architecture.name} of {target.layers} layers, hidden size {target.hidden}, "
-        f"{target.vocabulary} tokens in its vocabulary.",
+        f"Target: {pair.target.source}, a {pair.target_config.architecture.name} of {target.layers} layers, hidden "
+        f"size {target.hidden}, {target.vocabulary} tokens in its vocabulary.",
         *(_drafter(pair, tree) if pair.has_drafter else _no_drafter(tree)),
         *(line for own in recipe.further.values() for line in _drafter(own.pair, own.tree)),
         f"Capacity: {recipe.capacity} positions for prompt and text together.",
@@ -87,24 +90,27 @@ def _schemes(recipe: "Recipe") -> list[str]:
 
 
 def _remarks(recipe: "Recipe", rounding: "Rounding | None" = None) -> list[str]:
-    """What a manifest does not say: the origin of the draft vocabulary, the matrices that are not quantized though their model is,
-    combinations that are bad for a backend, and how much is linked."""
+    """What a manifest does not say: the origin of the draft vocabulary, the matrices that are not quantized though
+    their model is, combinations that are bad for a backend, and how much is linked."""
     lines, drafted = _warnings(recipe.pair), recipe.pair.draft_vocabulary
     if drafted:
         lines.append(f"Drafted: {len(drafted.ids)} of {recipe.pair.target_shape.vocabulary} tokens, {drafted.origin}.")
     if unfit := recipe.unquantized():
         others = f" and {len(unfit) - 1} more" if len(unfit) > 1 else ""
-        lines.append(f"Not quantized: {unfit[0]}{others}, because the length of their rows is no multiple of a block's.")
+        lines.append(
+            f"Not quantized: {unfit[0]}{others}, because the length of their rows is no multiple of a block's."
+        )
     lines += _kept(recipe, rounding or {})
     if "migraphx" in recipe.backends and recipe.quantized.get("draft") == "int4":
         lines.append(
-            "Warning: on a GPU MIGraphX unpacks int4 weights that several products share (above all lm_head) in every pass: a cycle "
-            "may read and write more than with --draft-weights none."
+            "Warning: on a GPU MIGraphX unpacks int4 weights that several products share (above all lm_head) in every "
+            "pass: a cycle may read and write more than with --draft-weights none."
         )
     if recipe.link:
         packed = sum(recipe.sizes().values()) - recipe.shared()
         lines.append(
-            f"Linked: {recipe.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are packed."
+            f"Linked: {recipe.linked() / 1e6:.1f} MB in the checkpoints' files; at most {packed / 1e6:.1f} MB are "
+            "packed."
         )
     return lines
 
@@ -128,17 +134,21 @@ def _warnings(pair: "Pair") -> list[str]:
     if tokenizer is None:
         others = " that is supported (tekken.json is not)" if (pair.target.folder / "tekken.json").exists() else ""
         lines.append(
-            f"Warning: the target has no tokenizer{others}, so that the bundle takes no text, only token ids: put the model's tokenizer.json, "
-            "as transformers saves it, into its folder, and export again."
+            f"Warning: the target has no tokenizer{others}, so that the bundle takes no text, only token ids: put the "
+            "model's tokenizer.json, as transformers saves it, into its folder, and export again."
         )
     try:
         turn = end_of_turn(pair.target.folder, tokenizer, named) if tokenizer else None
     except GumihoError as error:
         cause = str(error).replace(str(pair.target.folder), pair.target.source)  # a GGUF file's is a temporary one
-        return [*lines, f"Warning: the bundle completes texts but takes no conversations, because {cause}, and export again."]
+        return [
+            *lines,
+            f"Warning: the bundle completes texts but takes no conversations, because {cause}, and export again.",
+        ]
     if turn is not None and turn not in ends:
         lines.append(
-            f"Warning: the chat template ends an answer with {pair.spelled([turn])[0]}, at which texts do not end: {edit}."
+            f"Warning: the chat template ends an answer with {pair.spelled([turn])[0]}, at which texts do not end: "
+            f"{edit}."
         )
     return lines
 
@@ -148,7 +158,9 @@ def _kept(recipe: "Recipe", rounding: "Rounding") -> list[str]:
     if recipe.quantized.get("target") != AS_IS:
         return []
     coded, others, target = recipe.pair.coded(), recipe.uncoded(), recipe.pair.target
-    lines = [f"Kept: the checkpoint's codes and scales of {len(coded)} matrices. --weights none converts them to floats."]
+    lines = [
+        f"Kept: the checkpoint's codes and scales of {len(coded)} matrices. --weights none converts them to floats."
+    ]
     if not others:
         return lines
     tied = recipe.pair.target_config.tie_word_embeddings
@@ -160,16 +172,22 @@ def _kept(recipe: "Recipe", rounding: "Rounding") -> list[str]:
     worst = max(off, key=lambda name: off[name], default=None)
     # An export that was resumed has not quantized all of them itself.
     known = (
-        f"the largest error is {off[worst]:.2%} of the largest number of {worst}" if worst and len(off) == len(others) else ""
+        f"the largest error is {off[worst]:.2%} of the largest number of {worst}"
+        if worst and len(off) == len(others)
+        else ""
     )
     return [*lines, f"Rounded to int8: {named}; {known or 'no error exceeds 0.4% of the largest number of its block'}."]
 
 
 def report(
-    bundle: "Bundle", recipe: "Recipe", engines: Sequence["Compiled"], rounding: "Rounding | None" = None, cost: str = ""
+    bundle: "Bundle",
+    recipe: "Recipe",
+    engines: Sequence["Compiled"],
+    rounding: "Rounding | None" = None,
+    cost: str = "",
 ) -> str:
-    """What was made, how exact and how fast it is, and the next command. rounding: what ``bundle.write`` returned. cost: of quantizing,
-    "" if it was not measured."""
+    """What was made, how exact and how fast it is, and the next command. rounding: what ``bundle.write`` returned.
+    cost: of quantizing, "" if it was not measured."""
     from runtime.engines import summary
 
     manifest = bundle.manifest
@@ -185,7 +203,9 @@ def report(
         if one.backend is not None:
             notes += [*summary.memory(bundle, one.backend), f"engines/{one.folder} is current"]
             for check, errors in one.errors.items():
-                notes += [f"{check}: {line}" for line in summary.verdicts(errors, manifest.form(one.name), manifest.deepest)]
+                notes += [
+                    f"{check}: {line}" for line in summary.verdicts(errors, manifest.form(one.name), manifest.deepest)
+                ]
         else:
             notes.append(f"not compiled here, since {one.problem}")
         lines += [f"  {one.name}: {note}" for note in notes]
@@ -198,7 +218,9 @@ def _next(out: Path, engines: Sequence["Compiled"], device: str) -> list[str]:
     where = f" --device {device}" if device else ""
     path = shlex.quote(str(out))
     lines = [
-        f"next, on the device: gumiho compile {path} --backend {one.name}{where}" for one in engines if one.backend is None
+        f"next, on the device: gumiho compile {path} --backend {one.name}{where}"
+        for one in engines
+        if one.backend is None
     ]
     ready = [one.name for one in engines if one.backend is not None]
     return lines + [f'next: gumiho generate {path} --backend {name}{where} --prompt "..."' for name in ready[:1]]

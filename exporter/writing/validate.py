@@ -1,7 +1,8 @@
 """``--validate``: compares the bundle's engines with eager PyTorch, which reads the checkpoints.
 
-The target is compared with transformers' model, the drafter with the traced module over the checkpoint's tensors, so that
-errors of packing, tracing and compiling show. Both models are completely in memory, in fp32 or quantized like the bundle.
+The target is compared with transformers' model, the drafter with the traced module over the checkpoint's tensors, so
+that errors of packing, tracing and compiling show. Both models are completely in memory, in fp32 or quantized like the
+bundle.
 """
 
 from pathlib import Path
@@ -30,8 +31,8 @@ _POSITIONS = 256
 def validate(recipe: Recipe, folder: Path, backend_name: str, device: str = "") -> dict[str, float]:
     """Runs random tokens through a finished bundle in chunks of uneven size.
 
-    Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of positions
-    where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
+    Returns the largest error of the target's logits and hidden rows (relative to the largest value), the share of
+    positions where the target's choice differs, and with a drafter the largest error of the tree's scores (in nats).
     """
     count = min(_POSITIONS, recipe.capacity)
     ids = torch.randint(0, recipe.pair.target_shape.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
@@ -123,7 +124,9 @@ def _tree_scores(recipe: Recipe, ids: Tensor, pending: int, hidden: Tensor) -> T
         {n: t.float() if t.is_floating_point() and t.itemsize > 1 else t for n, t in state.items()}, assign=True
     )
     caches = [
-        example for name, example, _ in signature(module, torch.float32)[0] if name.startswith(("past_key", "past_value"))
+        example
+        for name, example, _ in signature(module, torch.float32)[0]
+        if name.startswith(("past_key", "past_value"))
     ]
     tokens, path = torch.cat((ids[1:], torch.tensor([pending]))), torch.arange(len(ids))
     return module(tokens, hidden, path, torch.tensor([len(ids)]), torch.tensor([0]), caches)[4]

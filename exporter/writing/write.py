@@ -22,7 +22,8 @@ from .summary import report
 
 @dataclass(frozen=True)
 class Written:
-    """folder: what was made. report: lines for the user about it. invalid: the outputs that --validate found too far off."""
+    """folder: what was made. report: lines for the user about it. invalid: the outputs that --validate found too far
+    off."""
 
     folder: Path
     report: str
@@ -32,8 +33,9 @@ class Written:
         """Raises DamageError if --validate found errors above their limits."""
         if self.invalid:
             raise DamageError(
-                f"--validate: '{self.folder}' was written, but differs from PyTorch by more than the limits ({', '.join(self.invalid)}): "
-                "do not use it; export again with another --dtype, --weights or --draft-weights, or report this as a bug"
+                f"--validate: '{self.folder}' was written, but differs from PyTorch by more than the limits "
+                f"({', '.join(self.invalid)}): do not use it; export again with another --dtype, --weights or "
+                "--draft-weights, or report this as a bug"
             )
 
 

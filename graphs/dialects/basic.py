@@ -23,7 +23,9 @@ class Basic(Plain):
         return torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril() if mask is None else mask
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out, (k, v) = cls._attend_uncached(rows, cache, past_length, [], attention_mask)
         return out, k, v
 

@@ -57,7 +57,9 @@ class Contrib(Standard):
         return out[0], keys, values
 
     @classmethod
-    def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    def residual(
+        cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> Tensor:
         """When traced, a Gemm per head and block, because ONNX Runtime does not prepack three-dimensional weights."""
         if not is_traced():
             return super().residual(x, weights, scales, biases)
@@ -92,7 +94,9 @@ class Contrib(Standard):
         zero, axis = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
         earlier: list[Tensor] = []
         for i in (0, 1):
-            used = ops.symbolic("Slice", (cache[i], zero, length, axis), {}, dtype=k.dtype, shape=cache[i].shape, version=13)
+            used = ops.symbolic(
+                "Slice", (cache[i], zero, length, axis), {}, dtype=k.dtype, shape=cache[i].shape, version=13
+            )
             parts = [used, *(pair[i] for pair in uncached)]
             earlier.append(torch.cat(parts, dim=2) if uncached else used)
         past = length + sum(pair[0].shape[2] for pair in uncached)

@@ -50,7 +50,9 @@ class Seen:
     recent_bias: Tensor
 
 
-def _symbolic(kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: float) -> Tensor:
+def _symbolic(
+    kind: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: list[Any], **attributes: float
+) -> Tensor:
     """An operator whose output's true shape depends on data; ``exporter.tracing.trace`` drops the declared one."""
     version = 1 if "::" in kind else 15
     return ops.symbolic(kind, inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
@@ -102,7 +104,9 @@ class Exact(Rounded):
             past_length + rows <= _terms(cache.shape[3]),
             _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]]),
             settled.amax(0, keepdim=True) > 0,
-            torch.where(_symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows]), 0.0, lowest)[..., None],
+            torch.where(_symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows]), 0.0, lowest)[
+                ..., None
+            ],
             begin,
             torch.where(in_block, lowest, recent_bias),
         )

@@ -74,7 +74,9 @@ class Plain:
     accuracy_level = 0
 
     @classmethod
-    def linear(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None) -> Tensor:
+    def linear(
+        cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, zero: Tensor | None = None
+    ) -> Tensor:
         """x @ weight.T + bias. x: [n, K]; weight: [N, K], or ``Scheme`` codes if there is a scale, with zero points or
         without; bias: [N] -> [n, N].
 
@@ -171,7 +173,9 @@ class Plain:
         return (row < 0) | (of_rows & mask.index_select(1, torch.where(of_rows, row, 0)))
 
     @classmethod
-    def attend(cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the rows' keys and values at ``past_length`` and attends to the cache.
 
         Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect
@@ -232,7 +236,9 @@ class Plain:
         return join_heads(out.reshape(1, heads, n, d)), new
 
     @classmethod
-    def residual(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    def residual(
+        cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> Tensor:
         """The residual blocks of several heads, batched: x + SiLU(x @ weight + bias), block after block.
 
         x: [heads, P, H]; weights: [heads, H, H] each, input-major, or output-major ``Scheme`` codes if there are
@@ -245,7 +251,9 @@ class Plain:
         return x
 
     @classmethod
-    def _by_head(cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    def _by_head(
+        cls, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> Tensor:
         """``residual`` with a product per head and block. Without scales, only when traced."""
 
         def part(stacked: Tensor, i: int) -> Tensor:

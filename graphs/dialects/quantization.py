@@ -18,11 +18,13 @@ class Scheme:
 
     - torch.float8_e4m3fn, block 0: codes [..., N, K], scales [..., N].
     - torch.int8, block 0, for integer products: codes [K, N], input-major, scales [N].
-    - torch.int8 or torch.uint8 with a block: scales [..., N, K / block]; 8-bit codes [..., N, K / block, block], or 4-bit codes
+    - torch.int8 or torch.uint8 with a block: scales [..., N, K / block]; 8-bit codes [..., N, K / block, block], or
+      4-bit codes
       [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
       DequantizeLinear; uint8 codes are offset by half their range, for MatMulNBits.
 
-    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the codes' representation.
+    zeros: whether each block of 4-bit codes has a zero point, as ``pack_zeros`` stores them, in the codes'
+    representation.
     """
 
     block: int

@@ -25,7 +25,9 @@ class Rounded(Standard):
         largest = x.abs().amax(-1, keepdim=True)
         step, middle = torch.tensor(1 / 127), torch.tensor(128, dtype=torch.uint8)
         # A row of zeros becomes NaN here, and zeros again when it is scaled.
-        steps = ops.symbolic("QuantizeLinear", (x / largest, step, middle), {}, dtype=torch.uint8, shape=x.shape, version=21)
+        steps = ops.symbolic(
+            "QuantizeLinear", (x / largest, step, middle), {}, dtype=torch.uint8, shape=x.shape, version=21
+        )
         inputs = (steps, weight, step, scale, middle)
         shape = [x.shape[0], weight.shape[1]]
         product = ops.symbolic("com.microsoft::MatMulIntegerToFloat", inputs, {}, dtype=x.dtype, shape=shape, version=1)

@@ -33,7 +33,9 @@ class Standard(Plain):
         if not is_traced():
             return Plain.rotary(x, rows)
         inputs = (x.float(), rows.cos, rows.sin, rows.position[None])
-        out = ops.symbolic("RotaryEmbedding", inputs, {"interleaved": 0}, dtype=torch.float32, shape=x.shape, version=23)
+        out = ops.symbolic(
+            "RotaryEmbedding", inputs, {"interleaved": 0}, dtype=torch.float32, shape=x.shape, version=23
+        )
         return out.to(x.dtype)
 
     @classmethod

@@ -44,9 +44,18 @@ class Eagle3(Drafter):
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, features: int, fc_bias: bool, normed: bool,
-        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        features: int,
+        fc_bias: bool,
+        normed: bool,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> None:
         layers = [
             Layer(shape, ops, own) if i else WideLayer(shape, normed, ops, own)
             for i, own in enumerate(schemes.within(f"layers.{i}") for i in range(shape.layers))

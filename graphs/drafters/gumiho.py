@@ -39,9 +39,17 @@ class Gumiho(Drafter):
     parameters see ``Drafter``."""
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, fc_bias: bool, blocks: int = 5,
-        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        fc_bias: bool,
+        blocks: int = 5,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> None:
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}"), input_norm=i > 0) for i in range(shape.layers)]
         super().__init__(shape, capacity, positions, tree, layers, ops, schemes, trimmed)
         self.features = shape.hidden

@@ -17,7 +17,9 @@ class Head(nn.Module):
     """Head ``i`` reads i + 2 concatenated rows: one made from the target's row, and the embeddings of the pending token
     and of i drafted tokens."""
 
-    def __init__(self, i: int, shape: LlamaShape, blocks: int, tokens: int | None, ops: type[Plain], schemes: Schemes) -> None:
+    def __init__(
+        self, i: int, shape: LlamaShape, blocks: int, tokens: int | None, ops: type[Plain], schemes: Schemes
+    ) -> None:
         super().__init__()
         width, hidden = (i + 2) * shape.hidden, shape.hidden
         self.linear = Linear(width, hidden, True, ops, schemes["linear.weight"])
@@ -44,12 +46,29 @@ class Hydra(Drafter):
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, blocks: int, own_heads: bool,
-        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        blocks: int,
+        own_heads: bool,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> None:
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
         super().__init__(
-            shape, capacity, positions, tree, layers, ops, schemes, trimmed, embeds=tree is not None, one_head=not own_heads
+            shape,
+            capacity,
+            positions,
+            tree,
+            layers,
+            ops,
+            schemes,
+            trimmed,
+            embeds=tree is not None,
+            one_head=not own_heads,
         )
         self.features = shape.hidden
         if tree:

@@ -26,17 +26,29 @@ class Block(nn.Module):
 
 
 class Medusa(Drafter):
-    """It has no layers, hence no caches, and reads no tokens. All nodes of a level therefore have the same child tokens.
+    """It has no layers, hence no caches, and reads no tokens. All nodes of a level therefore have the same child
+    tokens.
 
     blocks: of each head. bias: whether the blocks have a bias. own_heads: whether each head has its own lm_head instead
     of the target's. For the other parameters see ``Drafter``.
     """
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, blocks: int, bias: bool, own_heads: bool,
-        ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, capacity, positions, tree, (), ops, schemes, trimmed, embeds=False, one_head=not own_heads)
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        blocks: int,
+        bias: bool,
+        own_heads: bool,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> None:
+        super().__init__(
+            shape, capacity, positions, tree, (), ops, schemes, trimmed, embeds=False, one_head=not own_heads
+        )
         self.features = shape.hidden
         heads = range(tree.depth if tree else 0)
         self.heads = nn.ModuleList(

@@ -20,9 +20,15 @@ class Small(Drafter):
     features, ahead = DIGITS, 1
 
     def __init__(
-        self, shape: LlamaShape, capacity: int, positions: int, tree: TreeConfig | None, ops: type[Plain] = Plain,
-        schemes: Schemes = UNQUANTIZED, trimmed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        capacity: int,
+        positions: int,
+        tree: TreeConfig | None,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
+        trimmed: int | None = None,
+    ) -> None:
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
         super().__init__(shape, capacity, positions, tree, layers, ops, schemes, trimmed)
         self.vocabulary = shape.vocabulary

@@ -32,8 +32,8 @@ class _Model(Protocol):
 class Generation:
     """One running generation: an iterator over pieces of text, or over cycles through ``cycles()``.
 
-    stats: counts and times so far. ids: token ids emitted so far. logprobs: one for each of them if the settings ask for
-    log-probabilities. drafter: its name, "" if the bundle has one at most.
+    stats: counts and times so far. ids: token ids emitted so far. logprobs: one for each of them if the settings ask
+    for log-probabilities. drafter: its name, "" if the bundle has one at most.
     """
 
     def __init__(self, model: _Model, selector: TokenSelector, resume: bool) -> None:
@@ -75,8 +75,8 @@ class Generation:
 
     @property
     def finish_reason(self) -> str | None:
-        """``stop`` (an end of text, a stop string or token, the grammar's end, the callback), ``length`` (max_new_tokens),
-        ``context`` (the cache is full), ``time``, ``cancelled``; None while it runs."""
+        """``stop`` (an end of text, a stop string or token, the grammar's end, the callback), ``length``
+        (max_new_tokens), ``context`` (the cache is full), ``time``, ``cancelled``; None while it runs."""
         return self.stats.finish_reason
 
     def cancel(self) -> None:
@@ -89,7 +89,8 @@ class Generation:
         return self._selector.grammar_seconds
 
     def move(self, stream: _Model) -> None:
-        """Goes on on another stream over the same engines, which reads what its caches lack of the text so far. Between two cycles."""
+        """Goes on on another stream over the same engines, which reads what its caches lack of the text so far. Between
+        two cycles."""
         self._model, self._steps = stream, stream._start(self, self._selector, True)
 
     def cycles(self) -> Iterator[Cycle]:
@@ -100,12 +101,13 @@ class Generation:
         return iter(lambda: self._model._advance(self, self._steps), None)
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text without special tokens; none ends inside a character or a stop string. Threads may share it."""
+        """Pieces of text without special tokens; none ends inside a character or a stop string. Threads may share
+        it."""
         return self.pieces()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        """``__iter__`` for asyncio. The text is computed in other threads; leaving the loop cancels the generation, which ends
-        after the running cycle."""
+        """``__iter__`` for asyncio. The text is computed in other threads; leaving the loop cancels the generation,
+        which ends after the running cycle."""
         self._model._use_thread()
         pieces = iter(self)
         try:

@@ -21,11 +21,11 @@ _MOST_STREAMS = 1024
 def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: int = 0, streams: int = 1) -> Model:
     """Loads a bundle with the engines compiled for a backend.
 
-    backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU threads of the
-    engines, 0 for as many as compiling found fastest. streams: how many texts can be decoded at once, ``Model.streams``; memory for their
-    caches is checked before anything is loaded. Raises DamageError if the bundle is damaged, InputError if it has no graphs for
-    the backend, and UnavailableError if the backend cannot run here or has no current engines; the message names the command that
-    compiles them.
+    backend_name: "" for the bundle's first one. device: one of the backend's devices, "" for its first. threads: CPU
+    threads of the engines, 0 for as many as compiling found fastest. streams: how many texts can be decoded at once,
+    ``Model.streams``; memory for their caches is checked before anything is loaded. Raises DamageError if the bundle is
+    damaged, InputError if it has no graphs for the backend, and UnavailableError if the backend cannot run here or has
+    no current engines; the message names the command that compiles them.
     """
     started, opened = perf_counter(), Bundle(bundle)
     most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)

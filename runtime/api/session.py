@@ -40,8 +40,8 @@ class _Model(Protocol):
 class Session:
     """Several turns over one cache, created by ``Model.session``.
 
-    A prompt is the whole text so far; the prefix that is still in the caches is not read again. A stream has one pair of caches:
-    if it generated something else in between, the next turn reads its whole prompt, with the same result.
+    A prompt is the whole text so far; the prefix that is still in the caches is not read again. A stream has one pair
+    of caches: if it generated something else in between, the next turn reads its whole prompt, with the same result.
     """
 
     def __init__(self, model: _Model) -> None:
@@ -58,7 +58,11 @@ class Session:
         return [*self._ids, *(self._turn.ids if self._turn else ())]
 
     def generate(
-        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        speculate: bool = True,
+        **options: "Unpack[Options]",
     ) -> Generation:
         """The next turn; see ``Model.generate``. prompt: the whole text, which usually begins with ``ids``."""
         return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
@@ -78,7 +82,8 @@ class Session:
         self._ids, self._turn = self.ids[:length], None
 
     def save(self, path: str | Path) -> None:
-        """Writes the text and its cached rows to a file, followed by their SHA-256. The file is written whole or not at all."""
+        """Writes the text and its cached rows to a file, followed by their SHA-256. The file is written whole or not at
+        all."""
         with self._model.exclusive() as decoder:
             decoder.catch_up()
             _, target, drafter, positions = decoder.saved(self.ids)
@@ -98,7 +103,8 @@ class Session:
     def restore(self, path: str | Path) -> None:
         """Continues from a file that ``save`` wrote.
 
-        Raises DamageError if the file cannot be read and InputError if it belongs to another bundle; the session is then unchanged.
+        Raises DamageError if the file cannot be read and InputError if it belongs to another bundle; the session is
+        then unchanged.
         """
         bundle = self._model.bundle
         with self._model.exclusive() as decoder:
@@ -106,7 +112,8 @@ class Session:
                 parts = _read(Path(path), _size(decoder, bundle.manifest))
                 if str(parts["bundle"]) != bundle.hash:
                     raise InputError(
-                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or start a new session"
+                        f"'{path}' was saved with another bundle than {bundle.path}: load that one, or start a new "
+                        "session"
                     )
                 _check(parts, bundle.manifest)
             except (OSError, ValueError) as error:

@@ -38,8 +38,8 @@ _S = TypeVar("_S", bound="Stream")
 class Stream:
     """A stream of text, with caches of its own over the engines that all streams of a model share.
 
-    Safe to use from any thread. A stream runs one generation at a time: starting another one ends the previous one. Those of different
-    streams run at once, and none changes the output of another.
+    Safe to use from any thread. A stream runs one generation at a time: starting another one ends the previous one.
+    Those of different streams run at once, and none changes the output of another.
     """
 
     def __init__(self, loaded: LoadedBundle, first: "Stream | None" = None) -> None:
@@ -57,11 +57,14 @@ class Stream:
         self._family.append(weakref.ref(self))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} tokens{', closed' * self._closed}>"
+        return (
+            f"<{type(self).__name__} of {self.bundle.path}, {self.capacity} positions, {self.vocabulary_size} "
+            f"tokens{', closed' * self._closed}>"
+        )
 
     def warm_up(self) -> None:
-        """Makes every call to the engines once, so that the next text need not wait for an accelerator to set them up; on the CPU there is
-        nothing to do. Ends a running generation. ``load`` does it for all its streams.
+        """Makes every call to the engines once, so that the next text need not wait for an accelerator to set them up;
+        on the CPU there is nothing to do. Ends a running generation. ``load`` does it for all its streams.
         """
         if not isinstance(self._loaded.device, Host):
             with self._locked():
@@ -73,8 +76,8 @@ class Stream:
         self.decoder.warm_up()
 
     def stream(self) -> "Stream":
-        """Another stream over the same engines and weights. Closing it frees its caches, on a GPU once all streams are closed. Raises
-        UnavailableError if memory does not hold its caches."""
+        """Another stream over the same engines and weights. Closing it frees its caches, on a GPU once all streams are
+        closed. Raises UnavailableError if memory does not hold its caches."""
         with self._locked(), self._loaded.loop.exclusive():
             self._loaded.require_stream()
         self._use_thread()
@@ -86,8 +89,8 @@ class Stream:
         return tuple(stream for one in self._family if (stream := one()) is not None and not stream._closed)
 
     def adopt(self, other: "Stream", prompt: Sequence[int]) -> bool:
-        """Copies the rows of a prompt's beginning from another stream's caches, so that ``start(resume=True)`` need not read it again.
-        Returns False, and does nothing, if that stream reads a prompt itself just now."""
+        """Copies the rows of a prompt's beginning from another stream's caches, so that ``start(resume=True)`` need not
+        read it again. Returns False, and does nothing, if that stream reads a prompt itself just now."""
         try:
             with other._locked(timeout=_TIMEOUT), self._loaded.loop.exclusive():
                 other.decoder.device.enter()
@@ -125,7 +128,8 @@ class Stream:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id.
 
-        Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another model.
+        Raises InputError if the text holds lone surrogates, DamageError if the tokenizer fails or belongs to another
+        model.
         """
         return encode(self.bundle, text, special)
 
@@ -136,42 +140,58 @@ class Stream:
         return str(self.bundle.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None, special_tokens: bool = False,
-    ) -> list[int]:  # fmt: skip
-        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and ``content``; a content may be
-        a list of parts, ``{"type": "text", "text": ...}``, which are joined by newlines if the template does not take them. tools: functions
-        for templates that know tools, in the form of OpenAI's API. variables: of the template, such as Qwen3's ``enable_thinking``.
-        special_tokens: whether special tokens that are spelled out in all this, such as ``<|im_end|>``, keep their meaning. Otherwise they are
-        text like any other, except in the assistant's messages.
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins. messages: mappings with ``role`` and
+        ``content``; a content may be a list of parts, ``{"type": "text", "text": ...}``, which are joined by newlines
+        if the template does not take them. tools: functions for templates that know tools, in the form of OpenAI's API.
+        variables: of the template, such as Qwen3's ``enable_thinking``. special_tokens: whether special tokens that are
+        spelled out in all this, such as ``<|im_end|>``, keep their meaning. Otherwise they are text like any other,
+        except in the assistant's messages.
 
         Raises InputError if the target has no chat template, or if its template refuses the conversation.
         """
         if self.chat_template is None:
-            raise InputError(f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead")
+            raise InputError(
+                f"bundle {self.bundle.path} has no chat template (its target had none): give a prompt instead"
+            )
         messages, tokenizer = self.chat_template.joined(messages), None
         if special_tokens:
             text = self.chat_template.render(messages, tools=tools, variables=variables)
         else:
             tokens = self._loaded.special_tokens
-            text, tokenizer = tokens.unmarked(self.chat_template.render(messages, True, tools, variables, tokens.marked))
+            text, tokenizer = tokens.unmarked(
+                self.chat_template.render(messages, True, tools, variables, tokens.marked)
+            )
         return encode(self.bundle, text, special=False, tokenizer=tokenizer)
 
     def generate(
-        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        speculate: bool = True,
+        **options: "Unpack[Options]",
     ) -> Generation:
         """Continues a prompt: text, or token ids. The output is the same with and without speculation.
 
-        options: see ``Settings``. Raises InputError if the prompt is empty or longer than the bundle's capacity, or if a setting is
-        not valid.
+        options: see ``Settings``. Raises InputError if the prompt is empty or longer than the bundle's capacity, or if
+        a setting is not valid.
         """
         return self.start(prompt, Settings.of(max_new_tokens, speculate, options))
 
     async def agenerate(
-        self, prompt: str | Sequence[int], max_new_tokens: int = 256, speculate: bool = True, **options: "Unpack[Options]"
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        speculate: bool = True,
+        **options: "Unpack[Options]",
     ) -> AsyncIterator[str]:
-        """``generate`` for asyncio: pieces of text, computed in other threads. Closing the iterator cancels the generation, and so does
-        cancelling the task that waits for it."""
+        """``generate`` for asyncio: pieces of text, computed in other threads. Closing the iterator cancels the
+        generation, and so does cancelling the task that waits for it."""
         generation = await asyncio.to_thread(self.start, prompt, Settings.of(max_new_tokens, speculate, options))
         async with aclosing(aiter(generation)) as pieces:
             async for piece in pieces:
@@ -217,7 +237,9 @@ class Stream:
             if generation.broken:
                 raise MisuseError("this generation was broken off by an error: start it again")
             if generation.finish_reason is None and generation is not self._current():
-                raise MisuseError("another generation was started on this stream: use model.stream() to run several at once")
+                raise MisuseError(
+                    "another generation was started on this stream: use model.stream() to run several at once"
+                )
             begun, cycle = False, None
 
             def step(_: bool = False) -> Cycle | None:
@@ -249,15 +271,16 @@ class Stream:
 
     @contextmanager
     def exclusive(self) -> Iterator[Decoder]:
-        """The decoder, between two cycles; no other thread and no other stream can use the engines while the context is open."""
+        """The decoder, between two cycles; no other thread and no other stream can use the engines while the context is
+        open."""
         with self._locked(), self._loaded.loop.exclusive():
             self.decoder.device.enter()
             yield self.decoder
 
     @contextmanager
     def _locked(self, closed: bool = False, timeout: float = -1) -> Iterator[None]:
-        """Locks the stream for this thread. closed: allow a closed stream. timeout: seconds after which a stream that another thread still
-        holds raises MisuseError, -1 to wait."""
+        """Locks the stream for this thread. closed: allow a closed stream. timeout: seconds after which a stream that
+        another thread still holds raises MisuseError, -1 to wait."""
         if self._holder == get_ident() or self._loaded.loop.mine or not self._lock.acquire(timeout=timeout):
             raise MisuseError(BUSY)
         try:

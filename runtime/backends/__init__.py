@@ -75,7 +75,9 @@ class Backend(Protocol):
     def form(self, bundle: Bundle, folder: Path) -> Form:
         """The bundle's form for this backend, with the graphs that the engines in ``folder`` were compiled from."""
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[Mapping[str, Engine], Device]:
+    def open(
+        self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+    ) -> tuple[Mapping[str, Engine], Device]:
         """Loads the engines in ``folder``. Returns them by graph name, and the device whose memory they use.
 
         threads: of the CPU, 0 for one per physical core; not used unless ``THREADS``. streams: how many decode
@@ -91,8 +93,8 @@ _MODULES = {
 }
 NAMES = tuple(_MODULES)
 DEVICES = (
-    "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for migraphx "
-    "(default: the first)"
+    "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for "
+    "migraphx (default: the first)"
 )
 
 

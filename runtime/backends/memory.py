@@ -54,7 +54,9 @@ def buffers(bundle: "Bundle", backend: str) -> int:
     # The target's graphs of fewer rows use the buffers of the largest one.
     tensors = [p for name, graph in graphs.items() if not name.startswith("target-") for p in graph.outputs]
     fixed = [
-        tensor for tensor in tensors if not tensor.name.startswith("present_") and all(isinstance(n, int) for n in tensor.shape)
+        tensor
+        for tensor in tensors
+        if not tensor.name.startswith("present_") and all(isinstance(n, int) for n in tensor.shape)
     ]
     return bundle.caches(backend) + sum(prod(map(int, p.shape)) * np.dtype(p.dtype).itemsize for p in fixed)
 
@@ -84,7 +86,9 @@ def _group_limits(swap: int) -> Iterator[int]:
                 int(stat.get(name, 0)) for name in ("active_file", "inactive_file")
             )  # Linux frees it when memory is needed
             swap_limit, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
-            yield limit - used + cached + (swap if swap_limit is None else max(0, min(swap, swap_limit - (swapped or 0))))
+            yield (
+                limit - used + cached + (swap if swap_limit is None else max(0, min(swap, swap_limit - (swapped or 0))))
+            )
 
 
 def _number(file: Path) -> int | None:

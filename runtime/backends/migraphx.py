@@ -152,7 +152,9 @@ class MIGraphX:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
+    def open(
+        self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+    ) -> tuple[dict[str, "Engine"], Device]:
         accelerator = Hip(self.index) if self._device else None
         engines, form = {}, bundle.manifest.form(self.NAME)
         try:
@@ -168,8 +170,8 @@ class MIGraphX:
                     if device_bytes < _DEVICE_SHARE * graph.weights and not os.environ.get(IGNORE):
                         raise UnavailableError(
                             f"the weights of {name} take {size(graph.weights)}, of which {size(device_bytes)} fit on "
-                            f"{accelerator.name} and the rest is in the host's memory: free memory on the device, or export "
-                            f"again with --weights int4 or a smaller --capacity ({IGNORE}=1 runs it slowly)"
+                            f"{accelerator.name} and the rest is in the host's memory: free memory on the device, or "
+                            f"export again with --weights int4 or a smaller --capacity ({IGNORE}=1 runs it slowly)"
                         )
         except GumihoError:
             if accelerator:
@@ -246,7 +248,12 @@ class Engine:
     """A compiled program; see ``backends.Engine``."""
 
     def __init__(
-        self, program: Any, graph: Graph, device: Accelerator | None, shared: SharedWeights, weights: Mapping[str, Weight]
+        self,
+        program: Any,
+        graph: Graph,
+        device: Accelerator | None,
+        shared: SharedWeights,
+        weights: Mapping[str, Weight],
     ) -> None:
         """weights: those that the program may take as inputs. Raises UnavailableError if its inputs or outputs are not
         the graph's."""
@@ -255,7 +262,9 @@ class Engine:
         self._shapes = program.get_parameter_shapes()
         self._output_parameters = _output_parameters(program, graph, weights.keys())
         self._weights = {}
-        for name, address in shared.addresses({name: weights[name] for name in weights.keys() & self._shapes.keys()}).items():
+        for name, address in shared.addresses(
+            {name: weights[name] for name in weights.keys() & self._shapes.keys()}
+        ).items():
             _require_layout(self._shapes[name], weights[name], name)
             self._weights[name] = migraphx.argument_from_pointer(self._shapes[name], address)
         self._inputs = self._shapes.keys() - self._output_parameters.keys() - self._weights.keys()

@@ -45,9 +45,12 @@ def compile_apart(job: Job, scratch: Path, environment: Mapping[str, str], progr
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, json.dumps(asdict(job))],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), **environment},
-    )  # fmt: skip
+    )
     kind, text = "", ""
     try:
         assert child.stdout
@@ -98,7 +101,9 @@ def _compile(job: Job, progress: Callable[[str], object]) -> None:
         file = Path(job.bundle) / graph
         try:
             program = migraphx.parse_onnx_buffer(file.read_bytes(), external_data_path=job.bundle)
-            program.compile(migraphx.get_target(job.target), offload_copy=False, fast_math=False, exhaustive_tune=job.tune)
+            program.compile(
+                migraphx.get_target(job.target), offload_copy=False, fast_math=False, exhaustive_tune=job.tune
+            )
             progress(f"saving {name}")
             migraphx.save(program, str(Path(job.folder) / f"{name}.mxr"))
         except (RuntimeError, MemoryError, OSError) as error:

@@ -68,7 +68,9 @@ class Cpu:
         exact = form.graphs["target"].precision == "int8" and "int4" in bundle.manifest.weights.get("target", "")
         return replace(form, least=2) if exact and one_row_differs() else form
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "AnyEngine"], Device]:
+    def open(
+        self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+    ) -> tuple[dict[str, "AnyEngine"], Device]:
         _require_bytes(bundle)
         engines: dict[str, AnyEngine] = {}
         alone: Engine | None = None

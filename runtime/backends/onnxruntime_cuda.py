@@ -38,8 +38,9 @@ class Cuda:
         require_one()
         if CUDA not in ort.get_available_providers():
             raise UnavailableError(
-                f"backend cuda needs the package onnxruntime-gpu, and the installed onnxruntime {ort.__version__} lacks CUDA: "
-                f"pip uninstall -y onnxruntime, then {INSTALL_CUDA}{JETSON if platform.machine() == 'aarch64' else ''}"
+                f"backend cuda needs the package onnxruntime-gpu, and the installed onnxruntime {ort.__version__} "
+                "lacks CUDA: pip uninstall -y onnxruntime, then "
+                f"{INSTALL_CUDA}{JETSON if platform.machine() == 'aarch64' else ''}"
             )
         from ..engines.devices.cuda import Cuda as Gpu
 
@@ -90,7 +91,9 @@ class Cuda:
     def form(self, bundle: Bundle, folder: Path) -> Form:
         return bundle.manifest.form(self.NAME)
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
+    def open(
+        self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+    ) -> tuple[dict[str, "Engine"], Device]:
         engines, form, device = {}, bundle.manifest.form(self.NAME), type(self._device)(self._device.index)
         try:
             shared = SharedWeights(bundle, form, device)

@@ -13,7 +13,9 @@ from .processor import physical_cores
 try:
     import onnxruntime as ort
 except ImportError as error:
-    raise UnavailableError(f"onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime") from None
+    raise UnavailableError(
+        f"onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime"
+    ) from None
 __all__ = "Call", "Engine", "failed_run", "open_session", "ort", "session_options"
 
 
@@ -29,11 +31,15 @@ def session_options(bundle: Bundle, threads: int) -> ort.SessionOptions:
     return options
 
 
-def open_session(file: Path, options: ort.SessionOptions, provider: str, settings: Mapping[str, str]) -> ort.InferenceSession:
+def open_session(
+    file: Path, options: ort.SessionOptions, provider: str, settings: Mapping[str, str]
+) -> ort.InferenceSession:
     """A session on one provider. Raises GumihoError if it cannot be made, or if ONNX Runtime used another provider."""
     try:
         # With fallback, a failing provider would be replaced by another one and its error message lost.
-        session = ort.InferenceSession(file.read_bytes(), options, providers=[(provider, dict(settings))], enable_fallback=0)
+        session = ort.InferenceSession(
+            file.read_bytes(), options, providers=[(provider, dict(settings))], enable_fallback=0
+        )
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         reason = str(error).strip().splitlines()[0]
         # The graphs use opset 24, and TensorScatter was its last operator to get a kernel.
@@ -42,7 +48,9 @@ def open_session(file: Path, options: ort.SessionOptions, provider: str, setting
                 f"ONNX Runtime {ort.__version__} is too old for {file}: install onnxruntime 1.25 or newer, "
                 "which needs Python 3.11"
             ) from None
-        raise GumihoError(f"ONNX Runtime {ort.__version__} cannot load {file} ({reason}): try another version") from None
+        raise GumihoError(
+            f"ONNX Runtime {ort.__version__} cannot load {file} ({reason}): try another version"
+        ) from None
     if session.get_providers()[0] != provider:
         raise UnavailableError(
             f"ONNX Runtime {ort.__version__} placed {file} on {session.get_providers()[0]} instead of {provider}: "
@@ -52,7 +60,9 @@ def open_session(file: Path, options: ort.SessionOptions, provider: str, setting
 
 
 def failed_run(error: Exception) -> GumihoError:
-    return GumihoError(f"ONNX Runtime {ort.__version__} failed to run an engine ({error}): free memory or try another version")
+    return GumihoError(
+        f"ONNX Runtime {ort.__version__} failed to run an engine ({error}): free memory or try another version"
+    )
 
 
 class Call:

@@ -30,6 +30,6 @@ def require_one() -> None:
     for folder, names in installed.items():
         if len(names) > 1:
             raise UnavailableError(
-                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip "
-                f"uninstall -y {' '.join(names)}, then, for an NVIDIA GPU, {INSTALL_CUDA}, or else pip install onnxruntime"
+                f"{' and '.join(names)} are both installed in {folder} and overwrite each other's files: pip uninstall "
+                f"-y {' '.join(names)}, then, for an NVIDIA GPU, {INSTALL_CUDA}, or else pip install onnxruntime"
             )

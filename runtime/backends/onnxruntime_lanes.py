@@ -1,4 +1,5 @@
-"""Passes of the target over rows of several streams at once, with ONNX Runtime on the CPU (``graphs.shared_target``)."""
+"""Passes of the target over rows of several streams at once, with ONNX Runtime on the CPU
+(``graphs.shared_target``)."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ _OUTPUTS = "choice", "logits", "hidden"
 class Pass:
     """One stream's pass: its rows and its buffers, named as in the graph ``target``. Calling it runs it alone.
 
-    alone: runs it in the engine of the graph ``target``, None if that is not loaded. done: whether the buffers hold its results. ns: nanoseconds of the pass that count as this stream's. failure: why there are none.
+    alone: runs it in the engine of the graph ``target``, None if that is not loaded. done: whether the buffers hold its
+    results. ns: nanoseconds of the pass that count as this stream's. failure: why there are none.
     """
 
     __slots__ = "_lanes", "alone", "buffers", "done", "failure", "key", "ns", "rows"
@@ -58,7 +60,13 @@ class Lanes:
         self._inputs = [tensor.name for tensor in target.inputs]
         caches = [tensor.name for tensor in target.caches]
         self._caches = [
-            (name, [(kind := name.replace(".", f".{lane}."), kind.replace("past", "present")) for lane in range(self.count)])
+            (
+                name,
+                [
+                    (kind := name.replace(".", f".{lane}."), kind.replace("past", "present"))
+                    for lane in range(self.count)
+                ],
+            )
             for name in caches
         ]
         _, kv_heads, positions, head_dim = target.caches[0].shape
@@ -75,8 +83,8 @@ class Lanes:
         return Pass(self, buffers, self._alone.bind(buffers) if self._alone else None)
 
     def run(self, passes: Sequence[Pass], beside: bool = False) -> None:
-        """Runs the passes of up to ``count`` streams as one. Whether each is done, and what it took, is in the passes. beside: others may
-        run at once."""
+        """Runs the passes of up to ``count`` streams as one. Whether each is done, and what it took, is in the passes.
+        beside: others may run at once."""
         if self._session is None:
             raise MisuseError(_CLOSED)
         failure: GumihoError | None = None
@@ -124,8 +132,8 @@ class Lanes:
                     buffers[name][:] = array[at[lane] : at[lane + 1]]
 
     def _binding(self, session: ort.InferenceSession, passes: Sequence[Pass]) -> ort.IOBinding:
-        """A binding to the caches of the passes' streams. Binding hundreds of caches takes longer than the rest, so it is kept as long
-        as they are where they are."""
+        """A binding to the caches of the passes' streams. Binding hundreds of caches takes longer than the rest, so it
+        is kept as long as they are where they are."""
         key = tuple(id(one.key) for one in passes)
         known = self._bindings.get(key)
         if known and all(ref() is one.key for ref, one in zip(known[0], passes, strict=True)):

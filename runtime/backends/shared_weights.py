@@ -75,7 +75,9 @@ def _too_short(folder: Path, name: str) -> DamageError:
     return DamageError(f"{folder / name} ends before its weights do: copy the bundle again")
 
 
-def _copied(folder: Path, places: list[tuple[str, int, int]], device: Accelerator) -> Iterator[tuple[tuple[str, int], int]]:
+def _copied(
+    folder: Path, places: list[tuple[str, int, int]], device: Accelerator
+) -> Iterator[tuple[tuple[str, int], int]]:
     """Copies weights to the device and yields their file, offset and address. Reading a block overlaps with copying the
     previous one."""
     address = device.allocate(max(1, sum(_padded(length) for _, _, length in places)))

@@ -27,10 +27,12 @@ try:
     import tensorrt as trt
 except ImportError as error:
     # PyPI's packages do not run on Jetsons: there TensorRT is part of JetPack and belongs to the system's Python.
-    jetson = "on a Jetson, use JetPack's, in an environment made with `python3 -m venv --system-site-packages`; elsewhere "
+    jetson = (
+        "on a Jetson, use JetPack's, in an environment made with `python3 -m venv --system-site-packages`; elsewhere "
+    )
     raise UnavailableError(
-        f"backend tensorrt needs the Python module 'tensorrt' ({error}): {jetson if platform.machine() == 'aarch64' else ''}"
-        "pip install 'tensorrt>=10.15' 'cuda-bindings>=13'"
+        f"backend tensorrt needs the Python module 'tensorrt' ({error}): "
+        f"{jetson if platform.machine() == 'aarch64' else ''}pip install 'tensorrt>=10.15' 'cuda-bindings>=13'"
     ) from None
 
 from .tensorrt_compile import LOG, build
@@ -55,7 +57,9 @@ class TensorRT:
         if device and not device.isdigit():
             raise InputError(f"there is no device '{device}' of backend tensorrt: give the index of a GPU")
         if _version() < _OLDEST:
-            raise UnavailableError(f"TensorRT {trt.__version__} is too old: install 10.3 or newer (10.15 for fused attention)")
+            raise UnavailableError(
+                f"TensorRT {trt.__version__} is too old: install 10.3 or newer (10.15 for fused attention)"
+            )
         from ..engines.devices.cuda import Cuda
 
         self._device = Cuda(int(device or 0))
@@ -93,8 +97,8 @@ class TensorRT:
         if _version() < _IN_PLACE:
             spellings = {name: graphs for name, graphs in spellings.items() if graphs["target"].appends}
             failure = UnavailableError(
-                f"TensorRT {trt.__version__} cannot update caches in place, and the bundle has no graphs that avoid it: "
-                "install 10.15 or newer, or export it again"
+                f"TensorRT {trt.__version__} cannot update caches in place, and the bundle has no graphs that avoid "
+                "it: install 10.15 or newer, or export it again"
             )
         for attention, graphs in spellings.items():
             try:
@@ -102,7 +106,9 @@ class TensorRT:
                 for file, sizes in _by_file(graphs).items():
                     plan = build(bundle, [graphs[name] for name in sizes], tune, progress)
                     (folder / f"{Path(file).stem}.plan").write_bytes(plan)
-                (folder / _CHOICE).write_text(json.dumps({"attention": attention, "reason": str(failure or "")}), "utf-8")
+                (folder / _CHOICE).write_text(
+                    json.dumps({"attention": attention, "reason": str(failure or "")}), "utf-8"
+                )
                 progress(f"replaying the golden run with {attention} attention")
                 check()
                 return
@@ -120,7 +126,9 @@ class TensorRT:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._stale(bundle, folder / _CHOICE, str(error)) from None
 
-    def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[dict[str, "Engine"], Device]:
+    def open(
+        self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+    ) -> tuple[dict[str, "Engine"], Device]:
         graphs = self.form(bundle, folder).graphs
         self._device.enter()
         # loaded: the plan and profile of each graph.
@@ -145,7 +153,10 @@ class TensorRT:
         source = bundle.path / graph.file
         refitter = trt.Refitter(engine, LOG)
         parser = trt.OnnxParserRefitter(refitter, LOG)
-        if not (parser.refit_from_bytes(source.read_bytes(), str(bundle.path / source.name)) and refitter.refit_cuda_engine()):
+        if not (
+            parser.refit_from_bytes(source.read_bytes(), str(bundle.path / source.name))
+            and refitter.refit_cuda_engine()
+        ):
             raise self._stale(bundle, file, f"refitting its weights failed: {LOG.error}")
         for tensor in (*graph.inputs, *graph.outputs):
             if engine.get_tensor_mode(tensor.name) == trt.TensorIOMode.NONE:
@@ -179,7 +190,8 @@ def _by_file(graphs: Mapping[str, Graph]) -> dict[str, list[str]]:
 
 def _other(name: str, actual: object, expected: object) -> UnavailableError:
     return UnavailableError(
-        f"TensorRT {trt.__version__} takes '{name}' as {actual}, but in the bundle it is {expected}: try another version"
+        f"TensorRT {trt.__version__} takes '{name}' as {actual}, but in the bundle it is {expected}: try another "
+        "version"
     )
 
 
@@ -190,13 +202,17 @@ def _version() -> tuple[int, ...]:
 class Engine:
     """A plan with its weights, for one size of its inputs; see ``backends.Engine``."""
 
-    def __init__(self, engine: trt.ICudaEngine, graph: Graph, device: Any, scratch: DeviceArray, profile: int = 0) -> None:
+    def __init__(
+        self, engine: trt.ICudaEngine, graph: Graph, device: Any, scratch: DeviceArray, profile: int = 0
+    ) -> None:
         """profile: of the graph's sizes. Raises UnavailableError if the plan's shapes are not the graph's."""
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self._inputs = {name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT}
         self._outputs = set(names) - self._inputs
         # Versions that cannot update caches in place lack this function.
-        self._aliases = {name: None if graph.appends else engine.get_aliased_input_tensor(name) for name in self._outputs}
+        self._aliases = {
+            name: None if graph.appends else engine.get_aliased_input_tensor(name) for name in self._outputs
+        }
         self._device = device
         context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
@@ -223,7 +239,9 @@ class Engine:
             if self._current is not this_call:
                 for name, array in {**arrays, **dropped}.items():
                     if not context.set_tensor_address(name, array.address):
-                        raise GumihoError(f"TensorRT refuses the address of '{name}' ({LOG.error}): try another version")
+                        raise GumihoError(
+                            f"TensorRT refuses the address of '{name}' ({LOG.error}): try another version"
+                        )
                 self._current = this_call
             if not context.execute_async_v3(self._device.stream):
                 raise GumihoError(f"TensorRT failed to run an engine ({LOG.error}): free memory or try another version")

@@ -21,7 +21,9 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
     for name, graph in graphs.items():
         if name.startswith("target-") and _caches(graph, manifest) != _caches(graphs["target"], manifest):
             raise Damage(f"{at}: target and {name} have different caches, expected the same")
-        may_be_open = on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
+        may_be_open = (
+            on_host and name == "target" and OPEN_CACHES in manifest.requires and not (form.static or graph.appends)
+        )
         selects = graph.selects and on_host and not form.static
         if name == SHARED:
             inputs, outputs = _shared(manifest, graphs["target"], graph.lanes)
@@ -30,7 +32,9 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
             caches = (0, (0, 0, 0)) if stateless else _caches(graph, manifest, may_be_open)
             inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects, graph.noisy)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
-            _compare([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}")
+            _compare(
+                [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], expected, f"{at}.{name}: {kind}"
+            )
 
 
 def _compare(declared: Signature, expected: Signature, at: str) -> None:
@@ -70,17 +74,24 @@ def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, S
     layers, (kv_heads, positions, head_dim) = _caches(target, manifest, target.open_caches)
 
     def cached(prefix: str) -> Signature:
-        shapes = [(1, kv_heads, f"{positions}_{lane}" if target.open_caches else positions, head_dim) for lane in range(lanes)]
+        shapes = [
+            (1, kv_heads, f"{positions}_{lane}" if target.open_caches else positions, head_dim) for lane in range(lanes)
+        ]
         return [
             (f"{prefix}_{part}.{lane}.{i}", manifest.dtype, shape)
-            for i in range(layers) for lane, shape in enumerate(shapes) for part in ("key", "value")
-        ]  # fmt: skip
+            for i in range(layers)
+            for lane, shape in enumerate(shapes)
+            for part in ("key", "value")
+        ]
 
     inputs: Signature = [
-        ("tokens", "int64", ("rows",)), ("depth", "int64", ("rows",)), ("counts", "int64", (lanes,)), ("wanted", "int64", ("wanted",)),
+        ("tokens", "int64", ("rows",)),
+        ("depth", "int64", ("rows",)),
+        ("counts", "int64", (lanes,)),
+        ("wanted", "int64", ("wanted",)),
         *((f"mask.{lane}", "bool", (f"rows_{lane}", f"rows_{lane}")) for lane in range(lanes)),
         *((f"past_length.{lane}", "int64", (1,)) for lane in range(lanes)),
-    ]  # fmt: skip
+    ]
     outputs: Signature = [
         ("choice", "int64", ("wanted",)),
         ("logits", manifest.dtype, ("wanted", manifest.vocabulary)),
@@ -108,7 +119,11 @@ def _expected(
     read = rows if name == "target" else most
 
     def cached(prefix: str, n: int | str) -> Signature:
-        return [(f"{prefix}_{part}.{i}", dtype, (1, kv_heads, n, head_dim)) for i in range(layers) for part in ("key", "value")]
+        return [
+            (f"{prefix}_{part}.{i}", dtype, (1, kv_heads, n, head_dim))
+            for i in range(layers)
+            for part in ("key", "value")
+        ]
 
     written = cached("new", read) if appends else cached("present", positions)
     past: Signature = [("past_length", "int64", (1,)), *cached("past", positions)]
@@ -129,9 +144,12 @@ def _expected(
         ("count", "int64", (1,)),
     ]
     tree_outputs: Signature = [
-        ("tree_tokens", "int64", (tree,)), ("tree_depth", "int64", (tree,)), ("tree_parent", "int64", (tree,)),
-        ("tree_mask", "bool", (tree, tree)), ("tree_score", "float32", (tree,)),
-    ]  # fmt: skip
+        ("tree_tokens", "int64", (tree,)),
+        ("tree_depth", "int64", (tree,)),
+        ("tree_parent", "int64", (tree,)),
+        ("tree_mask", "bool", (tree, tree)),
+        ("tree_score", "float32", (tree,)),
+    ]
     drawn: Signature = []
     if noisy and name == "draft" and manifest.tree:
         drawn = [("noise", "float32", (manifest.depth, manifest.tree.vocabulary))]

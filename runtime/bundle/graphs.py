@@ -45,7 +45,9 @@ class TensorSpec:
 
     name: Annotated[str, Pattern(r"[a-z_]{1,20}(\.[0-9]{1,4}){0,2}", "the name of a tensor")]
     dtype: Annotated[str, OneOf(("int64", "bool", "float32", "float16"))]
-    shape: tuple[Size | Annotated[str, Pattern(r"(rows|positions)(_[0-9])?|accepted|wanted", "the name of an axis")], ...]
+    shape: tuple[
+        Size | Annotated[str, Pattern(r"(rows|positions)(_[0-9])?|accepted|wanted", "the name of an axis")], ...
+    ]
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,9 @@ class Form:
     def of(self, suffix: str) -> "Form":
         """The form with only one of its drafters. suffix: of the drafter's names, "" for the first."""
         spares = {dialect: of_drafter(graphs, suffix) for dialect, graphs in self.spares.items()}
-        return replace(self, graphs=of_drafter(self.graphs, suffix), spares=spares, weights=of_drafter(self.weights, suffix))
+        return replace(
+            self, graphs=of_drafter(self.graphs, suffix), spares=spares, weights=of_drafter(self.weights, suffix)
+        )
 
     def variants(self) -> dict[str, Mapping[str, Graph]]:
         """All sets of graphs by dialect, in order of preference."""
@@ -192,7 +196,9 @@ class Form:
 
     def target(self, rows: int) -> tuple[str, int]:
         """The name of the smallest target graph that takes this many rows, and the number of rows that it computes."""
-        return next(((name, size) for size, name in self.targets.items() if size >= rows), ("target", max(rows, self.least)))
+        return next(
+            ((name, size) for size, name in self.targets.items() if size >= rows), ("target", max(rows, self.least))
+        )
 
     def inputs(self, graph: str) -> Mapping[str, Weight]:
         """The weights that a graph may take as inputs, by name."""

@@ -37,7 +37,9 @@ def locked(file: Path, busy: str, wait: Callable[[str], object] | None = None, r
 def _acquire(file: Path, busy: str, wait: Callable[[str], object] | None) -> int:
     """A descriptor that holds the lock."""
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+        descriptor = os.open(
+            file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666
+        )
         try:
             _lock(descriptor, file, busy, wait)
             # The previous holder may have removed the file after it was opened here. Another process can then create
@@ -66,5 +68,6 @@ def _lock(descriptor: int, file: Path, busy: str, wait: Callable[[str], object] 
     except OSError as error:
         reason = error.strerror or error
         print(
-            f"warning: '{file.parent}' cannot be locked ({reason}): make sure that nothing else writes there", file=sys.stderr
+            f"warning: '{file.parent}' cannot be locked ({reason}): make sure that nothing else writes there",
+            file=sys.stderr,
         )

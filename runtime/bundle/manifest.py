@@ -146,11 +146,19 @@ class Manifest:
 # The features that ``Manifest.requires`` may name: for each, a description of the bundles that have it, and a test.
 FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     TARGET_ONLY: ("tree is null", lambda manifest: not manifest.has_drafter),
-    OPEN_CACHES: ("a target's caches are open", lambda manifest: any(target.open_caches for target in manifest.targets)),
-    WANTED_ROWS: ("a target has the input 'wanted'", lambda manifest: any(target.selects for target in manifest.targets)),
+    OPEN_CACHES: (
+        "a target's caches are open",
+        lambda manifest: any(target.open_caches for target in manifest.targets),
+    ),
+    WANTED_ROWS: (
+        "a target has the input 'wanted'",
+        lambda manifest: any(target.selects for target in manifest.targets),
+    ),
     SHARED_PASSES: (
         "a form has the graph 'shared'",
-        lambda manifest: any(SHARED in graphs for form in manifest.forms.values() for graphs in form.variants().values()),
+        lambda manifest: any(
+            SHARED in graphs for form in manifest.forms.values() for graphs in form.variants().values()
+        ),
     ),
     PASS_SIZES: (
         "a target has several graphs of fixed sizes",

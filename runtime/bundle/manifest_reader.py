@@ -27,7 +27,9 @@ def parse_manifest(text: str, file: Path) -> Manifest:
         # Checked first, since a later feature may have changed other fields.
         required = checked(tuple[str, ...], content.get("requires", []), "requires")
         if unknown := sorted(set(required) - set(FEATURES)):
-            raise InputError(f"{file} needs '{shown(unknown[0])}', which this version does not know: install a newer one")
+            raise InputError(
+                f"{file} needs '{shown(unknown[0])}', which this version does not know: install a newer one"
+            )
         manifest = checked(Manifest, content)
         _check(manifest)
         return manifest
@@ -86,12 +88,17 @@ def _check_forms(manifest: Manifest, of: str) -> None:
             at = f"forms.{backend} ({dialect}){of}"
             if missing := expected - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
-            smaller, shared = {name for name in graphs if name.startswith("target-")}, {SHARED} if backend == "cpu" else set()
+            smaller, shared = (
+                {name for name in graphs if name.startswith("target-")},
+                {SHARED} if backend == "cpu" else set(),
+            )
             if surplus := graphs.keys() - smaller - shared - allowed:
                 raise Damage(f"{at} has a graph '{min(surplus)}', expected only {', '.join(sorted(allowed))}")
             for name in smaller:
                 if not form.static or int(name[7:]) >= form.chunk:
-                    raise Damage(f"{at} has '{name}', expected sizes below its chunk of {form.chunk}, and only if it is static")
+                    raise Damage(
+                        f"{at} has '{name}', expected sizes below its chunk of {form.chunk}, and only if it is static"
+                    )
             for graph in graphs.values():
                 if graph.file not in manifest.files:
                     raise Damage(f"{at} names {shown(graph.file)}, which is not among the files")
@@ -141,5 +148,12 @@ def _require_inside(name: str) -> None:
     path = PurePosixPath(name)
     parts = path.parts
     plain = str(path) == name and name.isprintable() and len(name) < 1024 and "\\" not in name
-    if not plain or not parts or path.is_absolute() or ".." in parts or name in (".", MANIFEST) or parts[0] == "engines":
+    if (
+        not plain
+        or not parts
+        or path.is_absolute()
+        or ".." in parts
+        or name in (".", MANIFEST)
+        or parts[0] == "engines"
+    ):
         raise Damage(f"files names {shown(name)!r}, which is not a path inside the bundle")

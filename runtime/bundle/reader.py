@@ -34,7 +34,11 @@ def draft_tokens_of(suffix: str) -> str:
 
 def known(manifest: Manifest) -> str:
     """The advice in a message about an unknown drafter: the names that the bundle has."""
-    return f"give one of {', '.join(manifest.drafters)}" if manifest.drafters else "it has one at most, so leave the name out"
+    return (
+        f"give one of {', '.join(manifest.drafters)}"
+        if manifest.drafters
+        else "it has one at most, so leave the name out"
+    )
 
 
 class Bundle:
@@ -48,7 +52,9 @@ class Bundle:
         self.path, self.golden, self._draft_tokens = folder(path), GOLDEN, draft_tokens_of("")
         manifest = self.path / MANIFEST
         if not manifest.is_file():
-            raise InputError(f"'{shown(str(path))}' is not a bundle (it has no {MANIFEST}): make one with gumiho-export")
+            raise InputError(
+                f"'{shown(str(path))}' is not a bundle (it has no {MANIFEST}): make one with gumiho-export"
+            )
         try:
             self._text = read_regular(manifest, _MOST)
             self.manifest = parse_manifest(self._text.decode("utf-8"), manifest)
@@ -65,9 +71,13 @@ class Bundle:
             if not file.is_file():
                 raise DamageError(f"bundle {self.path} lacks its file {name}: copy the bundle again")
             if not file.resolve().is_relative_to(self.path):
-                raise DamageError(f"{file} is a link that leaves the bundle: copy the bundle again, following links (cp -rL)")
+                raise DamageError(
+                    f"{file} is a link that leaves the bundle: copy the bundle again, following links (cp -rL)"
+                )
             if file.stat().st_size != expected.size:
-                raise DamageError(f"{file} has {file.stat().st_size} bytes, expected {expected.size}: copy the bundle again")
+                raise DamageError(
+                    f"{file} has {file.stat().st_size} bytes, expected {expected.size}: copy the bundle again"
+                )
 
     def of(self, drafter: str) -> "Bundle":
         """The bundle with only this drafter; "" for the first. Raises InputError if it has none of that name."""
@@ -86,7 +96,9 @@ class Bundle:
         """
         damaged = first_damaged(self.path, self.manifest.files, quick)
         if damaged:
-            raise DamageError(f"{self.path / damaged} is damaged (its hash differs from the manifest's): copy the bundle again")
+            raise DamageError(
+                f"{self.path / damaged} is damaged (its hash differs from the manifest's): copy the bundle again"
+            )
 
     @cached_property
     def hash(self) -> str:
@@ -105,7 +117,9 @@ class Bundle:
 
         file = self.path / "tokenizer.json"
         if not self.has_tokenizer:
-            raise InputError(f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text")
+            raise InputError(
+                f"bundle {self.path} has no tokenizer (its target had none): give token ids instead of text"
+            )
         try:
             return Tokenizer.from_str(file.read_text("utf-8"))
         except (KeyboardInterrupt, SystemExit):

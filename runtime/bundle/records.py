@@ -118,7 +118,9 @@ def _check_of(kind: Any) -> Check:
     if origin is Annotated:
         return partial(_bounded, _check_of(arguments[0]), arguments[1])
     if origin in (Union, UnionType):
-        return partial(_one_of, tuple(_check_of(one) for one in arguments if one is not NoneType), NoneType in arguments)
+        return partial(
+            _one_of, tuple(_check_of(one) for one in arguments if one is not NoneType), NoneType in arguments
+        )
     if origin is tuple and arguments[-1] is ...:
         return partial(_list, _check_of(arguments[0]))
     if origin is tuple:
@@ -210,7 +212,9 @@ def _text(at: Place) -> str:
 
 
 def _wrong(at: Place, value: Any, expected: str) -> Damage:
-    actual = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
+    actual = (
+        "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(_printable(value))
+    )
     return Damage(f"{_text(at) or 'it'} is {shown(actual)}, expected {expected}")
 
 

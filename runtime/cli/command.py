@@ -109,15 +109,21 @@ def run(work: Callable[[], int], interrupted: str = "") -> int:
         sys.stdout = None  # flushing its buffer at exit would fail again
         return 141
     except UnicodeEncodeError as error:
-        return _failed(f"text cannot be encoded ({reason(error)}): give whole characters, and a terminal that shows them")
+        return _failed(
+            f"text cannot be encoded ({reason(error)}): give whole characters, and a terminal that shows them"
+        )
     except MemoryError as error:
-        return _failed(f"there is not enough memory ({error or 'none is left'}): close other programs, or use a smaller bundle")
+        return _failed(
+            f"there is not enough memory ({error or 'none is left'}): close other programs, or use a smaller bundle"
+        )
     except OSError as error:
         if error.filename is not None:
             return _failed(f"'{error.filename}' cannot be used ({reason(error)}): check that path")
         if error.errno in _WRITING:
             sys.stdout = None
-            return _failed(f"standard output cannot be written ({reason(error)}): {remedy(error, 'write it elsewhere')}")
+            return _failed(
+                f"standard output cannot be written ({reason(error)}): {remedy(error, 'write it elsewhere')}"
+            )
         return _failed(f"the operating system refused a request ({reason(error)}): see what this machine lacks")
 
 

@@ -16,7 +16,9 @@ def main(argv: list[str] | None = None) -> int:
         "--backend", default="", help=f"backend to compile for: {', '.join(NAMES)} (default: the bundle's first)"
     )
     parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)")
+    parser.add_argument(
+        "--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)"
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:

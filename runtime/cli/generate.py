@@ -28,12 +28,16 @@ def tokens_of(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
     if args.raw or not templated:
         return model.encode(prompt)
     try:
-        return model.chat([*opening(args.system), {"role": "user", "content": prompt}], special_tokens=args.special_tokens)
+        return model.chat(
+            [*opening(args.system), {"role": "user", "content": prompt}], special_tokens=args.special_tokens
+        )
     except GumihoError as error:
         raise InputError(f"{error} (--raw continues the prompt without a chat template)") from None
 
 
-def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace: Path | None = None) -> tuple[Generation, str]:
+def run(
+    model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace: Path | None = None
+) -> tuple[Generation, str]:
     """Runs a generation. Returns it and its text. show: print the text while it is generated. trace: file for the
     record of its cycles."""
     generation, text = model.start(prompt, chosen), ""
@@ -56,25 +60,35 @@ def run(model: Model, prompt: Sequence[int], chosen: Settings, show: bool, trace
 def warn_if_lossy(chosen: Settings) -> None:
     if chosen.lossy:
         options = [
-            f"--{name} {value}" for name, value in (("tree", chosen.tree), ("accept", chosen.accept)) if value != "exact"
+            f"--{name} {value}"
+            for name, value in (("tree", chosen.tree), ("accept", chosen.accept))
+            if value != "exact"
         ]
         print(f"note: with {' and '.join(options)} the output may differ from the target's", file=sys.stderr)
 
 
-def report(generations: Sequence[Generation], texts: Sequence[str], compared: SideBySide | None, style: str | None) -> None:
+def report(
+    generations: Sequence[Generation], texts: Sequence[str], compared: SideBySide | None, style: str | None
+) -> None:
     stats = total(generations)
     if style == "json":
         ids = [generation.ids for generation in generations]
         one = len(texts) == 1
         content: dict[str, Any] = {"text": texts[0], "ids": ids[0]} if one else {"texts": texts, "ids": ids}
         if not one:
-            content |= {"seeds": [g.stats.seed for g in generations], "finish_reasons": [g.finish_reason for g in generations]}
+            content |= {
+                "seeds": [g.stats.seed for g in generations],
+                "finish_reasons": [g.finish_reason for g in generations],
+            }
         if generations[0].settings.logprobs is not None:
             logprobs = [[asdict(token) for token in generation.logprobs] for generation in generations]
             content["logprobs"] = logprobs[0] if one else logprobs
         content["stats"] = stats.summary()
         if compared:
-            content |= {"plain" if not generations[0].settings.lossy else "exact": compared.other.summary(), "compare": compared.summary()}  # fmt: skip
+            content |= {
+                "plain" if not generations[0].settings.lossy else "exact": compared.other.summary(),
+                "compare": compared.summary(),
+            }
         print(json.dumps(content))
         return
     if style or compared:
@@ -104,7 +118,8 @@ def generate(model: Model, args: argparse.Namespace, chosen: Settings) -> int:
         other = replace(chosen, trace=False, tree="exact", accept="exact", speculate=chosen.lossy)
         seeds = [generation.stats.seed for generation in generations]
         others = [
-            run(model, prompt, replace(other, seed=seed), show=False)[0] for prompt, seed in zip(prompts, seeds, strict=True)
+            run(model, prompt, replace(other, seed=seed), show=False)[0]
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         compared = SideBySide.of(generations, others)
     report(generations, texts, compared, args.stats)

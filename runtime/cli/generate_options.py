@@ -33,35 +33,114 @@ def _prompts_and_drafts(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", help="text to continue (default: read standard input)")
     source.add_argument("--prompt-file", type=Path, help="file with the text to continue")
-    source.add_argument("--prompts", type=Path, metavar="JSONL", help="file with several prompts: one JSON object per line, with 'prompt', or with 'turns', a list whose first element is used")  # fmt: skip
-    parser.add_argument("--raw", action="store_true", help="continue the prompts as they are (default: write them in the target's chat template, if it has one)")  # fmt: skip
-    parser.add_argument("--chat", action="store_true", help="without a prompt, hold a conversation over standard input; with one, fail if the target has no chat template")  # fmt: skip
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="JSONL",
+        help="file with several prompts: one JSON object per line, with 'prompt', or with 'turns', a list whose first "
+        "element is used",
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompts as they are (default: write them in the target's chat template, if it has one)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="without a prompt, hold a conversation over standard input; with one, fail if the target has no chat "
+        "template",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message in front of the prompt (default: none)")
-    parser.add_argument("--special-tokens", action="store_true", help="special tokens that messages spell out, such as <|im_end|>, keep their meaning (default: they are text)")  # fmt: skip
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="special tokens that messages spell out, such as <|im_end|>, keep their meaning (default: they are text)",
+    )
     parser.add_argument("--no-speculation", action="store_true", help="plain decoding on the same engine")
-    parser.add_argument("--no-lookup", action="store_true", help="verify only the drafter's proposals, without prompt lookup")
-    parser.add_argument("--drafter", metavar="NAME", help="draft with this one of the bundle's drafters (default: the one that has been fastest)")  # fmt: skip
-    parser.add_argument("--rows", type=int, metavar="N", help="verify N rows of every draft tree, without prompt lookup (default: chosen per cycle from the measured cost of passes and the acceptance so far)")  # fmt: skip
+    parser.add_argument(
+        "--no-lookup", action="store_true", help="verify only the drafter's proposals, without prompt lookup"
+    )
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help="draft with this one of the bundle's drafters (default: the one that has been fastest)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="verify N rows of every draft tree, without prompt lookup (default: chosen per cycle from the measured "
+        "cost of passes and the acceptance so far)",
+    )
 
 
 def _limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
-        "--max-new-tokens", "--max-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"
+        "--max-new-tokens",
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="generate at most N tokens (default: 256)",
     )
-    limits.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="ignore ends of text and stop strings before N tokens (default: 0)")  # fmt: skip
-    limits.add_argument("--max-seconds", type=float, default=float("inf"), metavar="S", help="stop after S seconds of wall clock (default: no limit)")  # fmt: skip
-    limits.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this string; repeatable")
+    limits.add_argument(
+        "--min-new-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ignore ends of text and stop strings before N tokens (default: 0)",
+    )
+    limits.add_argument(
+        "--max-seconds",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="stop after S seconds of wall clock (default: no limit)",
+    )
+    limits.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this string; repeatable"
+    )
     limits.add_argument(
         "--stop-token", action="append", type=int, default=[], metavar="ID", help="stop at this token id; repeatable"
     )
 
 
 def _choice(choice: argparse._ArgumentGroup) -> None:
-    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 takes the most likely token (default: 0)")  # fmt: skip
-    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: 0, all tokens)")  # fmt: skip
-    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: smallest set with probability P (default: 1)")  # fmt: skip
-    choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="sample from tokens at least P times as likely as the most likely one (default: 0)")  # fmt: skip
-    choice.add_argument("--seed", type=int, metavar="N", help="seed; the same seed gives the same text (default: a new one, reported by --stats)")  # fmt: skip
+    choice.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 takes the most likely token (default: 0)",
+    )
+    choice.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens (default: 0, all tokens)",
+    )
+    choice.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: smallest set with probability P (default: 1)",
+    )
+    choice.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the most likely one (default: 0)",
+    )
+    choice.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed; the same seed gives the same text (default: a new one, reported by --stats)",
+    )
     choice.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="X", help="penalty as in transformers (default: 1)"
     )
@@ -71,13 +150,29 @@ def _choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--frequency-penalty", type=float, default=0.0, metavar="X", help="penalty as in OpenAI's API (default: 0)"
     )
-    choice.add_argument("--no-repeat-ngram", type=int, default=0, metavar="N", help="do not repeat any sequence of N tokens (default: 0, repeats allowed)")  # fmt: skip
-    choice.add_argument("--logit-bias", action="append", default=[], metavar="ID=X", help="add X to the logit of this token id; repeatable")  # fmt: skip
+    choice.add_argument(
+        "--no-repeat-ngram",
+        type=int,
+        default=0,
+        metavar="N",
+        help="do not repeat any sequence of N tokens (default: 0, repeats allowed)",
+    )
+    choice.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="add X to the logit of this token id; repeatable",
+    )
     choice.add_argument(
         "--ban", action="append", type=int, default=[], metavar="ID", help="never emit this token id; repeatable"
     )
     guided = choice.add_mutually_exclusive_group()
-    guided.add_argument("--json-schema", metavar="FILE", help="emit JSON that matches this schema: a file, or the schema itself ({} for any JSON)")  # fmt: skip
+    guided.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="emit JSON that matches this schema: a file, or the schema itself ({} for any JSON)",
+    )
     guided.add_argument("--regex", metavar="PATTERN", help="emit text that matches this regular expression")
     guided.add_argument(
         "--grammar", type=Path, metavar="FILE", help="emit text that matches this grammar, in llguidance's Lark syntax"
@@ -85,20 +180,33 @@ def _choice(choice: argparse._ArgumentGroup) -> None:
 
 
 def _checks(checks: argparse._ArgumentGroup) -> None:
-    checks.add_argument("--compare", action="store_true", help="decode with and without speculation; exit status 1 if the tokens differ")  # fmt: skip
-    checks.add_argument("--check-lossless", action="store_true", help=f"replay the tokens by plain decoding; exit status 1 if any differ, {NEAR_TIE} if only near-ties differ")  # fmt: skip
+    checks.add_argument(
+        "--compare", action="store_true", help="decode with and without speculation; exit status 1 if the tokens differ"
+    )
+    checks.add_argument(
+        "--check-lossless",
+        action="store_true",
+        help=f"replay the tokens by plain decoding; exit status 1 if any differ, {NEAR_TIE} if only near-ties differ",
+    )
     checks.add_argument(
         "--trace", type=Path, metavar="FILE", help="write where every token came from, to a .html or .jsonl file"
     )
     checks.add_argument(
-        "--stats", nargs="?", const="text", choices=("text", "json"),
-        help="print statistics on standard error; json: print only one JSON object, with the text in it, on standard output "
+        "--stats",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="print statistics on standard error; json: print only one JSON object, with the text in it, on standard "
+        "output "
         "(default: no statistics; text if no format is given)",
-    )  # fmt: skip
+    )
     checks.add_argument(
-        "--logprobs", type=int, metavar="N",
-        help="with --stats json: the target's log-probability of every token and of its N most likely alternatives (default: off)",
-    )  # fmt: skip
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --stats json: the target's log-probability of every token and of its N most likely alternatives "
+        "(default: off)",
+    )
 
 
 def _lossy(lossy: argparse._ArgumentGroup) -> None:
@@ -106,12 +214,17 @@ def _lossy(lossy: argparse._ArgumentGroup) -> None:
         "--tree", choices=("exact", "fta"), default="exact", help="fta: Gumiho's Full Tree Attention (default: exact)"
     )
     lossy.add_argument(
-        "--accept", choices=("exact", "typical"), default="exact", help="typical: Medusa's typical acceptance (default: exact)"
+        "--accept",
+        choices=("exact", "typical"),
+        default="exact",
+        help="typical: Medusa's typical acceptance (default: exact)",
     )
 
 
 def _engine(engine: argparse._ArgumentGroup) -> None:
-    engine.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    engine.add_argument(
+        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
+    )
     engine.add_argument("--device", default="", help=DEVICES)
     engine.add_argument(
         "--threads",
@@ -134,7 +247,9 @@ def _biases(given: Sequence[str]) -> dict[int, float]:
     try:
         return {int(name): float(value) for name, value in (pair.split("=", 1) for pair in given)}
     except ValueError:
-        raise InputError(f"--logit-bias is '{' '.join(given)}': give a token id and a number, such as 42=-1.5") from None
+        raise InputError(
+            f"--logit-bias is '{' '.join(given)}': give a token id and a number, such as 42=-1.5"
+        ) from None
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
@@ -164,17 +279,41 @@ def settings(args: argparse.Namespace) -> Settings:
             raise InputError(f"--raw uses no chat template: leave out {option}")
     if args.logprobs is not None and args.stats != "json":
         raise InputError("--logprobs are printed as JSON: add --stats json")
-    for option, given in (("--compare", args.compare), ("--check-lossless", args.check_lossless), ("--trace", args.trace),
-                          ("--stats json", args.stats == "json")):  # fmt: skip
+    for option, given in (
+        ("--compare", args.compare),
+        ("--check-lossless", args.check_lossless),
+        ("--trace", args.trace),
+        ("--stats json", args.stats == "json"),
+    ):
         if given and args.chat and not prompted(args):
             raise InputError(f"{option} is for prompts, not for conversations: give --prompt, or leave it out")
     return Settings(
-        args.max_new_tokens, not args.no_speculation, args.min_new_tokens, args.max_seconds, args.stop, args.stop_token,
-        logit_bias=_biases(args.logit_bias), repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty, no_repeat_ngram=args.no_repeat_ngram, banned=args.ban, grammar=_grammar(args),
-        lookup=not args.no_lookup, rows=args.rows, drafter=args.drafter, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
-        tree=args.tree, accept=args.accept, trace=args.trace is not None, logprobs=args.logprobs,
-    )  # fmt: skip
+        args.max_new_tokens,
+        not args.no_speculation,
+        args.min_new_tokens,
+        args.max_seconds,
+        args.stop,
+        args.stop_token,
+        logit_bias=_biases(args.logit_bias),
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        no_repeat_ngram=args.no_repeat_ngram,
+        banned=args.ban,
+        grammar=_grammar(args),
+        lookup=not args.no_lookup,
+        rows=args.rows,
+        drafter=args.drafter,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        tree=args.tree,
+        accept=args.accept,
+        trace=args.trace is not None,
+        logprobs=args.logprobs,
+    )
 
 
 def _prompts(file: Path) -> list[str]:
@@ -192,7 +331,9 @@ def _prompts(file: Path) -> list[str]:
         turns = record.get("turns")
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if not isinstance(prompt, str):
-            raise InputError(f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {remedy}")
+            raise InputError(
+                f"'{file}' is not a file of prompts (line {number} has no prompt that is a string): {remedy}"
+            )
         prompts.append(prompt)
     return prompts
 
@@ -211,7 +352,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         if sys.stdin.isatty():
             print("type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
         if not (typed := sys.stdin.read()):
-            raise InputError("the prompt on standard input is empty: write one, or give --prompt '' to continue nothing")
+            raise InputError(
+                "the prompt on standard input is empty: write one, or give --prompt '' to continue nothing"
+            )
         return [typed]
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt cannot be read ({reason(error)}): give UTF-8 text") from None

@@ -11,9 +11,12 @@ def table(stats: Stats) -> str:
     times = {"draft": stats.draft_ns, "target": stats.target_ns, "host": stats.host_ns}
     per_pass = ", ".join(f"{name} {ns / 1e6 / cycles:.3g}" for name, ns in times.items())
     lines = {
-        "prompt": f"{stats.prompt_tokens} tokens ({stats.cached_tokens} cached), first token after {s['time_to_first_token_ms']:.4g} ms",
-        "generated": f"{stats.tokens} tokens{f' ({stats.finish_reason})' if stats.finish_reason else ''}, {s['tokens_per_second']:.4g} tokens/s",
-        "per pass": f"{s['tau']:.3g} tokens (tau) in {sum(times.values()) / 1e6 / cycles:.3g} ms: {per_pass} ({stats.cycles} passes)",
+        "prompt": f"{stats.prompt_tokens} tokens ({stats.cached_tokens} cached), first token after "
+        f"{s['time_to_first_token_ms']:.4g} ms",
+        "generated": f"{stats.tokens} tokens{f' ({stats.finish_reason})' if stats.finish_reason else ''}, "
+        f"{s['tokens_per_second']:.4g} tokens/s",
+        "per pass": f"{s['tau']:.3g} tokens (tau) in {sum(times.values()) / 1e6 / cycles:.3g} ms: {per_pass} "
+        f"({stats.cycles} passes)",
         "from": ", ".join(f"{name} {count}" for name, count in sources.items()),
     }
     if len(stats.rows) > 1:

@@ -81,7 +81,9 @@ class TerminalChat:
     could not be answered.
     """
 
-    def __init__(self, model: Model, settings: Settings, system: str | None, stats: bool, special_tokens: bool = False) -> None:
+    def __init__(
+        self, model: Model, settings: Settings, system: str | None, stats: bool, special_tokens: bool = False
+    ) -> None:
         """stats: whether to print statistics after each answer. special_tokens: see ``Model.chat``.
 
         Raises GumihoError if the target has no chat template, or one that refuses a system message.
@@ -96,7 +98,8 @@ class TerminalChat:
         given = _Input()
         if given.terminal:
             print(
-                f"/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves; {_QUOTES} begins and ends several lines",
+                f"/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves; {_QUOTES} begins and ends several "
+                "lines",
                 file=sys.stderr,
             )
         while not self._ended:
@@ -107,7 +110,9 @@ class TerminalChat:
                 if command and text.startswith("/") and not text.startswith("//"):
                     self._command(*text.split(maxsplit=1))
                 elif text:
-                    self._answer([*self.messages, {"role": "user", "content": text.removeprefix("/") if command else text}])
+                    self._answer(
+                        [*self.messages, {"role": "user", "content": text.removeprefix("/") if command else text}]
+                    )
             except KeyboardInterrupt:
                 if not given.terminal:
                     raise

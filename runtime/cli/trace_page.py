@@ -48,7 +48,9 @@ class Trace:
     def check(path: Path) -> None:
         """Raises InputError if ``write`` cannot succeed. Called before anything is generated."""
         if path.suffix.lower() not in (".html", ".jsonl"):
-            raise InputError(f"'{path}' is not a name for a trace: let it end in .html for a page or in .jsonl for data")
+            raise InputError(
+                f"'{path}' is not a name for a trace: let it end in .html for a page or in .jsonl for data"
+            )
         folder = regular(path).parent
         if not folder.is_dir():
             raise InputError(f"the trace cannot be written, because there is no folder '{folder}': make it first")
@@ -72,7 +74,13 @@ class Trace:
         """The records of both formats, in order."""
         ids = [token for cycle in self._cycles for token in cycle.tokens]
         prompt, texts = self._texts(ids)
-        run = {"type": "run", "version": 1, "prompt_ids": self._prompt, "prompt": prompt, "serial_steps": self._serial_steps}
+        run = {
+            "type": "run",
+            "version": 1,
+            "prompt_ids": self._prompt,
+            "prompt": prompt,
+            "serial_steps": self._serial_steps,
+        }
         yield run | self._about | run
         names: dict[int, str] = {}
         position = start = 0

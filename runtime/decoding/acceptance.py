@@ -10,7 +10,8 @@ from .token_selector import TokenSelector
 
 
 def accept_path(tokens: Sequence[int], parents: Sequence[int], next_token: NextToken) -> list[int]:
-    """The rows whose tokens the target itself chooses, the root first. Parents come before children, so one loop finds them.
+    """The rows whose tokens the target itself chooses, the root first. Parents come before children, so one loop finds
+    them.
 
     next_token: the target's token after a row, None if the text ends with it; called only for rows of the path.
     """
@@ -29,7 +30,8 @@ def accept(
     selector: TokenSelector,
     logits: Callable[[int], np.ndarray],
 ) -> list[int]:
-    """The accepted rows, by the method of the text's settings: lossless, or one of ``lossy``. logits: the target's, [V], after a row."""
+    """The accepted rows, by the method of the text's settings: lossless, or one of ``lossy``. logits: the target's,
+    [V], after a row."""
     settings = selector.settings
     if settings.accept == "typical":
         return lossy.typical(tokens, parents, next_token, selector.add, logits, settings.temperature)

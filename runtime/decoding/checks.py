@@ -23,13 +23,14 @@ def check(manifest: Manifest, prompt: Sequence[int]) -> None:
 
 
 def check_settings(manifest: Manifest, settings: Settings) -> None:
-    """Raises InputError for settings about draft trees if the bundle has no drafter, and for a drafter that it does not have."""
+    """Raises InputError for settings about draft trees if the bundle has no drafter, and for a drafter that it does not
+    have."""
     if settings.drafter is not None and settings.drafter not in manifest.drafters:
         raise InputError(f"there is no drafter {settings.drafter!r}: {known(manifest)}")
     about_trees = {"rows": settings.rows, "tree": settings.tree, "accept": settings.accept}
     given = next((name for name, value in about_trees.items() if value not in (None, "exact")), "")
     if given and not manifest.has_drafter:
         raise InputError(
-            f"{given} is {about_trees[given]!r}, which is about draft trees, and the bundle has no drafter: leave it out, or "
-            "export with --ckpt"
+            f"{given} is {about_trees[given]!r}, which is about draft trees, and the bundle has no drafter: leave it "
+            "out, or export with --ckpt"
         )

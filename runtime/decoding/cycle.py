@@ -11,8 +11,8 @@ from .logprobs import TokenLogprobs
 class Tree:
     """Verified rows, the pending token first.
 
-    tokens, parents, depths: ids, parent rows and depths, parents before children. scores: cumulative log-probabilities under the
-    drafter, -inf for rows that it did not draft.
+    tokens, parents, depths: ids, parent rows and depths, parents before children. scores: cumulative log-probabilities
+    under the drafter, -inf for rows that it did not draft.
     """
 
     tokens: tuple[int, ...]
@@ -47,11 +47,11 @@ class Accepted:
 class Cycle:
     """What one step emitted. The prefill counts as the first step and verifies no rows.
 
-    tokens: emitted ids. rows: verified rows, root included. path: accepted rows, the root first, so that ``tokens[i]`` is what row
-    ``path[i + 1]`` proposed and the last token is the target's own. finish_reason: see ``Generation``; None unless generation ended
-    with this cycle. times: nanoseconds of draft, target and host (of the prefill: 0, all, 0). tree: set if the settings ask for a
-    trace. lookup: whether the proposed rows were found in the text (prompt lookup) instead of drafted. logprobs: one for each token
-    if the settings ask for them.
+    tokens: emitted ids. rows: verified rows, root included. path: accepted rows, the root first, so that ``tokens[i]``
+    is what row ``path[i + 1]`` proposed and the last token is the target's own. finish_reason: see ``Generation``; None
+    unless generation ended with this cycle. times: nanoseconds of draft, target and host (of the prefill: 0, all, 0).
+    tree: set if the settings ask for a trace. lookup: whether the proposed rows were found in the text (prompt lookup)
+    instead of drafted. logprobs: one for each token if the settings ask for them.
     """
 
     tokens: tuple[int, ...]

@@ -25,7 +25,8 @@ from .stats import Stats
 from .target_passes import TargetPasses
 from .token_selector import TokenSelector
 
-# While other streams decode, a prompt's passes take so many nanoseconds at most, since two of them may come one after the other.
+# While other streams decode, a prompt's passes take so many nanoseconds at most, since two of them may come one after
+# the other.
 _PATIENCE_NS = 0.125e9
 _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 
@@ -33,18 +34,25 @@ _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
-    shares: whether other streams want passes now; set by whoever drives the decoder. planners: of likeliest and of drawn texts,
-    which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt, and what was emitted
-    after it, which still grows. valid_target_length: rows of the target's cache, from the first, that are as in plain decoding.
+    shares: whether other streams want passes now; set by whoever drives the decoder. planners: of likeliest and of
+    drawn texts, which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt,
+    and what was emitted after it, which still grows. valid_target_length: rows of the target's cache, from the first,
+    that are as in plain decoding.
     """
 
     def __init__(
-        self, manifest: Manifest, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
-        sibling: "Decoder | None" = None, draft_tokens: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """costs: measured on this device, for the planner; without them every tree is verified whole. sibling: a decoder of the same
-        target with another drafter, whose passes of the target this one uses: one of them decodes at a time, see ``take``.
-        draft_tokens: see ``Bundle.draft_tokens``; None for trees without noise."""
+        self,
+        manifest: Manifest,
+        form: Form,
+        engines: Mapping[str, Engine],
+        device: Device,
+        costs: Costs | None = None,
+        sibling: "Decoder | None" = None,
+        draft_tokens: np.ndarray | None = None,
+    ) -> None:
+        """costs: measured on this device, for the planner; without them every tree is verified whole. sibling: a
+        decoder of the same target with another drafter, whose passes of the target this one uses: one of them decodes
+        at a time, see ``take``. draft_tokens: see ``Bundle.draft_tokens``; None for trees without noise."""
         self.manifest, self.form, self.engines, self.device = manifest, form, engines, device
         self.target: TargetPasses = sibling.target if sibling else TargetPasses(manifest, form, engines, device)
         self.draft = DraftPasses(manifest, form, engines, device, self.target, draft_tokens)
@@ -62,10 +70,17 @@ class Decoder:
 
     @classmethod
     def with_drafter(
-        cls, drafter: str, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device, costs: Costs | None = None,
+        cls,
+        drafter: str,
+        bundle: Bundle,
+        form: Form,
+        engines: Mapping[str, Engine],
+        device: Device,
+        costs: Costs | None = None,
         sibling: "Decoder | None" = None,
-    ) -> "Decoder":  # fmt: skip
-        """A decoder with one of a bundle's drafters; "" for the first. bundle, form, engines: with all of them. Raises DamageError."""
+    ) -> "Decoder":
+        """A decoder with one of a bundle's drafters; "" for the first. bundle, form, engines: with all of them. Raises
+        DamageError."""
         own, suffix = bundle.of(drafter), bundle.manifest.suffix(drafter)
         own_engines = of_drafter(engines, suffix)
         tokens = own.draft_tokens() if own.manifest.noisy else None
@@ -76,16 +91,20 @@ class Decoder:
         """The running text's."""
         return self.planners[self._draws]
 
-    # --- the loop --------------------------------------------------------------------------------------------------------
+    # --- the loop -----------------------------------------------------------------------------------------------------
 
     def generate(self, selector: TokenSelector, stats: Stats, resume: bool = False) -> Iterator[Cycle | None]:
-        """Continues a selector's text, one cycle at a time, the prefill first; None between two passes over a prompt, where other streams
-        can have the engines. resume: reuse the cached rows of the common prefix.
+        """Continues a selector's text, one cycle at a time, the prefill first; None between two passes over a prompt,
+        where other streams can have the engines. resume: reuse the cached rows of the common prefix.
 
         Raises InputError for a prompt that is empty or does not fit.
         """
         check(self.manifest, selector.prompt)
-        stats.prompt_tokens, stats.seed, stats.finish_reason = len(selector.prompt), selector.seed, selector.finish_reason
+        stats.prompt_tokens, stats.seed, stats.finish_reason = (
+            len(selector.prompt),
+            selector.seed,
+            selector.finish_reason,
+        )
         if selector.finish_reason:
             return
         yield from self._read_prompt(selector, stats, resume)
@@ -148,8 +167,8 @@ class Decoder:
             self.clear()
             self.target.wipe()
             raise DamageError(
-                f"the target's logits hold NaN or infinity after {read} tokens: the weights or engines are damaged, or values overflow; "
-                "run `gumiho doctor` on the bundle"
+                f"the target's logits hold NaN or infinity after {read} tokens: the weights or engines are damaged, or "
+                "values overflow; run `gumiho doctor` on the bundle"
             )
         return self.selector.add(self.selector.choose(choice, lambda: self.target.row(row)))
 
@@ -158,10 +177,11 @@ class Decoder:
         """Rows that a pass may verify."""
         return min(self.manifest.rows, self.manifest.capacity - self.target.length)
 
-    # --- the prompt ------------------------------------------------------------------------------------------------------
+    # --- the prompt ---------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, selector: TokenSelector, stats: Stats, resume: bool) -> Iterator[None]:
-        """Reads the part of the prompt and of what was emitted that is not cached, and emits the next token. Pauses between passes."""
+        """Reads the part of the prompt and of what was emitted that is not cached, and emits the next token. Pauses
+        between passes."""
         text, settings, started = [*selector.prompt, *selector.ids], selector.settings, perf_counter_ns()
         selector.begin()
         self.device.enter()
@@ -204,12 +224,14 @@ class Decoder:
         return row
 
     def _read_chunk(self, prompt: Sequence[int], speculate: bool) -> tuple[int, bool]:
-        """One pass over a prompt. Returns which row of its outputs is the last, and whether more of the prompt is left."""
+        """One pass over a prompt. Returns which row of its outputs is the last, and whether more of the prompt is
+        left."""
         start = self.target.length
         part, started = prompt[start : start + self._chunk()], perf_counter_ns() - self.target.waited_ns
         n = len(part)
         first = self.feed(part, last=True)
-        # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts with drafts.
+        # The first draft reads the last row itself. A text without drafts keeps only the first rows, for later texts
+        # with drafts.
         end = min(start + n, len(prompt) - 1, self.history.FIRST if not speculate else len(prompt))
         if self.draft.extends and start < end:
             self.history.record(start, end - start, range(start, end), first)
@@ -222,8 +244,8 @@ class Decoder:
         return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self.shares else self.form.chunk
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> int:
-        """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see ``TargetPasses.causal``. Returns which row
-        of the outputs is the first token's."""
+        """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see
+        ``TargetPasses.causal``. Returns which row of the outputs is the first token's."""
         self.target.read(tokens, last)
         self.target.commit(len(tokens), range(len(tokens)))
         return self.target.first(len(tokens), last)
@@ -232,7 +254,7 @@ class Decoder:
         """The drafter reads what it has missed; see ``DraftHistory.catch_up``."""
         self.history.catch_up(self._ids)
 
-    # --- what the caches hold --------------------------------------------------------------------------------------------
+    # --- what the caches hold -----------------------------------------------------------------------------------------
 
     def _ids(self) -> list[int]:
         return [*self.text[0], *self.text[1]]
@@ -247,7 +269,8 @@ class Decoder:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, text, strict=False)))
 
     def resume(self, prompt: Sequence[int], speculate: bool) -> int:
-        """Truncates the caches to the prefix that they have in common with a prompt. Returns how many of its tokens need not be read again.
+        """Truncates the caches to the prefix that they have in common with a prompt. Returns how many of its tokens
+        need not be read again.
 
         The target reads tokens again that the drafter lacks, but no more than that reads of a prompt.
         """
@@ -265,13 +288,14 @@ class Decoder:
     def saved(self, text: Sequence[int]) -> tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray]:
         """The rows of a text's beginning that the caches hold, for ``restore``, which takes them in this order."""
         cached, positions = self.cached_prefix(text), self.history.positions
-        positions = positions[: positions.searchsorted(cached - 1)]  # the drafter's row of a token depends on the next token
+        # the drafter's row of a token depends on the next token
+        positions = positions[: positions.searchsorted(cached - 1)]
         rows = self.target.cache.rows(cached), self.draft.cache.rows(len(positions))
         return text[:cached], *rows, positions.copy()
 
     def restore(self, text: Sequence[int], target: np.ndarray, drafter: np.ndarray, positions: np.ndarray) -> None:
-        """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the drafter's of the
-        tokens at so many positions. Raises GumihoError if they do not fit."""
+        """Fills the caches with rows of a text, as ``KVCache.rows`` returned them: the target's leading ones, and the
+        drafter's of the tokens at so many positions. Raises GumihoError if they do not fit."""
         self.clear()
         self.target.restore(target)
         self.history.restore(drafter, positions)
@@ -291,15 +315,15 @@ class Decoder:
         self.history.keep(0)
 
     def warm_up(self) -> None:
-        """Makes every bound call once: with the first call an accelerator sets an engine up and records its work, which takes much longer
-        than the call. Nothing is committed, but rows behind the caches' length are written."""
+        """Makes every bound call once: with the first call an accelerator sets an engine up and records its work, which
+        takes much longer than the call. Nothing is committed, but rows behind the caches' length are written."""
         self.draft.warm_up()  # first, since verification reads a drafted tree
         self.target.warm_up()
         self.device.synchronize()
 
     def close(self, engines: bool = True) -> None:
-        """Frees bindings and buffers, a sibling's of the target too, and then the engines, unless other decoders use them: bound calls hold
-        the engines, and both use the device's stream."""
+        """Frees bindings and buffers, a sibling's of the target too, and then the engines, unless other decoders use
+        them: bound calls hold the engines, and both use the device's stream."""
         target, draft, opened, device = self.target, self.draft, self.engines, self.device
         self.__dict__.clear()
         device.enter()
@@ -321,8 +345,8 @@ def _cycle(
     tree: Tree | None = None,
     lookup: bool = False,
 ) -> Cycle:
-    """The cycle that emitted a text's last ``emitted`` tokens, see ``Cycle``; by default the prefill's. The text ends with it if it was
-    interrupted meanwhile."""
+    """The cycle that emitted a text's last ``emitted`` tokens, see ``Cycle``; by default the prefill's. The text ends
+    with it if it was interrupted meanwhile."""
     selector.interrupted()
     first = len(selector.ids) - emitted
     tokens, logprobs = tuple(selector.ids[first:]), tuple(selector.logprobs[first:])

@@ -16,18 +16,18 @@ _MOST_DEFERRED = 32  # tokens that the drafter reads at most when it drafts agai
 
 
 class DraftHistory:
-    """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv 2401.15077).
-    Without a drafter, or if it has no cache, there are no hidden rows here, and only drafts read.
+    """For every accepted token, the drafter reads the target's hidden row before it (EAGLE's feature, arXiv
+    2401.15077). Without a drafter, or if it has no cache, there are no hidden rows here, and only drafts read.
 
-    The hidden rows of the last pass stay in ``TargetPasses.hidden``, and the next draft reads the accepted ones from there.
-    Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
+    The hidden rows of the last pass stay in ``TargetPasses.hidden``, and the next draft reads the accepted ones from
+    there. Hidden rows of earlier passes are copied to ``hidden_history``, and ``catch_up`` reads them.
 
-    Of a long prompt it reads the first few tokens and the last part: reading all of it would delay short answers, every draft reads the
-    whole cache, and drafters are trained on short texts. The first tokens serve as attention sinks (arXiv 2309.17453). Which tokens it
-    has read changes what is accepted and nothing else.
+    Of a long prompt it reads the first few tokens and the last part: reading all of it would delay short answers, every
+    draft reads the whole cache, and drafters are trained on short texts. The first tokens serve as attention sinks
+    (arXiv 2309.17453). Which tokens it has read changes what is accepted and nothing else.
 
-    hidden_history: [1, capacity, H], the target's hidden rows by position. pending: positions in it that the drafter still has to read,
-    ascending and behind those it has read. accepted: what the next draft reads.
+    hidden_history: [1, capacity, H], the target's hidden rows by position. pending: positions in it that the drafter
+    still has to read, ascending and behind those it has read. accepted: what the next draft reads.
     """
 
     FIRST: ClassVar[int] = 4  # tokens of a prompt that the drafter reads in any case
@@ -53,8 +53,8 @@ class DraftHistory:
         self.pending = [unread for unread in self.pending if unread < position]
 
     def restore(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Fills the drafter's cache with rows of a text, as ``KVCache.rows`` returned them, and leaves nothing to read. positions: of
-        their tokens, int64 by row. Raises DamageError if they do not fit."""
+        """Fills the drafter's cache with rows of a text, as ``KVCache.rows`` returned them, and leaves nothing to read.
+        positions: of their tokens, int64 by row. Raises DamageError if they do not fit."""
         self.pending = []
         self._draft.restore(rows)
         self._positions[: len(positions)] = positions
@@ -66,9 +66,9 @@ class DraftHistory:
         self._draft.commit(graph, n)
 
     def record(self, position: int, rows: int, pending: range, begin: int) -> None:
-        """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to ``hidden_history``. pending:
-        those positions of a prompt that the drafter is to read. If they become more than LAST, it reads the last of them, and gives up what
-        it has read before, all but the first tokens of the text."""
+        """Copies ``rows`` hidden rows of the last pass, which began at ``position``, from ``begin`` on to
+        ``hidden_history``. pending: those positions of a prompt that the drafter is to read. If they become more than
+        LAST, it reads the last of them, and gives up what it has read before, all but the first tokens of the text."""
         self._device.move(self.hidden_history, position, self._last_hidden, begin, rows)
         self.pending += pending
         first = [unread for unread in self.pending if unread < self.FIRST]
@@ -82,9 +82,9 @@ class DraftHistory:
         self.accepted = accepted
 
     def defer(self, kept: int = 0) -> None:
-        """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. It reads no more than the
-        last few tokens: reading everything that plain decoding has added could take longer than drafting gains. The gap in its
-        text costs acceptance and nothing else.
+        """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. It reads no more
+        than the last few tokens: reading everything that plain decoding has added could take longer than drafting
+        gains. The gap in its text costs acceptance and nothing else.
 
         kept: the number of last rows that stay for the next draft itself.
         """

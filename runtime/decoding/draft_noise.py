@@ -1,7 +1,9 @@
-"""The noise of the target's draws, for the drafter: it ranks tokens by its own logits and that noise, and so guesses the very draw.
+"""The noise of the target's draws, for the drafter: it ranks tokens by its own logits and that noise, and so guesses
+the very draw.
 
-``Sampler`` draws the argmax of logits / T + noise, and the noise depends on (seed, position, token) only. So the drafter's guess is the
-argmax of its logits + T * noise. Which tokens it guesses costs acceptance and never changes a text (docs/decoding.md).
+``Sampler`` draws the argmax of logits / T + noise, and the noise depends on (seed, position, token) only. So the
+drafter's guess is the argmax of its logits + T * noise. Which tokens it guesses costs acceptance and never changes a
+text (docs/decoding.md).
 """
 
 from math import inf, log
@@ -43,7 +45,8 @@ def _rounded(below: np.ndarray) -> np.ndarray:
 
 
 def _useful(settings: Settings) -> float:
-    """The most noise that is worth drafting: with more, most tokens that win are rare ones, which top-k, top-p and min-p remove."""
+    """The most noise that is worth drafting: with more, most tokens that win are rare ones, which top-k, top-p and
+    min-p remove."""
     share = max(1 - settings.top_p, settings.min_p, 1 / settings.top_k if settings.top_k else 0.0)
     return 1 - log(share) if share > 0 else inf
 

@@ -42,7 +42,11 @@ class DraftPasses(Passes):
         self.reads = manifest.depth + 1 if manifest.has_drafter else 0
         self.extends, self.chunk, self._static = "extend" in self.graphs, form.chunk, form.static
         widest = len(target.tokens)
-        self._tokens, self._path, self._count = np.zeros(widest, np.int64), np.zeros(widest, np.int64), np.zeros(1, np.int64)
+        self._tokens, self._path, self._count = (
+            np.zeros(widest, np.int64),
+            np.zeros(widest, np.int64),
+            np.zeros(1, np.int64),
+        )
         self._extensions: dict[int, Call] = {}
         self._inputs: dict[str, Array] = {}
         self._noise: DraftNoise | None = None
@@ -56,7 +60,7 @@ class DraftPasses(Passes):
         sizes = ([self.reads] if form.static else range(1, self.reads + 1)) if self.reads else ()
         self._drafts = [self._bind("draft", n, self._last_hidden) for n in sizes]
 
-    # --- calls -----------------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     def drafting(self, accepted: Accepted) -> Call:
         """The pass that reads accepted rows and drafts a tree, with its inputs in place until another pass is
@@ -86,7 +90,7 @@ class DraftPasses(Passes):
         for call in (*self._drafts, *self._extensions.values()):
             call()
 
-    # --- passes ----------------------------------------------------------------------------------------------------------
+    # --- passes -------------------------------------------------------------------------------------------------------
 
     def draft(self, accepted: Accepted, sampler: Sampler, position: int) -> int:
         """Drafts a tree. sampler: of the text; position: of the tokens of level 1 in it. The caller commits the
@@ -109,7 +113,7 @@ class DraftPasses(Passes):
         """Waits for the last pass. Returns the nanoseconds that it still took."""
         return self.run(self._device.synchronize)
 
-    # --- the tree --------------------------------------------------------------------------------------------------------
+    # --- the tree -----------------------------------------------------------------------------------------------------
 
     def scored(self) -> tuple[list[float], list[int]]:
         """Scores and depths of the drafted tree's rows."""
@@ -118,7 +122,9 @@ class DraftPasses(Passes):
 
     def drafted(self, rows: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of the drafted tree's first rows."""
-        tokens, parents = (self._device.read(self._tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent"))
+        tokens, parents = (
+            self._device.read(self._tree[name])[:rows].tolist() for name in ("tree_tokens", "tree_parent")
+        )
         return tokens, parents
 
     def drafted_tree(self, rows: int) -> Tree:
@@ -126,7 +132,7 @@ class DraftPasses(Passes):
         names = ("tree_tokens", "tree_parent", "tree_depth", "tree_score")
         return Tree(*(tuple(self._device.read(self._tree[name])[:rows].tolist()) for name in names))
 
-    # --- the cache -------------------------------------------------------------------------------------------------------
+    # --- the cache ----------------------------------------------------------------------------------------------------
 
     def commit(self, graph: str, rows: int) -> None:
         """Keeps the first rows of the last pass in the cache. graph: of that pass."""

@@ -9,8 +9,9 @@ _TRIAL = 8  # one text in so many gets another drafter than the fastest
 
 
 class DrafterChoice:
-    """Every drafter gets a text first; then texts get the fastest, and now and then one of the others, in rotation, since what is asked may
-    have changed. Which drafter a text gets never changes it. All streams over the engines use one choice.
+    """Every drafter gets a text first; then texts get the fastest, and now and then one of the others, in rotation,
+    since what is asked may have changed. Which drafter a text gets never changes it. All streams over the engines use
+    one choice.
     """
 
     def __init__(self, drafters: Sequence[str]) -> None:

@@ -26,8 +26,8 @@ _PLACE = r"^(at )?(?P<line>\d+)\(\d+\): "
 class Grammar:
     """A grammar that the whole text must match.
 
-    kind: ``json``, ``regex`` or ``lark``. text: a JSON schema, a regular expression in the syntax of Rust's regex, or a grammar
-    in llguidance's dialect of Lark. JSON may have any whitespace between its tokens unless the schema contains
+    kind: ``json``, ``regex`` or ``lark``. text: a JSON schema, a regular expression in the syntax of Rust's regex, or a
+    grammar in llguidance's dialect of Lark. JSON may have any whitespace between its tokens unless the schema contains
     ``"x-guidance": {"whitespace_flexible": false}``.
     """
 
@@ -70,7 +70,8 @@ class PreparedGrammar(Grammar):
         self.compiled.prepare()
 
     def try_to_prepare(self) -> bool:
-        """Compiles it if that takes at most ``TRY_SECONDS`` and ``TRY_MEMORY``; whether it did. Raises what ``GrammarMatchers.start`` does."""
+        """Compiles it if that takes at most ``TRY_SECONDS`` and ``TRY_MEMORY``; whether it did. Raises what
+        ``GrammarMatchers.start`` does."""
         return self.compiled.try_to_prepare()
 
     def close(self) -> None:
@@ -92,24 +93,24 @@ class GrammarMatchers:
     def start(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher for one generation.
 
-        Raises InputError for a grammar that is wrong, or takes more than it may; UnavailableError without llguidance, and GumihoError
-        for a tokenizer whose tokens have no spelling of their own.
+        Raises InputError for a grammar that is wrong, or takes more than it may; UnavailableError without llguidance,
+        and GumihoError for a tokenizer whose tokens have no spelling of their own.
         """
         if isinstance(grammar, PreparedGrammar):
             return grammar.compiled.start()
         return GrammarMatcher(*self.compiled(Grammar(grammar.kind, _checked(grammar))))
 
     def prepared(self, grammar: Grammar) -> PreparedGrammar:
-        """A grammar for several texts. It is compiled by ``prepare``, or with the first text. Raises InputError for one that is too long
-        or no JSON."""
+        """A grammar for several texts. It is compiled by ``prepare``, or with the first text. Raises InputError for one
+        that is too long or no JSON."""
         grammar = Grammar(grammar.kind, _checked(grammar))
         return PreparedGrammar(grammar.kind, grammar.text, _Compiled(self, grammar))
 
     def compiled(
         self, grammar: Grammar, opened: Callable[[GrammarProcess], None] = lambda process: None, trial: bool = False
     ) -> tuple[Vocabulary, GrammarProcess]:
-        """grammar: checked. opened: called with the process before it compiles. trial: whether less may be taken for it. Raises what
-        ``start`` does, and in a trial EndedError if it takes too much."""
+        """grammar: checked. opened: called with the process before it compiles. trial: whether less may be taken for
+        it. Raises what ``start`` does, and in a trial EndedError if it takes too much."""
         _require_library()
         process = self._vocabulary.processes.start()
         opened(process)
@@ -119,8 +120,8 @@ class GrammarMatchers:
             if trial:
                 raise
             raise InputError(
-                f"the {grammar.kind} grammar takes more than {COMPILE_SECONDS:g} s or {MEMORY >> 20} MiB to compile, or is chained or "
-                "nested too deeply: simplify it"
+                f"the {grammar.kind} grammar takes more than {COMPILE_SECONDS:g} s or {MEMORY >> 20} MiB to compile, "
+                "or is chained or nested too deeply: simplify it"
             ) from None
         if process.problem:
             raise _refused(grammar, process.problem)
@@ -193,12 +194,15 @@ def _checked(grammar: Grammar) -> str:
     if grammar.kind not in ("json", "regex", "lark"):
         raise InputError(f"'{grammar.kind}' is not a kind of grammar: give json, regex or lark")
     if len(grammar.text) > _MOST:
-        raise InputError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and may have {_MOST}: shorten it")
+        raise InputError(
+            f"the {grammar.kind} grammar has {len(grammar.text)} characters and may have {_MOST}: shorten it"
+        )
     try:
         grammar.text.encode()
     except UnicodeEncodeError:
         raise InputError(
-            f"the {grammar.kind} grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give UTF-8 text"
+            f"the {grammar.kind} grammar is not Unicode (it has a byte that is not UTF-8, or half a character): give "
+            "UTF-8 text"
         ) from None
     if grammar.kind == "json":
         try:
@@ -216,4 +220,6 @@ def _refused(grammar: Grammar, problem: str) -> GrammarError:
     place = re.match(_PLACE, problem)
     said = brief(problem, "" if grammar.kind == "lark" else _PLACE)
     reason = brief(problem, _PLACE).removeprefix("failed to compile JSON schema: ")
-    return GrammarError(f"the {grammar.kind} grammar is wrong ({said}): correct it", reason, int(place["line"]) if place else 0)
+    return GrammarError(
+        f"the {grammar.kind} grammar is wrong ({said}): correct it", reason, int(place["line"]) if place else 0
+    )

@@ -1,8 +1,9 @@
 """Follows grammars with the library llguidance: the program of the processes that ``grammar_process`` starts.
 
-It gets a vocabulary, and forks a process for every grammar: the library's parser recurses as deeply as a grammar is chained, its
-automata can double with every byte of a text, and neither can be broken off. A process can. It imports the library and nothing of
-ours, so that it is small. A forked process ends itself when the other end of its connection is closed, whatever it is doing.
+It gets a vocabulary, and forks a process for every grammar: the library's parser recurses as deeply as a grammar is
+chained, its automata can double with every byte of a text, and neither can be broken off. A process can. It imports the
+library and nothing of ours, so that it is small. A forked process ends itself when the other end of its connection is
+closed, whatever it is doing.
 
 Messages are a header, ``COMMAND`` or ``REPLY``, and ``length`` bytes.
 """
@@ -30,8 +31,9 @@ TRY_SECONDS = 0.25  # the schemas of twenty tools compile in a tenth of it
 MEMORY, TRY_MEMORY = 256 << 20, 32 << 20  # bytes that a grammar may take
 _STACK = 64 << 20
 _NICENESS = 10  # on a busy core, a ninth of the processor time that decoding gets
-# By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and the
-# model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the grammar.
+# By default the library forces its own tokenization if only one text can follow. Here the grammar decides the text, and
+# the model how it is split into tokens. The options come last, so that the line numbers in messages stay those of the
+# grammar.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
@@ -96,7 +98,8 @@ class Follower:
             self._consumed += [number] * done
         elif name == ROLLBACK:
             del self._consumed[len(self._consumed) - number :]
-            if not self._matcher.rollback(number):  # grammars that limit the number of tokens cannot: read all of them again
+            # grammars that limit the number of tokens cannot: read all of them again
+            if not self._matcher.rollback(number):
                 self._matcher = self._start()
                 self._matcher.consume_tokens(self._consumed)
         if self._matcher.is_error():
@@ -158,13 +161,13 @@ def _limit() -> None:
 
 
 def _yield_to_decoding() -> None:
-    """Lowers this process's priority. An engine's pass takes as long as its slowest thread, so a grammar that takes half of one core would
-    double it."""
+    """Lowers this process's priority. An engine's pass takes as long as its slowest thread, so a grammar that takes
+    half of one core would double it."""
     if not hasattr(os, "nice"):
         return
     niceness = os.nice(_NICENESS)
-    # A session of its own makes the process a scheduling group of its own (sched(7), "autogroup"), in which niceness compares it with
-    # nobody: the group needs one too.
+    # A session of its own makes the process a scheduling group of its own (sched(7), "autogroup"), in which niceness
+    # compares it with nobody: the group needs one too.
     with suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write(str(niceness))
 
@@ -175,7 +178,8 @@ def main() -> None:
     _yield_to_decoding()
 
     control = socket.socket(fileno=int(sys.argv[1]))
-    # Signals to the parent's group must not end this process in the middle of a text: it ends when the parent closes the connection.
+    # Signals to the parent's group must not end this process in the middle of a text: it ends when the parent closes
+    # the connection.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forked processes

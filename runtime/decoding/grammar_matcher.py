@@ -13,14 +13,18 @@ from .grammar_process import EndedError, GrammarProcess
 from .grammar_vocabulary import Vocabulary
 
 _T = TypeVar("_T")
-_NOTHING = "the grammar allows no next token, so nothing can follow: stop here, or change it to what this vocabulary can spell"
-# The upper bounds of eight tokens' logits, by the byte that holds their bits: float32 [256, 8], inf if allowed, otherwise -inf.
+_NOTHING = (
+    "the grammar allows no next token, so nothing can follow: stop here, or change it to what this vocabulary can spell"
+)
+# The upper bounds of eight tokens' logits, by the byte that holds their bits: float32 [256, 8], inf if allowed,
+# otherwise -inf.
 _BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _BOUNDS = _BOUNDS.astype(np.float32)
 
 
 class GrammarMatcher:
-    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted, too.
+    """The state of a grammar in one generation: which tokens may follow. A token that ends the text counts as accepted,
+    too.
 
     seconds: that the text has waited for the grammar.
     """
@@ -35,10 +39,11 @@ class GrammarMatcher:
         self._current = False
 
     def mask(self, row: np.ndarray) -> None:
-        """Sets the logits of tokens that the grammar does not allow to -inf. row: float32 [vocabulary], changed in place.
+        """Sets the logits of tokens that the grammar does not allow to -inf. row: float32 [vocabulary], changed in
+        place.
 
-        Raises InputError if no token is allowed: after the end, if the vocabulary cannot spell what must follow, and if the
-        grammar became too complex.
+        Raises InputError if no token is allowed: after the end, if the vocabulary cannot spell what must follow, and if
+        the grammar became too complex.
         """
         vocabulary, bits, may_end = self._vocabulary, self._allowed(), self._may_end()
         if self._ended or not (bits.any() or (may_end and vocabulary.ends)):
@@ -51,7 +56,8 @@ class GrammarMatcher:
         np.minimum(row, bounds, out=row)
 
     def accept(self, token: int) -> None:
-        """Appends a token to the text. Raises InputError if the grammar does not allow it; the matcher is then unchanged."""
+        """Appends a token to the text. Raises InputError if the grammar does not allow it; the matcher is then
+        unchanged."""
         if token in self._vocabulary.ends and self._may_end():
             self._ended = True
         elif not self._continue(token):
@@ -98,8 +104,8 @@ class GrammarMatcher:
             done = work()
         except EndedError:
             raise InputError(
-                f"the grammar cannot be followed further (a token takes more than {STEP_SECONDS:g} s, or the text {TEXT_SECONDS} s or "
-                f"{MEMORY >> 20} MiB): simplify it"
+                f"the grammar cannot be followed further (a token takes more than {STEP_SECONDS:g} s, or the text "
+                f"{TEXT_SECONDS} s or {MEMORY >> 20} MiB): simplify it"
             ) from None
         finally:
             self.seconds += perf_counter() - begun

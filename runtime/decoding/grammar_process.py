@@ -1,4 +1,5 @@
-"""Processes that follow grammars, one for each, so that no grammar can crash this one, fill its memory or keep its threads."""
+"""Processes that follow grammars, one for each, so that no grammar can crash this one, fill its memory or keep its
+threads."""
 
 import marshal
 import os
@@ -17,7 +18,9 @@ from ..errors import UnavailableError
 from . import grammar_child as child
 
 _PROGRAM = Path(child.__file__)
-_FAILED = "the process that follows grammars does not start: run 'python -c \"import llguidance, os; os.fork()\"' to see why"
+_FAILED = (
+    "the process that follows grammars does not start: run 'python -c \"import llguidance, os; os.fork()\"' to see why"
+)
 
 
 class EndedError(Exception):
@@ -25,7 +28,8 @@ class EndedError(Exception):
 
 
 class GrammarProcess:
-    """One process. may_end: whether the text may end here. ``close`` may be called in any thread, all else in one at a time.
+    """One process. may_end: whether the text may end here. ``close`` may be called in any thread, all else in one at a
+    time.
 
     Each call raises EndedError; ``problem`` is the library's error, "" if it has none.
     """
@@ -118,12 +122,17 @@ class GrammarProcesses:
     def _open(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            # Isolated from the terminal, whose Ctrl-C is for this process. -W: it forks while a thread waits, and means to.
+            # Isolated from the terminal, whose Ctrl-C is for this process. -W: it forks while a thread waits, and means
+            # to.
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(_PROGRAM), str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-W", "ignore", str(_PROGRAM), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path[1:])), "PYTHONSAFEPATH": "1"},
-            )  # fmt: skip
+            )
         weakref.finalize(self, _end, ours, process)
         ours.sendall(struct.pack("=Q", len(self._vocabulary)) + self._vocabulary)
         child.received(ours, 1)

@@ -11,10 +11,10 @@ from .token_bytes import spell
 class Vocabulary:
     """The tokenizer in the library's form. Built once, because that takes long for a large vocabulary.
 
-    size: width of a row of logits. ends, end_ids: the ids that end a text, as a tuple and as int64. library_ids: int64 [size],
-    the id that the library has for each token: the lowest id with the same spelling, -1 for a token without a spelling.
-    duplicates: int64, the ids whose library id is another one; originals: int64, that other id. spellable: int32 [words], a bit
-    for each id that the library may allow. processes: those that follow grammars over it.
+    size: width of a row of logits. ends, end_ids: the ids that end a text, as a tuple and as int64. library_ids: int64
+    [size], the id that the library has for each token: the lowest id with the same spelling, -1 for a token without a
+    spelling. duplicates: int64, the ids whose library id is another one; originals: int64, that other id. spellable:
+    int32 [words], a bit for each id that the library may allow. processes: those that follow grammars over it.
     """
 
     def __init__(self, tokenizer_json: str, size: int, ends: Sequence[int]) -> None:
@@ -30,8 +30,8 @@ class Vocabulary:
         self.spellable = np.packbits(is_first, bitorder="little").view(np.int32)
         self.duplicates = np.flatnonzero((self.library_ids >= 0) & ~is_first[:size])
         self.originals, self.end_ids = self.library_ids[self.duplicates], np.array(self.ends, np.int64)
-        # The library needs one token that ends a text, and it must not be one of the model's: it gets an additional id after
-        # them. Its name begins with the mark of special tokens, so no grammar can contain it.
+        # The library needs one token that ends a text, and it must not be one of the model's: it gets an additional id
+        # after them. Its name begins with the mark of special tokens, so no grammar can contain it.
         tokens = [b""] * size + [b"\xffend"]
         for spelled, token in first_ids.items():
             tokens[token] = spelled

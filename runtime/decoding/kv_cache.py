@@ -12,17 +12,17 @@ from ..errors import DamageError
 class KVCache:
     """Keys and values by position, in one contiguous array [layers, 2, kv heads, S, d].
 
-    A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own. ``commit``
-    keeps some of them. A cache that no graph uses is empty and stays so.
+    A graph either writes its new rows into the cache, after ``length``, or returns them in a buffer of its own.
+    ``commit`` keeps some of them. A cache that no graph uses is empty and stays so.
 
-    data: the array, as [layers * 2 * kv heads, S, d]. moves: how often it has been laid out anew; calls that were bound before
-    must be bound again. length: int64 [1] on the host, the positions filled so far; the graphs'
-    ``past_length`` is bound to it.
+    data: the array, as [layers * 2 * kv heads, S, d]. moves: how often it has been laid out anew; calls that were bound
+    before must be bound again. length: int64 [1] on the host, the positions filled so far; the graphs' ``past_length``
+    is bound to it.
     """
 
     def __init__(self, device: Device, *graphs: Graph, capacity: int = 0, dtype: str = "float32") -> None:
-        """graphs: those that share the cache, if any. capacity: of the bundle, which counts if the graphs take caches of any length.
-        dtype: of an empty cache; others have that of their graphs."""
+        """graphs: those that share the cache, if any. capacity: of the bundle, which counts if the graphs take caches
+        of any length. dtype: of an empty cache; others have that of their graphs."""
         tensors = graphs[0].caches if graphs else ()
         self._kv_heads, self.head_dim = (int(tensors[0].shape[i]) for i in (1, 3)) if tensors else (0, 0)
         self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # without tensors it only counts tokens
@@ -62,10 +62,11 @@ class KVCache:
         return [caches[i] for i in range(count)]
 
     def fit(self, positions: int) -> None:
-        """Has the caches hold so many positions, rounded up to whole blocks, if the graphs take caches of any length (on the host only).
+        """Has the caches hold so many positions, rounded up to whole blocks, if the graphs take caches of any length
+        (on the host only).
 
-        They grow by an eighth or more at a time. Since a pass reads all of them, they become smaller once less than half is wanted.
-        Filled positions stay as far as they fit.
+        They grow by an eighth or more at a time. Since a pass reads all of them, they become smaller once less than
+        half is wanted. Filled positions stay as far as they fit.
         """
         old, have = self.data, self.data.shape[1]
         if not self._open:
@@ -78,7 +79,8 @@ class KVCache:
         wider = self.data.shape[1] > have
         kept = min(int(self.length[0]), have, self.data.shape[1])
         groups = range(self._groups)
-        for group in reversed(groups) if wider else groups:  # in an order in which none overwrites one that is still to move
+        # in an order in which none overwrites one that is still to move
+        for group in reversed(groups) if wider else groups:
             self.data[group, :kept] = old[group, :kept].copy()
         self.moves += 1
 
@@ -99,14 +101,14 @@ class KVCache:
         self.length[0] = start + len(path)
 
     def wipe(self, begin: int) -> None:
-        """Zeroes the positions from ``begin`` on, which may hold NaN, if the graphs take caches of any length: they read whole blocks
-        and give positions that are not filled the weight 0, and 0 times NaN is NaN."""
+        """Zeroes the positions from ``begin`` on, which may hold NaN, if the graphs take caches of any length: they
+        read whole blocks and give positions that are not filled the weight 0, and 0 times NaN is NaN."""
         if self._open:
             self.data[:, begin:] = 0
 
     def fill_garbage(self) -> None:
-        """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below ``length``
-        only."""
+        """Fills the cache with random numbers. No graph's output may depend on them: it attends to positions below
+        ``length`` only."""
         views = self._views(self.data)
         if not views:
             return
@@ -119,8 +121,8 @@ class KVCache:
         return self._device.read(self.data)[:, :count].copy()
 
     def fill(self, rows: np.ndarray) -> None:
-        """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype or shape
-        does not fit the cache."""
+        """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype
+        or shape does not fit the cache."""
         most = self._groups, self.capacity, self.head_dim
         if rows.dtype != self._dtype or rows.shape[::2] != most[::2] or rows.shape[1] > self.capacity:
             raise DamageError(
@@ -134,7 +136,8 @@ class KVCache:
 
 
 def runs(path: Sequence[int], separate: bool) -> Iterator[tuple[int, int, int]]:
-    """Splits a path into runs of consecutive rows, which one copy can move: index in the path, first row, number of rows.
+    """Splits a path into runs of consecutive rows, which one copy can move: index in the path, first row, number of
+    rows.
 
     separate: whether rows are copied to other memory; if not, a run ends before the rows that its copy would overwrite.
     """

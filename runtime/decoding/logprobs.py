@@ -19,8 +19,8 @@ def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 class TokenLogprobs:
     """An emitted token and its most likely alternatives.
 
-    token: its id. logprob: natural logarithm of the probability that the target gives it. top: (id, logprob) of the most likely
-    tokens, the likeliest first; of equal ones the lower id.
+    token: its id. logprob: natural logarithm of the probability that the target gives it. top: (id, logprob) of the
+    most likely tokens, the likeliest first; of equal ones the lower id.
     """
 
     token: int
@@ -37,4 +37,6 @@ class TokenLogprobs:
         threshold = np.partition(logprobs, len(logprobs) - count)[len(logprobs) - count]
         candidates = np.flatnonzero(logprobs >= threshold)
         top = candidates[np.argsort(-logprobs[candidates], kind="stable")][:count]
-        return TokenLogprobs(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
+        return TokenLogprobs(
+            token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True))
+        )

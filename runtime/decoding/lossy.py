@@ -12,11 +12,11 @@ _EPSILON, _DELTA = 0.09, 0.3  # Medusa's posterior_threshold and posterior_alpha
 
 
 def full_tree(tokens: Sequence[int], parents: Sequence[int], next_token: NextToken) -> list[int]:
-    """Full Tree Attention as published (arXiv 2503.10135, section 3.3, and the official code): a path that ends early is
-    extended with the most common row of each deeper level, the one that most paths go through.
+    """Full Tree Attention as published (arXiv 2503.10135, section 3.3, and the official code): a path that ends early
+    is extended with the most common row of each deeper level, the one that most paths go through.
 
-    Such a row is accepted if its token is the target's choice, although the target computed it under other ancestors; the
-    target's next choice is taken from it. Returns the accepted rows, the root first.
+    Such a row is accepted if its token is the target's choice, although the target computed it under other ancestors;
+    the target's next choice is taken from it. Returns the accepted rows, the root first.
     """
     depths, path_counts, is_leaf = [0] * len(tokens), [0] * len(tokens), [True] * len(tokens)
     for row in range(1, len(tokens)):
@@ -49,12 +49,12 @@ def typical(
     row: Callable[[int], np.ndarray],
     temperature: float,
 ) -> list[int]:
-    """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1): a drafted token is accepted if the target's probability of
-    it is greater than min(epsilon, delta * exp(-entropy)).
+    """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1): a drafted token is accepted if the target's
+    probability of it is greater than min(epsilon, delta * exp(-entropy)).
 
-    add: appends an accepted token (not a row) to the text; returns None if the text ends with it. row: the target's logits [V]
-    after a row. temperature: of the target's distribution; 0 stands for 1. Returns the longest path of accepted rows, the
-    likeliest if there are several, the root first, cut off where the text ends.
+    add: appends an accepted token (not a row) to the text; returns None if the text ends with it. row: the target's
+    logits [V] after a row. temperature: of the target's distribution; 0 stands for 1. Returns the longest path of
+    accepted rows, the likeliest if there are several, the root first, cut off where the text ends.
     """
     accepted, best = {0: (0, 0.0)}, 0
     distributions: dict[int, tuple[np.ndarray, float]] = {}  # by row: log-probabilities [V], and the threshold
@@ -64,7 +64,10 @@ def typical(
         if parents[i] not in distributions:
             log_p = log_softmax(row(parents[i]), temperature or 1.0)
             possible = log_p[log_p > -np.inf]
-            distributions[parents[i]] = log_p, min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum())))
+            distributions[parents[i]] = (
+                log_p,
+                min(_EPSILON, _DELTA * float(np.exp((np.exp(possible) * possible).sum()))),
+            )
         log_p, threshold = distributions[parents[i]]
         if log_p[tokens[i]] > np.log(threshold):
             depth, likelihood = accepted[parents[i]]

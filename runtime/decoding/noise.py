@@ -1,8 +1,8 @@
 """The noise with which tokens are drawn.
 
-The draw is an argmax over logits with Gumbel noise, which samples from the softmax (arXiv 1411.0030). The noise of a token depends only
-on (seed, position, token). So equal logits give the same token whichever pass computed them, and nearly equal logits nearly always do:
-two rows choose differently about as often as their distributions differ.
+The draw is an argmax over logits with Gumbel noise, which samples from the softmax (arXiv 1411.0030). The noise of a
+token depends only on (seed, position, token). So equal logits give the same token whichever pass computed them, and
+nearly equal logits nearly always do: two rows choose differently about as often as their distributions differ.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,8 @@ def _bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
 
 
 def high_bits(seed: int, position: int, products: np.ndarray) -> np.ndarray:
-    """The first 32 of the bits of which ``noise`` makes its number between 0 and 1, uint32 [n]. products: of a block of ids."""
+    """The first 32 of the bits of which ``noise`` makes its number between 0 and 1, uint32 [n]. products: of a block of
+    ids."""
     return (_bits(seed, position, products) >> np.uint64(32)).astype(np.uint32)
 
 
@@ -67,9 +68,11 @@ def noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def winners(row: np.ndarray, temperature: float, seed: int, position: int) -> np.ndarray:
-    """Ascending ids of the tokens that a draw from all of a row can give, int64 [n]: all others have too little noise. row: float32 [V].
+    """Ascending ids of the tokens that a draw from all of a row can give, int64 [n]: all others have too little noise.
+    row: float32 [V].
 
-    A token beats the likeliest one only if its value v and its noise are together at least L, which that one has. Noise is
+    A token beats the likeliest one only if its value v and its noise are together at least L, which that one has. Noise
+    is
     -log(-log u), so 1 - u <= -log u <= exp(v - L).
     """
     best = np.array([row.argmax()])

@@ -1,21 +1,23 @@
-"""Decides in every cycle whether to draft, to verify looked-up tokens or to decode plainly, and how many rows to verify.
+"""Decides in every cycle whether to draft, to verify looked-up tokens or to decode plainly, and how many rows to
+verify.
 
-The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow from
-counts of what the target has accepted, in which older cycles weigh less.
+The measure is expected tokens per nanosecond. The prices of passes are measured (``prices``). Expected tokens follow
+from counts of what the target has accepted, in which older cycles weigh less.
 
-Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the path to it.
-For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio turns scores into
-probabilities (``_Calibration``). Of the sizes that can be verified, the one with the most expected tokens per time is taken.
+Rows of a draft tree. They come best first, each with a score: the drafter's log-probability that the target accepts the
+path to it. For every depth the planner counts how many rows were accepted and how many the scores predicted. The ratio
+turns scores into probabilities (``_Calibration``). Of the sizes that can be verified, the one with the most expected
+tokens per time is taken.
 
-Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). If it falls too low,
-drafting pauses. Then a few trees decide whether it goes on. Pauses get longer until drafting pays again.
+Drafting on and off. A balance tracks the time that drafting saves, in plain passes (``_DraftBalance``). If it falls too
+low, drafting pauses. Then a few trees decide whether it goes on. Pauses get longer until drafting pays again.
 
-Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified without a
-draft. Every cycle updates the hit rate per match length, even if the lookup was not verified (``_LookupForecast``). A lookup is
-verified if it promises more tokens per time than drafting and plain decoding.
+Prompt lookup. If the last tokens occurred earlier in the text, the tokens that followed them there can be verified
+without a draft. Every cycle updates the hit rate per match length, even if the lookup was not verified
+(``_LookupForecast``). A lookup is verified if it promises more tokens per time than drafting and plain decoding.
 
-Plain passes. Prices measured at compile time are a first guess, which the first pass of its kind replaces: the machine may have
-been busy. A draft does not show what a plain pass costs, so now and then a plain pass is due.
+Plain passes. Prices measured at compile time are a first guess, which the first pass of its kind replaces: the machine
+may have been busy. A draft does not show what a plain pass costs, so now and then a plain pass is due.
 """
 
 from collections.abc import Sequence
@@ -26,9 +28,9 @@ from .prices import Costs, Price, Prices, TextLength
 from .prompt_lookup import LONGEST_MATCH, Lookup
 
 _DECAY = 0.97  # weight of a cycle in every count, relative to the cycle after it
-# Before anything is counted, rows of depth d are accepted _PRIOR_GAIN**d times as often as their scores say: a target that
-# takes its likeliest token accepts likely drafts more often than the drafter predicts. Where the target samples, 1 would be
-# right and is soon learned. A pessimistic prior verifies too few rows to correct itself.
+# Before anything is counted, rows of depth d are accepted _PRIOR_GAIN**d times as often as their scores say: a target
+# that takes its likeliest token accepts likely drafts more often than the drafter predicts. Where the target samples, 1
+# would be right and is soon learned. A pessimistic prior verifies too few rows to correct itself.
 _PRIOR_GAIN = 1.5
 _PRIOR_WEIGHT = 1.0  # cycles that the prior counts for
 _RESUMED_WEIGHT = 2.0  # cycles that the counts before a pause count for after it
@@ -41,7 +43,8 @@ _EMA_RATE = 0.2  # weight of the latest value in moving averages
 _LOOKUP_PRIOR = 1.0, 2.0  # hits and trials of every match length before anything is counted
 _LEAST_CHANCE = 0.02  # that a looked-up token is accepted; less likely ones are not verified
 _OUTLIER = 16.0  # a pass that took so many times its price was delayed by something else
-# The first drafts of a process and after a pause verify few rows: they show at little cost what drafting and verification take.
+# The first drafts of a process and after a pause verify few rows: they show at little cost what drafting and
+# verification take.
 _FIRST_PROBES, _RESUMED_PROBES, _PROBE_ROWS = 2, 1, 4
 _FIRST_INTERVAL, _INTERVAL = 8, 96  # drafts and lookups between two plain passes: after the first one, and later
 
@@ -53,19 +56,22 @@ class Planner:
     """
 
     def __init__(self, costs: Costs, depth: int, padded: int = 0, drafts: bool = True, fixed: bool = False) -> None:
-        """depth: of the deepest row. padded: rows of every pass if there is one size of passes, otherwise 0. drafts: whether there is a
-        drafter. fixed: whether passes have the sizes of ``costs`` only, so that other numbers of rows are padded."""
+        """depth: of the deepest row. padded: rows of every pass if there is one size of passes, otherwise 0. drafts:
+        whether there is a drafter. fixed: whether passes have the sizes of ``costs`` only, so that other numbers of
+        rows are padded."""
         self._target, self._draft, self._host = Prices(costs.target), Price(costs.draft), Price(costs.host)
         self._text_length = TextLength(costs, self._target, self._draft)
         self._padded, self._drafts, self._fixed = padded, drafts, fixed
         self._calibration = _Calibration(depth)
         self._balance = _DraftBalance()
         self._lookups = _LookupForecast()
-        self._draft_rate = 0.0  # tokens per nanosecond that the last trees promised, a moving average; 0 before the first tree
+        # tokens per nanosecond that the last trees promised, a moving average; 0 before the first tree
+        self._draft_rate = 0.0
         self._probes = _FIRST_PROBES  # drafts to come that verify few rows
         # Drafts and lookups before the next plain pass, and from that one to the one after it.
         self._until_plain_pass, self._interval = 0, _FIRST_INTERVAL
-        self._catch_up_ns = 0.0  # nanoseconds that the drafter takes to read tokens of cycles without a draft, a moving average
+        # nanoseconds that the drafter takes to read tokens of cycles without a draft, a moving average
+        self._catch_up_ns = 0.0
         self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
 
     def behind(self, positions: int, drafter: int) -> None:
@@ -75,7 +81,8 @@ class Planner:
             self._draft_rate *= before / self.plain_pass_ns
 
     def begin(self, prompt: Sequence[int] = ()) -> None:
-        """Another text begins, which shortens a pause: drafting may pay now. prompt: for lookups, empty if there are none."""
+        """Another text begins, which shortens a pause: drafting may pay now. prompt: for lookups, empty if there are
+        none."""
         self._balance.begin(self._shortest_pause)
         self._lookups.begin(prompt)
         self._caught_up = True
@@ -121,10 +128,16 @@ class Planner:
         return max(prices, key=lambda rows: gains[rows - 1] - rate * prices[rows])
 
     def drafted(
-        self, scores: Sequence[float], depths: Sequence[int], accepted: int, times: tuple[int, int, int], catch_up_ns: int = 0
+        self,
+        scores: Sequence[float],
+        depths: Sequence[int],
+        accepted: int,
+        times: tuple[int, int, int],
+        catch_up_ns: int = 0,
     ) -> None:
-        """Takes in a cycle that drafted. scores, depths: of the verified rows. accepted: drafted tokens that were accepted. times:
-        nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens of cycles without a draft."""
+        """Takes in a cycle that drafted. scores, depths: of the verified rows. accepted: drafted tokens that were
+        accepted. times: nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens of
+        cycles without a draft."""
         if not self._caught_up:
             self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
             self._caught_up = True
@@ -136,10 +149,11 @@ class Planner:
         if host:
             self._host.measured(host)
         spent = self._measured(len(scores), target) + self._draft.value + self._host.value
-        # The balance counts tokens that came, not expected ones: those vary less, but a confident drafter that is never right
-        # would seem to pay for long.
+        # The balance counts tokens that came, not expected ones: those vary less, but a confident drafter that is never
+        # right would seem to pay for long.
         self._balance.credit(accepted + 1)
-        # The first draft of a process may wait for the disk, any pass for other programs: the next cycle's time stands in.
+        # The first draft of a process may wait for the disk, any pass for other programs: the next cycle's time stands
+        # in.
         if self._draft.count > 1 and not held_up:
             self._balance.charge(spent, self._plain_rate)
         self._calibration.count(scores, depths, accepted)
@@ -147,7 +161,8 @@ class Planner:
             self._balance.pause(self._shortest_pause)
 
     def decoded(self, target: int, rows: int = 1) -> None:
-        """Takes in a cycle without a draft. target: nanoseconds of its pass; rows: that it verified, 1 for a plain pass."""
+        """Takes in a cycle without a draft. target: nanoseconds of its pass; rows: that it verified, 1 for a plain
+        pass."""
         rows = 1 if self._padded else rows
         self._measured(rows, target)
         if rows == 1:
@@ -191,7 +206,8 @@ class _Calibration:
         self._predicted = [_PRIOR_WEIGHT] * (deepest + 1)
 
     def expected(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
-        """Expected tokens by row; the root brings the target's own. A depth brings no more in all than the depth above it."""
+        """Expected tokens by row; the root brings the target's own. A depth brings no more in all than the depth above
+        it."""
         gain = [accepted / predicted for accepted, predicted in zip(self._accepted, self._predicted, strict=True)]
         by_depth, by_row = [1.0] + [0.0] * (len(gain) - 1), [1.0]
         for score, depth in zip(scores[1:], depths[1:], strict=True):
@@ -207,8 +223,8 @@ class _Calibration:
             self._predicted[depth] += exp(score)
 
     def restart(self) -> None:
-        """Drafting resumes after a pause. The counts are cut to a low weight, so that few trees decide. Where little was
-        accepted, scores are half believed again: otherwise nothing would be verified and nothing learned."""
+        """Drafting resumes after a pause. The counts are cut to a low weight, so that few trees decide. Where little
+        was accepted, scores are half believed again: otherwise nothing would be verified and nothing learned."""
         for depth, (accepted, predicted) in enumerate(zip(self._accepted, self._predicted, strict=True)):
             weight = min(1.0, _RESUMED_WEIGHT / predicted)
             self._accepted[depth] = max(accepted, (accepted + predicted) / 2) * weight
@@ -237,7 +253,8 @@ class _DraftBalance:
         self._uncharged += 1
 
     def charge(self, spent: float, plain_rate: float) -> None:
-        """Charges all uncharged cycles. spent: nanoseconds of one; plain_rate: tokens per nanosecond of plain decoding."""
+        """Charges all uncharged cycles. spent: nanoseconds of one; plain_rate: tokens per nanosecond of plain
+        decoding."""
         self._balance = min(self._balance - self._uncharged * spent * plain_rate, _MAX_SAVING)
         self._uncharged = 0
 
@@ -281,8 +298,9 @@ class _LookupForecast:
         self._match_length, self._continuation = 0, ()
 
     def extend(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], list[float]]:
-        """Takes in emitted tokens and looks up the next ones. Returns at most ``most`` looked-up tokens, and the expected
-        number of tokens of a pass that verifies the first 0, 1, 2, … of them, the target's own token included."""
+        """Takes in emitted tokens and looks up the next ones. Returns at most ``most`` looked-up tokens, and the
+        expected number of tokens of a pass that verifies the first 0, 1, 2, … of them, the target's own token
+        included."""
         hits, trials = self.hits, self.trials
         for length, (looked_up, token) in enumerate(zip(self._continuation, tokens, strict=False), self._match_length):
             hit, length = looked_up == token, min(length, LONGEST_MATCH)

@@ -1,4 +1,5 @@
-"""What passes cost: the table measured at compile time (``costs.json``), and prices that are measured in this process."""
+"""What passes cost: the table measured at compile time (``costs.json``), and prices that are measured in this
+process."""
 
 import json
 from bisect import bisect
@@ -42,9 +43,9 @@ class Longer:
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. target: of a pass behind CONTEXT positions, by its number of rows; draft: of drafting a tree; host: of a cycle,
-    outside the engines. longer: the same behind more positions, ascending. threads: CPU threads they were measured with, which the
-    engines then use where there are as many ``cores``; 0 for one per physical core."""
+    """Nanoseconds. target: of a pass behind CONTEXT positions, by its number of rows; draft: of drafting a tree; host:
+    of a cycle, outside the engines. longer: the same behind more positions, ascending. threads: CPU threads they were
+    measured with, which the engines then use where there are as many ``cores``; 0 for one per physical core."""
 
     target: Mapping[int, float]
     draft: float
@@ -58,7 +59,8 @@ class Costs:
         return self.threads if cores == self.cores else 0
 
     def at(self, context: int) -> "Costs":
-        """What passes cost behind so many positions: between the measured ones on a line, and never less than behind CONTEXT."""
+        """What passes cost behind so many positions: between the measured ones on a line, and never less than behind
+        CONTEXT."""
         if not self.longer or context <= CONTEXT:
             return self
         contexts, rows = [CONTEXT, *(longer.context for longer in self.longer)], list(self.target)
@@ -70,15 +72,20 @@ class Costs:
         # Prices never fall as the text grows: the lower of two measurements holds, as in ``rising``.
         lowest = np.minimum.accumulate(more[::-1])[::-1].T
         *target, draft = (float(np.interp(context, contexts, column)) for column in lowest)
-        return Costs({n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host)
+        return Costs(
+            {n: self.target[n] + added for n, added in zip(rows, target, strict=True)}, self.draft + draft, self.host
+        )
 
     def save(self, folder: Path, suffix: str = "") -> None:
         """suffix: of the names of the drafter's graphs."""
         content = {
-            "target": list(self.target.items()), "draft": self.draft, "host": self.host,
+            "target": list(self.target.items()),
+            "draft": self.draft,
+            "host": self.host,
             "longer": [[longer.context, list(longer.target.items()), longer.draft] for longer in self.longer],
-            "threads": self.threads, "cores": self.cores,
-        }  # fmt: skip
+            "threads": self.threads,
+            "cores": self.cores,
+        }
         (folder / FILE.replace(".", f"{suffix}.")).write_text(json.dumps(content), "utf-8")
 
     @staticmethod
@@ -101,7 +108,9 @@ class Costs:
             threads, cores = (raw.get(name, 0) for name in ("threads", "cores"))
             if not all(type(count) is int and 0 <= count <= _MOST_THREADS for count in (threads, cores)):
                 raise ValueError("threads or cores is not a number of them")
-            return Costs(target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads, cores)
+            return Costs(
+                target, _price("draft", raw["draft"], 0), _price("host", raw["host"], 0), longer, threads, cores
+            )
         except (OSError, ValueError, RecursionError) as error:
             raise DamageError(f"{file} is damaged ({reason(error)}): compile the engines again") from None
 
@@ -120,7 +129,8 @@ class Costs:
         ]
         if self.threads:
             lines.append(
-                f"{self.threads} CPU thread{'s were' if self.threads > 1 else ' was'} clearly faster than one for each of {self.cores} cores"
+                f"{self.threads} CPU thread{'s were' if self.threads > 1 else ' was'} clearly faster than one for each "
+                f"of {self.cores} cores"
             )
         for longer in self.longer:
             prices = ", ".join(f"{n}: {ns / 1e6:.3g}" for n, ns in sorted(longer.target.items()))
@@ -130,8 +140,9 @@ class Costs:
         for (fewer, price), (more, lower) in pairwise(target):
             if lower < price:
                 lines.append(
-                    f"warning: {fewer} {'row was' if fewer == 1 else 'rows were'} measured at {price / 1e6:.3g} ms "
-                    f"and {more} rows at {lower / 1e6:.3g} ms, so the machine was busy: compile the engines again while it is idle"
+                    f"warning: {fewer} {'row was' if fewer == 1 else 'rows were'} measured at {price / 1e6:.3g} ms and "
+                    f"{more} rows at {lower / 1e6:.3g} ms, so the machine was busy: compile the engines again while it "
+                    "is idle"
                 )
         if self.draft > self.target[1]:
             lines.append("warning: a draft takes longer than a plain pass, so drafting will hardly pay")
@@ -162,7 +173,12 @@ def _table(raw: object, rows: int) -> dict[int, float]:
         if not isinstance(entry, list) or len(entry) != 2:
             raise ValueError("target is not a list of pairs")
         size, cost = entry
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= (rows or _MOST_ROWS) or size in prices:
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int)
+            or not 1 <= size <= (rows or _MOST_ROWS)
+            or size in prices
+        ):
             raise ValueError("target has an impossible number of rows")
         prices[size] = _price("an entry of target", cost, 1)
     for size in (1, rows or 1):
@@ -219,9 +235,9 @@ class Price:
 class Prices:
     """Prices of passes by their rows, which never fall with rows.
 
-    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured lately
-    costs its last known price or the value of a line through measured sizes, whichever is less. A price that is too low is soon
-    corrected, because that size is then chosen and measured; one that is too high never would be.
+    A measured pass bounds the price of fewer rows from above and of more rows from below. A size that was not measured
+    lately costs its last known price or the value of a line through measured sizes, whichever is less. A price that is
+    too low is soon corrected, because that size is then chosen and measured; one that is too high never would be.
 
     now: nanoseconds by rows.
     """
@@ -257,7 +273,8 @@ class Prices:
         measured = {1: min(self._passes[1].value, *measured.values()), **measured}
         sizes = list(measured)
         self.now = {
-            n: measured[n] if n in measured else _between(n, price.value, measured, sizes) for n, price in self._passes.items()
+            n: measured[n] if n in measured else _between(n, price.value, measured, sizes)
+            for n, price in self._passes.items()
         }
 
     @property
@@ -275,8 +292,8 @@ class TextLength:
         self._here, self._positions = costs, (CONTEXT, CONTEXT)
 
     def now(self, positions: int, drafter: int) -> bool:
-        """Sets how many positions are in the caches. positions: in the target's; drafter: in the drafter's. Returns whether prices have
-        changed."""
+        """Sets how many positions are in the caches. positions: in the target's; drafter: in the drafter's. Returns
+        whether prices have changed."""
         last = self._positions
         if not self._costs.longer or max(abs(positions - last[0]), abs(drafter - last[1])) < _STRIDE:
             return False

@@ -1,5 +1,5 @@
-"""Prompt lookup: proposes the tokens that followed the text's last tokens earlier in the text. It costs no draft. transformers
-and llama.cpp have it, too."""
+"""Prompt lookup: proposes the tokens that followed the text's last tokens earlier in the text. It costs no draft.
+transformers and llama.cpp have it, too."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,10 +25,11 @@ class Lookup:
             position_after.update(dict.fromkeys(runs, len(text)))
 
     def find(self, most: int) -> tuple[int, Sequence[int]]:
-        """The length of the match, at most ``LONGEST_MATCH``, and ``most`` tokens that followed it; 0 and no tokens without a
-        match.
+        """The length of the match, at most ``LONGEST_MATCH``, and ``most`` tokens that followed it; 0 and no tokens
+        without a match.
 
-        If the earlier occurrence ends less than ``most`` tokens before the text's end, the tokens in between are repeated.
+        If the earlier occurrence ends less than ``most`` tokens before the text's end, the tokens in between are
+        repeated.
         """
         if not self._match_end:
             return 0, ()

@@ -2,12 +2,13 @@
 
 The steps, in the order of transformers (``GenerationMixin._get_logits_processor``):
 
-1. logit bias; 2. repetition penalty; 3. presence and frequency penalties; 4. no repeated n-gram; 5. banned tokens; 6. end-of-text
-tokens, before ``min_new_tokens``; 7. the caller's processors; 8. the grammar's mask; 9. forced tokens; 10. temperature; 11. top-k;
-12. top-p; 13. min-p; 14. the draw.
+logit bias; repetition penalty; presence and frequency penalties; no repeated n-gram; banned tokens; end-of-text tokens,
+before ``min_new_tokens``; the caller's processors; the grammar's mask; forced tokens; temperature; top-k; top-p; min-p;
+the draw.
 
-Differences from transformers: presence and frequency penalties are OpenAI's and unknown there; among equally likely tokens at the edge
-of top-p the lower ids stay, while transformers leaves the order open; and the draw uses another random generator (``noise``).
+Differences from transformers: presence and frequency penalties are OpenAI's and unknown there; among equally likely
+tokens at the edge of top-p the lower ids stay, while transformers leaves the order open; and the draw uses another
+random generator (``noise``).
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ from .noise import blocks, noise, winners
 from .settings import Settings
 
 
-def candidates(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that can be drawn, as ascending ids int64 [n], and their logits divided by the temperature, float64 [n].
+def candidates(
+    row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that can be drawn, as ascending ids int64 [n], and their logits divided by the temperature, float64
+    [n].
 
-    row: float32 [V]. Uses partial selection; at most a few hundred tokens, or ten times those that top-p keeps, are sorted.
+    row: float32 [V]. Uses partial selection; at most a few hundred tokens, or ten times those that top-p keeps, are
+    sorted.
     """
     best = float(row.max())
     if 0 < top_k < len(row):
@@ -53,8 +58,8 @@ def _scaled(logits: np.ndarray, highest: float, temperature: float) -> np.ndarra
 
 
 def _nucleus(row: np.ndarray, best: float, temperature: float, share: float) -> np.ndarray:
-    """Ascending indices of the smallest set of likeliest tokens that have at least this share of the probability (arXiv 1904.09751). best:
-    the largest logit."""
+    """Ascending indices of the smallest set of likeliest tokens that have at least this share of the probability (arXiv
+    1904.09751). best: the largest logit."""
     size = 64
     wanted = share * sum(float(np.exp(_scaled(row[block], best, temperature)).sum()) for block in blocks(len(row)))
     while True:
@@ -80,7 +85,8 @@ class Sampler:
         ends: frozenset[int],
         matcher: GrammarMatcher | None,
     ) -> None:
-        """ends: ids that end the text, masked before ``min_new_tokens``. Raises InputError for ids outside the vocabulary."""
+        """ends: ids that end the text, masked before ``min_new_tokens``. Raises InputError for ids outside the
+        vocabulary."""
         self.settings, self.seed, self._matcher = settings, seed, matcher
         self._ends = np.array([end for end in sorted(ends) if 0 <= end < vocabulary], np.int64)
         for what, ids in (
@@ -100,14 +106,22 @@ class Sampler:
         self._seen = np.zeros(vocabulary, np.bool_)
         self._seen[list(prompt)] = True
         self._counts = np.zeros(vocabulary, np.float32)
-        self._runs: dict[tuple[int, ...], set[int]] = {}  # tokens that followed each sequence of no_repeat_ngram - 1 tokens
+        # tokens that followed each sequence of no_repeat_ngram - 1 tokens
+        self._runs: dict[tuple[int, ...], set[int]] = {}
         for end in range(1, len(prompt) + 1) if settings.no_repeat_ngram else ():
             self._note(end)
         s = settings
         self._idle = not (
-            s.temperature or s.logit_bias or s.presence_penalty or s.frequency_penalty or s.no_repeat_ngram or s.banned
-            or s.processors or matcher or s.repetition_penalty != 1
-        )  # fmt: skip
+            s.temperature
+            or s.logit_bias
+            or s.presence_penalty
+            or s.frequency_penalty
+            or s.no_repeat_ngram
+            or s.banned
+            or s.processors
+            or matcher
+            or s.repetition_penalty != 1
+        )
 
     def _note(self, end: int) -> None:
         """Records the n-gram that ends before position ``end``."""
@@ -128,8 +142,8 @@ class Sampler:
         return not (s.temperature or s.logit_bias or s.banned or s.presence_penalty or s.frequency_penalty)
 
     def added(self, position: int) -> np.ndarray | None:
-        """What biases, penalties of the text so far, and bans add to the logits at a position that may lie ahead; fp32 [V], or None if
-        nothing. The steps that depend on the logits or on the tokens between are left out."""
+        """What biases, penalties of the text so far, and bans add to the logits at a position that may lie ahead; fp32
+        [V], or None if nothing. The steps that depend on the logits or on the tokens between are left out."""
         s = self.settings
         early = position - self._prompt < s.min_new_tokens
         if not (s.logit_bias or s.banned or s.presence_penalty or s.frequency_penalty or early):
@@ -180,7 +194,9 @@ class Sampler:
         if new in s.forced:
             token = s.forced[new]
             if self._matcher and not self._allows(token):
-                raise InputError(f"token {token}, forced at index {new}, is not allowed by the grammar: change one of them")
+                raise InputError(
+                    f"token {token}, forced at index {new}, is not allowed by the grammar: change one of them"
+                )
             row[:] = -np.inf
             row[token] = 0.0
         return row
@@ -193,7 +209,8 @@ class Sampler:
         return bool(row[token] == 0)
 
     def margin(self, row: np.ndarray, token: int) -> float:
-        """How much the logit of a token must grow for it to be chosen; inf if no amount is enough. Runs the processors repeatedly."""
+        """How much the logit of a token must grow for it to be chosen; inf if no amount is enough. Runs the processors
+        repeatedly."""
         least, enough = 0.0, 1e-6
 
         def chosen(more: float) -> bool:
@@ -216,11 +233,13 @@ class Sampler:
         best = row.max()
         if np.isnan(best) or (s.temperature and best == np.inf):
             raise InputError(
-                f"a logit at position {len(self._ids)} is {best}: check the processors, and use smaller biases and penalties"
+                f"a logit at position {len(self._ids)} is {best}: check the processors, and use smaller biases and "
+                "penalties"
             )
         if best == -np.inf:
             raise InputError(
-                f"no token is allowed at position {len(self._ids)}: relax the grammar, bans, biases, no_repeat_ngram or min_new_tokens"
+                f"no token is allowed at position {len(self._ids)}: relax the grammar, bans, biases, no_repeat_ngram "
+                "or min_new_tokens"
             )
         if not s.temperature:
             return int(row.argmax())

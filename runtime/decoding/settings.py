@@ -14,8 +14,21 @@ from .grammar import Grammar
 
 # (all token ids so far, prompt included; logits float32 [vocabulary], which it changes in place)
 Processor: TypeAlias = Callable[[Sequence[int], np.ndarray], object]
-_STEPS = ("min_new_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram",
-          "banned", "processors", "grammar", "forced", "top_k", "top_p", "min_p")  # fmt: skip
+_STEPS = (
+    "min_new_tokens",
+    "logit_bias",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram",
+    "banned",
+    "processors",
+    "grammar",
+    "forced",
+    "top_k",
+    "top_p",
+    "min_p",
+)
 # (token id, the text it completes) -> true to stop after it
 Callback: TypeAlias = Callable[[int, str], object]
 
@@ -41,16 +54,33 @@ def _ids(given: Sequence[int]) -> tuple[int, ...]:
 # Accepts numbers of other libraries (numpy), and refuses other types at once.
 _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     *((name, index, "a whole number") for name in ("max_new_tokens", "min_new_tokens", "no_repeat_ngram", "top_k")),
-    *((name, lambda given: None if given is None else index(given), "a whole number") for name in ("seed", "rows", "logprobs")),
-    *((name, float, "a number") for name in ("max_seconds", "repetition_penalty", "presence_penalty", "frequency_penalty",
-                                             "temperature", "top_p", "min_p")),
+    *(
+        (name, lambda given: None if given is None else index(given), "a whole number")
+        for name in ("seed", "rows", "logprobs")
+    ),
+    *(
+        (name, float, "a number")
+        for name in (
+            "max_seconds",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "temperature",
+            "top_p",
+            "min_p",
+        )
+    ),
     ("drafter", _name, "the name of a drafter"),
     ("stop", _strings, "a string or a list of strings of UTF-8 text, none of them empty"),
     *((name, _ids, "a list of token ids") for name in ("stop_token_ids", "banned")),
-    ("logit_bias", lambda given: {index(i): float(bias) for i, bias in given.items()}, "a mapping of token ids to numbers"),
+    (
+        "logit_bias",
+        lambda given: {index(i): float(bias) for i, bias in given.items()},
+        "a mapping of token ids to numbers",
+    ),
     ("forced", lambda given: {index(at): index(i) for at, i in given.items()}, "a mapping of indices to token ids"),
     ("processors", tuple, "a list of functions"),
-)  # fmt: skip
+)
 
 
 class Options(TypedDict, total=False):
@@ -88,24 +118,26 @@ class Options(TypedDict, total=False):
 class Settings:
     """How a text is continued; the defaults decode greedily. Raises InputError for values that are not valid.
 
-    Limits. max_new_tokens: exact. min_new_tokens: the text cannot end earlier. max_seconds: wall clock, checked between cycles. stop:
-    one or several strings that end the text and are not part of it; a string that is a special token is matched by its id.
-    stop_token_ids: end the text like the target's own end-of-text ids. callback: called with every token; a true result ends the text.
+    Limits. max_new_tokens: exact. min_new_tokens: the text cannot end earlier. max_seconds: wall clock, checked between
+    cycles. stop: one or several strings that end the text and are not part of it; a string that is a special token is
+    matched by its id. stop_token_ids: end the text like the target's own end-of-text ids. callback: called with every
+    token; a true result ends the text.
 
-    Choice, in the order of the steps in ``sampling``. logit_bias: by token id. repetition_penalty: divides positive logits and
-    multiplies negative ones, for tokens of prompt and text. presence_penalty, frequency_penalty: subtracted from the logits of tokens
-    in the text, once and once per occurrence. no_repeat_ngram: length of token sequences that may not repeat, 0 for no limit. banned:
-    token ids. processors: functions that change the logits; they must depend on their arguments only. grammar: the text matches it.
-    forced: token ids by index among the new tokens. temperature: 0 takes the most likely token. top_k: 0 keeps all tokens. top_p,
-    min_p: probabilities, 0 to 1. seed: None draws a new one.
+    Choice, in the order of the steps in ``sampling``. logit_bias: by token id. repetition_penalty: divides positive
+    logits and multiplies negative ones, for tokens of prompt and text. presence_penalty, frequency_penalty: subtracted
+    from the logits of tokens in the text, once and once per occurrence. no_repeat_ngram: length of token sequences that
+    may not repeat, 0 for no limit. banned: token ids. processors: functions that change the logits; they must depend on
+    their arguments only. grammar: the text matches it. forced: token ids by index among the new tokens. temperature: 0
+    takes the most likely token. top_k: 0 keeps all tokens. top_p, min_p: probabilities, 0 to 1. seed: None draws a new
+    one.
 
-    Speculation. speculate: False for plain decoding. lookup: allow prompt lookup instead of a draft; used only if ``rows`` is None and
-    the output is exact. rows: rows of each tree to verify, 2 or more; None lets the planner choose. drafter: one of the bundle's by name;
-    None lets the one be taken that has been fastest. tree ``fta`` and accept ``typical``
-    change the output (``lossy``).
+    Speculation. speculate: False for plain decoding. lookup: allow prompt lookup instead of a draft; used only if
+    ``rows`` is None and the output is exact. rows: rows of each tree to verify, 2 or more; None lets the planner
+    choose. drafter: one of the bundle's by name; None lets the one be taken that has been fastest. tree ``fta`` and
+    accept ``typical`` change the output (``lossy``).
 
-    Records. trace: cycles carry their trees. logprobs: record the target's log-probability of every token and of this many of the most
-    likely alternatives; None records nothing.
+    Records. trace: cycles carry their trees. logprobs: record the target's log-probability of every token and of this
+    many of the most likely alternatives; None records nothing.
     """
 
     max_new_tokens: int = 256
@@ -157,7 +189,15 @@ class Settings:
                 raise InputError(f"{name} is {getattr(self, name)!r}: give {kind}") from None
         if not (self.grammar is None or isinstance(self.grammar, Grammar)):
             raise InputError(f"grammar is {self.grammar!r}: give a Grammar, such as Grammar.json(schema)")
-        for name in ("max_new_tokens", "min_new_tokens", "no_repeat_ngram", "top_k", "temperature", "max_seconds", "min_p"):
+        for name in (
+            "max_new_tokens",
+            "min_new_tokens",
+            "no_repeat_ngram",
+            "top_k",
+            "temperature",
+            "max_seconds",
+            "min_p",
+        ):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} is {getattr(self, name)}: give 0 or more")
         if (odd := next((index for index in self.forced if index < 0), None)) is not None:
@@ -171,7 +211,9 @@ class Settings:
             if not isfinite(getattr(self, name)):
                 raise InputError(f"{name} is {getattr(self, name)}: give a number")
         if (odd := next((token for token, bias in self.logit_bias.items() if not bias < inf), None)) is not None:
-            raise InputError(f"logit_bias of token {odd} is {self.logit_bias[odd]}: give a number, or -inf to ban the token")
+            raise InputError(
+                f"logit_bias of token {odd} is {self.logit_bias[odd]}: give a number, or -inf to ban the token"
+            )
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InputError(f"seed is {self.seed}: give 0 to 2**64 - 1")
         if self.logprobs is not None and self.logprobs < 0:

@@ -4,18 +4,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The fields that ``add`` sums up. Lists and dicts are summed one by one, and the rest belongs to one generation.
-_SUMMED = ("texts", "prompt_tokens", "cached_tokens", "tokens", "cycles", "cycle_tokens", "lookups", "looked_up",
-           "prefill_ns", "draft_ns", "target_ns", "host_ns")  # fmt: skip
+_SUMMED = (
+    "texts",
+    "prompt_tokens",
+    "cached_tokens",
+    "tokens",
+    "cycles",
+    "cycle_tokens",
+    "lookups",
+    "looked_up",
+    "prefill_ns",
+    "draft_ns",
+    "target_ns",
+    "host_ns",
+)
 
 
 @dataclass
 class Stats:
     """Counts and times of one generation. Times are in nanoseconds; ``summary`` converts them.
 
-    texts: number of generations added up. cached_tokens: prompt tokens that were in the caches. cycles: target passes after the
-    prefill. cycle_tokens: tokens emitted by them. rows: cycles by the number of verified rows, 1 for plain ones. accepted[d]: cycles that
-    accepted at least d + 1 drafted tokens. lookups: cycles that verified a prompt lookup; looked_up: tokens accepted from them. seed:
-    None if nothing was drawn.
+    texts: number of generations added up. cached_tokens: prompt tokens that were in the caches. cycles: target passes
+    after the prefill. cycle_tokens: tokens emitted by them. rows: cycles by the number of verified rows, 1 for plain
+    ones. accepted[d]: cycles that accepted at least d + 1 drafted tokens. lookups: cycles that verified a prompt
+    lookup; looked_up: tokens accepted from them. seed: None if nothing was drawn.
     """
 
     texts: int = 1
@@ -36,8 +48,8 @@ class Stats:
     finish_reason: str | None = None
 
     def count(self, emitted: int, times: tuple[int, int, int], rows: int = 1, lookup: bool = False) -> None:
-        """Adds a cycle. emitted: its tokens, the last of them the target's own. times: nanoseconds of draft, target and host. rows:
-        verified. lookup: whether a prompt lookup proposed them."""
+        """Adds a cycle. emitted: its tokens, the last of them the target's own. times: nanoseconds of draft, target and
+        host. rows: verified. lookup: whether a prompt lookup proposed them."""
         self.rows[rows] = self.rows.get(rows, 0) + 1
         self.cycles += 1
         self.cycle_tokens += emitted

@@ -45,7 +45,7 @@ class TargetPasses(Passes):
             if size <= manifest.rows:
                 self.verification(size)
 
-    # --- calls -----------------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     def causal(self, rows: int, last: bool = False) -> Call:
         """The pass over ``tokens``. rows: at most a chunk; each attends to those before it. last: whether choice and
@@ -106,7 +106,7 @@ class TargetPasses(Passes):
         for call in (*self._verifications.values(), *self._causal.values()):
             call()
 
-    # --- passes ----------------------------------------------------------------------------------------------------------
+    # --- passes -------------------------------------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], last: bool = False) -> int:
         """One causal pass over the next tokens, at most a chunk. last: see ``causal``. The caller commits the rows to
@@ -126,7 +126,7 @@ class TargetPasses(Passes):
         """The logits [V] of one row of the last pass; no other row is fetched from the device."""
         return self._device.read(self.logits[row])
 
-    # --- the cache -------------------------------------------------------------------------------------------------------
+    # --- the cache ----------------------------------------------------------------------------------------------------
 
     def commit(self, rows: int, path: Sequence[int]) -> None:
         """Keeps some rows of the last pass in the cache. rows: of that pass; path: see ``KVCache.commit``."""

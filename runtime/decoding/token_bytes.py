@@ -6,7 +6,8 @@ from typing import Any
 
 from ..errors import GumihoError, reason
 
-# How byte-level tokenizers write bytes as characters (GPT-2's table): printable Latin-1 as itself, the others from 256 on.
+# How byte-level tokenizers write bytes as characters (GPT-2's table): printable Latin-1 as itself, the others from 256
+# on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # To the characters of Latin-1, which are bytes; a character that stands for no byte becomes one that Latin-1 lacks.
@@ -22,8 +23,14 @@ def spell(tokenizer_json: str) -> dict[int, bytes]:
         raw = json.loads(tokenizer_json)
         vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens") or ()
         # Unigram models list their pieces with scores, all others map them to ids.
-        pieces = vocabulary.items() if isinstance(vocabulary, dict) else ((piece, i) for i, (piece, _) in enumerate(vocabulary))
-        texts = {int(i): str(piece) for piece, i in pieces} | {int(token["id"]): str(token["content"]) for token in added}
+        pieces = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((piece, i) for i, (piece, _) in enumerate(vocabulary))
+        )
+        texts = {int(i): str(piece) for piece, i in pieces} | {
+            int(token["id"]): str(token["content"]) for token in added
+        }
         special = {int(token["id"]) for token in added if token["special"]}
         decode = _decoder(raw.get("decoder") or {"type": "none"})
         return {i: decode(text) for i, text in texts.items() if i not in special}

@@ -32,7 +32,8 @@ class TokenSelector:
         tokenizer: Any = None,
         matcher: GrammarMatcher | None = None,
     ) -> None:
-        """tokenizer: needed for stop strings and for a callback's text. Raises InputError for ids outside the vocabulary."""
+        """tokenizer: needed for stop strings and for a callback's text. Raises InputError for ids outside the
+        vocabulary."""
         self.settings, self.prompt, self.ids = settings, list(prompt), list[int]()
         self.logprobs: list[TokenLogprobs] = []
         drawn = settings.seed if settings.seed is not None else secrets.randbits(63)
@@ -83,8 +84,8 @@ class TokenSelector:
     def choose(self, most_likely: int, row: Callable[[], np.ndarray]) -> int:
         """The next token; ``add`` it.
 
-        most_likely: the target's largest logit, the lowest id of equal ones. row: fetches the target's logits [V]; it is called only
-        if they are needed.
+        most_likely: the target's largest logit, the lowest id of equal ones. row: fetches the target's logits [V]; it
+        is called only if they are needed.
         """
         if self.settings.logprobs is None:
             return most_likely if self.sampler.idle else self.sampler.choose(row())

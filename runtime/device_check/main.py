@@ -197,7 +197,9 @@ def _key(check: Check, piece: Piece, minutes: float) -> tuple[str, str]:
     try:
         parts |= {"backend": check.name, **check.backend.versions()}
         if piece.needs:
-            parts["engines"] = hashlib.sha256((find_engines(check.bundle, check.backend) / RECORD).read_bytes()).hexdigest()
+            parts["engines"] = hashlib.sha256(
+                (find_engines(check.bundle, check.backend) / RECORD).read_bytes()
+            ).hexdigest()
     except (GumihoError, OSError) as error:
         needs_no_engines = piece.needs == "" or (piece.needs == "backend" and check.runs)
         missing = "" if needs_no_engines else str(error)
@@ -229,13 +231,23 @@ def about(check: Check) -> dict[str, Any]:
     return {
         "command": check_command("device_check", check),
         "bundle": {
-            "name": check.bundle.path.name, "hash": check.bundle.hash[:16], "dtype": manifest.dtype,
-            "weights": dict(manifest.weights), "rows": manifest.rows, "capacity": manifest.capacity,
-            "bytes": check.bundle.weights(), "sources": dict(manifest.sources),
+            "name": check.bundle.path.name,
+            "hash": check.bundle.hash[:16],
+            "dtype": manifest.dtype,
+            "weights": dict(manifest.weights),
+            "rows": manifest.rows,
+            "capacity": manifest.capacity,
+            "bytes": check.bundle.weights(),
+            "sources": dict(manifest.sources),
         },
-        "backend": check.name, "device": check.device, "threads": check.threads, "facts": facts,
-        "packages": doctor.installed(), "platform": platform.platform(), "runtime": _source_digest(),
-    }  # fmt: skip
+        "backend": check.name,
+        "device": check.device,
+        "threads": check.threads,
+        "facts": facts,
+        "packages": doctor.installed(),
+        "platform": platform.platform(),
+        "runtime": _source_digest(),
+    }
 
 
 @contextmanager
@@ -251,7 +263,9 @@ def _terminable() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("device-check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)"
+    )
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="CPU threads (default: as many as compiling found fastest)"
@@ -263,7 +277,11 @@ def main(argv: list[str] | None = None) -> int:
         help="folder for the report (default: device_check-BUNDLE-BACKEND in the current folder)",
     )
     parser.add_argument(
-        "--minutes", type=float, default=25, metavar="M", help="time budget in minutes, compiling not included (default: 25)"
+        "--minutes",
+        type=float,
+        default=25,
+        metavar="M",
+        help="time budget in minutes, compiling not included (default: 25)",
     )
     parser.add_argument("--again", action="store_true", help="start over instead of continuing an earlier check")
     args = parser.parse_args(argv)
@@ -274,17 +292,25 @@ def main(argv: list[str] | None = None) -> int:
         if args.threads < 0:
             raise InputError(f"--threads is {args.threads}: give 0 for as many as compiling found fastest, or more")
         check = Check(
-            args.bundle, args.backend, args.device, args.threads, lambda step: print(f"{step} ...", file=sys.stderr, flush=True)
+            args.bundle,
+            args.backend,
+            args.device,
+            args.threads,
+            lambda step: print(f"{step} ...", file=sys.stderr, flush=True),
         )
         names = [check.bundle.path.name, check.name, args.device.replace(":", "")]
         out: Path = args.out or Path("-".join(["device_check", *filter(None, names)]))
         try:
             out.mkdir(parents=True, exist_ok=True)
-            with locked(out / ".lock", f"another check writes to {out}: wait for it to end, or name another folder with --out"):
+            with locked(
+                out / ".lock", f"another check writes to {out}: wait for it to end, or name another folder with --out"
+            ):
                 report = Report(out, about(check), args.again)
                 check_all(check, report, args.minutes)
         except OSError as error:
-            raise InputError(f"'{out}' cannot be written ({error.strerror or error}): name another folder with --out") from None
+            raise InputError(
+                f"'{out}' cannot be written ({error.strerror or error}): name another folder with --out"
+            ) from None
         except KeyboardInterrupt:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             raise

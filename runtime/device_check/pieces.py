@@ -99,9 +99,11 @@ def look(check: Check) -> Findings:
     findings.facts |= instance.versions() | instance.details()
     forms = check.bundle.manifest.forms
     lines, ready = doctor.examine(
-        check.bundle, {name: instance if name == check.name else None for name in forms},
-        dict.fromkeys(forms, check.device), quick=False,
-    )  # fmt: skip
+        check.bundle,
+        {name: instance if name == check.name else None for name in forms},
+        dict.fromkeys(forms, check.device),
+        quick=False,
+    )
     findings.facts |= {"bundle": lines, "engines": "current" if ready else "to be compiled"}
     return findings
 
@@ -116,7 +118,13 @@ def compile(check: Check) -> Findings:
     folder, errors = compile_engines(check.bundle, check.backend, progress=check.say)
     peak = memory_in_use(check.backend)["host_peak"]
     return Findings(
-        {"engines": folder.name, "compiled": True, "compile_seconds": monotonic() - started, "host_peak": peak, **errors}
+        {
+            "engines": folder.name,
+            "compiled": True,
+            "compile_seconds": monotonic() - started,
+            "host_peak": peak,
+            **errors,
+        }
     )
 
 

@@ -16,11 +16,16 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{verdict} Speeds are of this machine; near-ties are places where rounding decided between two tokens.",
         _table(*summary(report)),
         "## Pieces",
-        _table(["piece", "result", "seconds", "found"], [
-            [name, _RESULT[o["state"]], f"{o['seconds']:.1f}", findings(name, o)] for name, o in pieces.items()
-        ]),
-    ]  # fmt: skip
-    for title, section in (("Time", _times(pieces)), ("Memory", _memory(pieces)), ("Differences", _differences(pieces))):
+        _table(
+            ["piece", "result", "seconds", "found"],
+            [[name, _RESULT[o["state"]], f"{o['seconds']:.1f}", findings(name, o)] for name, o in pieces.items()],
+        ),
+    ]
+    for title, section in (
+        ("Time", _times(pieces)),
+        ("Memory", _memory(pieces)),
+        ("Differences", _differences(pieces)),
+    ):
         if section:
             parts += [f"## {title}", section]
     for name in failed:
@@ -43,7 +48,9 @@ def summary(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         "backend": about["backend"],
         "bundle": f"{about['bundle']['name']}, {_weights(about['bundle'])}",
         "golden run, largest error": ", ".join(f"{name} {part['error']:.1e}" for name, part in golden.items()) or "-",
-        "texts as in plain decoding, greedy / sampled": " / ".join(f"{facts['alike']} of {facts['texts']}" for facts in runs)
+        "texts as in plain decoding, greedy / sampled": " / ".join(
+            f"{facts['alike']} of {facts['texts']}" for facts in runs
+        )
         or "-",
         "near-ties": " / ".join(str(facts["near_ties"]) for facts in runs) or "-",
         "defects": " / ".join(str(facts["defects"]) for facts in runs) or "-",
@@ -80,15 +87,15 @@ def findings(name: str, outcome: Mapping[str, Any]) -> str:
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     speeds = (
-        f", {facts['speculative']['tokens_per_second']} tokens/s, {facts['plain']['tokens_per_second']} with plain decoding, "
-        f"tau {facts['speculative']['tau']}"
+        f", {facts['speculative']['tokens_per_second']} tokens/s, {facts['plain']['tokens_per_second']} with plain "
+        f"decoding, tau {facts['speculative']['tau']}"
         if "plain" in facts
         else ""
     )
     widest = f" (widest margin {facts['widest_near_tie']:.1e})" if facts["near_ties"] else ""
     return (
-        f"{facts['alike']} of {facts['texts']} texts alike, {facts['tokens']} tokens, {facts['near_ties']} near-ties{widest}, "
-        f"{facts['defects']} defects{speeds}"
+        f"{facts['alike']} of {facts['texts']} texts alike, {facts['tokens']} tokens, {facts['near_ties']} "
+        f"near-ties{widest}, {facts['defects']} defects{speeds}"
     )
 
 
@@ -99,7 +106,8 @@ def _plain_time(facts: Mapping[str, Any]) -> str:
 _DESCRIBE = {
     "doctor": lambda facts: f"{facts['backend']}; engines {facts.get('engines', 'not looked for')}",
     "compile": lambda facts: (
-        f"compiled in {facts['compile_seconds']:.1f} s, {_bytes(facts['host_peak'])} of host memory at most: {facts['engines']}"
+        f"compiled in {facts['compile_seconds']:.1f} s, {_bytes(facts['host_peak'])} of host memory at most: "
+        f"{facts['engines']}"
         if facts["compiled"]
         else f"{facts['engines']} is current"
     ),
@@ -107,8 +115,8 @@ _DESCRIBE = {
         f"{name} {part['error']:.1e} of {part['tolerance']:.1e} allowed" for name, part in facts.items()
     ),
     "memory": lambda facts: (
-        f"the process holds {_bytes(facts['before']['host'])} before loading, {_bytes(facts['loaded']['host'])} after it, "
-        f"{_bytes(facts['used']['host'])} after some texts; weights are {_bytes(facts['weights'])}"
+        f"the process holds {_bytes(facts['before']['host'])} before loading, {_bytes(facts['loaded']['host'])} after "
+        f"it, {_bytes(facts['used']['host'])} after some texts; weights are {_bytes(facts['weights'])}"
     ),
     "greedy": _tokens,
     "sampled": _tokens,
@@ -128,13 +136,25 @@ def _times(pieces: Mapping[str, Any]) -> str:
         return f"{pair[0]:.3g} ({pair[1]:.3g})" if pair else "-"
 
     rows = list(contexts[0]["target"])
-    heading = ["context", "plain pass", *(f"target, {n} rows" for n in rows), "draft", "draft and verification", "prefill"]
+    heading = [
+        "context",
+        "plain pass",
+        *(f"target, {n} rows" for n in rows),
+        "draft",
+        "draft and verification",
+        "prefill",
+    ]
     table = [
-        [str(at["context"]), cell(at["plain"]), *(cell(at["target"].get(n)) for n in rows),
-         cell(at.get("draft")), cell(at.get("cycle")),
-         f"{cell(at['prefill']['times'])}, {at['prefill']['rows'] / at['prefill']['times'][0] * 1e3:.0f} tokens/s"]
+        [
+            str(at["context"]),
+            cell(at["plain"]),
+            *(cell(at["target"].get(n)) for n in rows),
+            cell(at.get("draft")),
+            cell(at.get("cycle")),
+            f"{cell(at['prefill']['times'])}, {at['prefill']['rows'] / at['prefill']['times'][0] * 1e3:.0f} tokens/s",
+        ]
         for at in contexts
-    ]  # fmt: skip
+    ]
     static = "All passes have one size here. " if pieces["times"]["facts"]["static"] else ""
     return f"{static}Milliseconds: the fastest, and the median in brackets.\n\n{_table(heading, table)}"
 
@@ -143,31 +163,41 @@ def _memory(pieces: Mapping[str, Any]) -> str:
     facts = pieces.get("memory", {}).get("facts", {})
     table = [
         [name, _bytes(facts[name]["host"]), _bytes(facts[name]["host_peak"]), facts[name]["device"] or "-"]
-        for name in ("before", "loaded", "used") if name in facts
-    ]  # fmt: skip
+        for name in ("before", "loaded", "used")
+        if name in facts
+    ]
     return _table(["when", "process", "its peak so far", "device"], table) if table else ""
 
 
 def _differences(pieces: Mapping[str, Any]) -> str:
     table = [
-        [name, str(place["prompt"]), str(place["index"]), str(place["token"]), str(place["choice"]),
-         place["margin"] if isinstance(place["margin"], str) else f"{place['margin']:.1e}",
-         "near-tie" if place["near"] else "DEFECT"]
-        for name in ("greedy", "sampled", "cpu") for place in pieces.get(name, {}).get("facts", {}).get("places", [])
-    ]  # fmt: skip
+        [
+            name,
+            str(place["prompt"]),
+            str(place["index"]),
+            str(place["token"]),
+            str(place["choice"]),
+            place["margin"] if isinstance(place["margin"], str) else f"{place['margin']:.1e}",
+            "near-tie" if place["near"] else "DEFECT",
+        ]
+        for name in ("greedy", "sampled", "cpu")
+        for place in pieces.get(name, {}).get("facts", {}).get("places", [])
+    ]
     return _table(["piece", "prompt", "token", "is", "plain decoding's", "margin", ""], table) if table else ""
 
 
 def _machine(about: Mapping[str, Any]) -> str:
     bundle, facts = about["bundle"], ", ".join(f"{name} {value}" for name, value in about["facts"].items())
-    return "\n".join([
-        f"backend:   {about['backend']} {about['device']}: {facts or 'does not run here'}",
-        f"packages:  {about['packages']}",
-        f"system:    {about['platform']}",
-        f"bundle:    {bundle['name']} {bundle['hash']}, {_weights(bundle)}, {bundle['rows']} rows, "
-        f"{bundle['capacity']} positions",
-        f"command:   {about['command']}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"backend:   {about['backend']} {about['device']}: {facts or 'does not run here'}",
+            f"packages:  {about['packages']}",
+            f"system:    {about['platform']}",
+            f"bundle:    {bundle['name']} {bundle['hash']}, {_weights(bundle)}, {bundle['rows']} rows, "
+            f"{bundle['capacity']} positions",
+            f"command:   {about['command']}",
+        ]
+    )
 
 
 def _weights(bundle: Mapping[str, Any]) -> str:

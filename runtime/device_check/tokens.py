@@ -41,7 +41,9 @@ def tokens(check: Check, settings: Mapping[str, Any]) -> Findings:
     speeds = {"speculative": _speed(speculative), "plain": _speed(plain)}
     findings.facts |= speeds
     wrong, notes = slower(
-        speeds["speculative"]["tokens_per_second"], speeds["plain"]["tokens_per_second"], model.decoder.planner is not None
+        speeds["speculative"]["tokens_per_second"],
+        speeds["plain"]["tokens_per_second"],
+        model.decoder.planner is not None,
     )
     findings.wrong += wrong
     findings.notes += notes
@@ -96,8 +98,17 @@ class _Tally:
     """Counts differences of tokens over all prompts."""
 
     def __init__(self, planned: int) -> None:
-        self.facts: dict[str, Any] = {"prompts": 0, "planned": planned, "texts": 0, "alike": 0, "tokens": 0, "near_ties": 0,
-                                      "widest_near_tie": 0.0, "defects": 0, "places": []}  # fmt: skip
+        self.facts: dict[str, Any] = {
+            "prompts": 0,
+            "planned": planned,
+            "texts": 0,
+            "alike": 0,
+            "tokens": 0,
+            "near_ties": 0,
+            "widest_near_tie": 0.0,
+            "defects": 0,
+            "places": [],
+        }
 
     def add(self, prompt: int, count: int, alike: bool, places: list[Difference], defects: int) -> None:
         """Adds a text. count: its tokens; defects: differences that rounding does not explain."""
@@ -113,10 +124,16 @@ class _Tally:
             facts[name] += int(increment)
         facts["widest_near_tie"] = max(facts["widest_near_tie"], *near, 0.0)
         facts["places"] += [
-            {"prompt": prompt, "index": place.index, "token": place.token, "choice": place.choice,
-             "margin": place.margin if isfinite(place.margin) else "infinite", "near": place.near}
+            {
+                "prompt": prompt,
+                "index": place.index,
+                "token": place.token,
+                "choice": place.choice,
+                "margin": place.margin if isfinite(place.margin) else "infinite",
+                "near": place.near,
+            }
             for place in places
-        ]  # fmt: skip
+        ]
 
     def findings(self, reference: str) -> Findings:
         """The result. reference: what the tokens were compared with, for messages."""
@@ -134,7 +151,9 @@ class _Tally:
             count = f"{facts['defects']} of {facts['tokens']} tokens"
             findings.wrong.append(f"{count} differ from {reference} by more than rounding explains; {place}")
         if facts["prompts"] < facts["planned"]:
-            findings.notes.append(f"checked only {facts['prompts']} of {facts['planned']} prompts before the time limit")
+            findings.notes.append(
+                f"checked only {facts['prompts']} of {facts['planned']} prompts before the time limit"
+            )
         return findings
 
 

@@ -8,8 +8,8 @@ from .loaded import LoadedBundle
 
 
 class Decoders:
-    """They share the target's cache, and one of them at a time goes on with it. drafter: the name of that one's, "" if the bundle has one
-    drafter at most."""
+    """They share the target's cache, and one of them at a time goes on with it. drafter: the name of that one's, "" if
+    the bundle has one drafter at most."""
 
     def __init__(self, loaded: LoadedBundle, stream: int) -> None:
         """stream: its number."""
@@ -40,7 +40,8 @@ class Decoders:
     def choose(self, settings: Settings) -> Decoder:
         """The decoder for a text: with the drafter that the settings name, or else the one that has been fastest."""
         return self.use(
-            settings.drafter or (self._loaded.choices[settings.temperature > 0].next() if settings.speculate else self.drafter)
+            settings.drafter
+            or (self._loaded.choices[settings.temperature > 0].next() if settings.speculate else self.drafter)
         )
 
     def close(self) -> None:

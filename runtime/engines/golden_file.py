@@ -1,9 +1,10 @@
 """The golden run's file: a short recorded run that new engines must reproduce.
 
-golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a prefill (``prompt``), the drafter's extension and
-tree (``tree``), the target's pass over a tree of the same size (``verify``), and the tree drafted after its longest path
-(``next``); of a chain also the best tokens of each level and their scores. Without a drafter it contains ``prompt`` and
-``verify``, a pass over a chain of tokens. If the draft graph takes noise, the tree ``next`` is drafted with that of ``noise`` here.
+golden.npz (of a further drafter golden.NAME.npz) contains the inputs and outputs, as computed by eager PyTorch, of a
+prefill (``prompt``), the drafter's extension and tree (``tree``), the target's pass over a tree of the same size
+(``verify``), and the tree drafted after its longest path (``next``); of a chain also the best tokens of each level and
+their scores. Without a drafter it contains ``prompt`` and ``verify``, a pass over a chain of tokens. If the draft graph
+takes noise, the tree ``next`` is drafted with that of ``noise`` here.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Drafted:
-    """A draft graph's tree. tokens, depth, parent: int64 [R]; mask: bool [R, R]; score: fp32 [R], summed log-probabilities."""
+    """A draft graph's tree. tokens, depth, parent: int64 [R]; mask: bool [R, R]; score: fp32 [R], summed
+    log-probabilities."""
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -42,7 +44,8 @@ def read(bundle: Bundle) -> dict[str, np.ndarray]:
     """The recorded run: arrays by name. Raises DamageError if one is missing or has another dtype, shape or range."""
     file = bundle.path / bundle.golden
     try:
-        run = {"prompt.parts": np.array([0, bundle.manifest.hidden])} | read_arrays(file, _MAX_BYTES)  # of older bundles
+        # of older bundles
+        run = {"prompt.parts": np.array([0, bundle.manifest.hidden])} | read_arrays(file, _MAX_BYTES)
         _check(run, bundle.manifest)
         return run
     except (OSError, Damage) as error:
@@ -88,7 +91,8 @@ def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
 def _part(
     run: Mapping[str, np.ndarray], name: str, dtype: np.dtype, shape: tuple[int | None, ...], below: int | None = None
 ) -> np.ndarray:
-    """An array of the run. shape: None allows any size; below: an upper bound of its integers, excluded. Raises Damage."""
+    """An array of the run. shape: None allows any size; below: an upper bound of its integers, excluded. Raises
+    Damage."""
     if (part := run.get(name)) is None:
         raise Damage(f"{name} is missing")
     fits = part.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, part.shape, strict=True))
@@ -104,8 +108,8 @@ def _part(
 
 
 def malformed(tree: Drafted) -> str:
-    """Describes the first violated rule of a tree, "" if it is well-formed: parents precede children, depths and mask follow
-    from the parents, and after the root the rows are in descending order of score.
+    """Describes the first violated rule of a tree, "" if it is well-formed: parents precede children, depths and mask
+    follow from the parents, and after the root the rows are in descending order of score.
     """
     rows = len(tree.tokens)
     parent, row = tree.parent, np.arange(rows)

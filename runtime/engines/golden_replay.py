@@ -1,5 +1,5 @@
-"""Replays the golden run, which new engines must reproduce. Every pass reads recorded inputs, so an error shows in the graph that
-causes it."""
+"""Replays the golden run, which new engines must reproduce. Every pass reads recorded inputs, so an error shows in the
+graph that causes it."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,23 +20,24 @@ from .golden_file import TREE, Drafted, noise, read
 if TYPE_CHECKING:
     from ..backends.onnxruntime_lanes import Lanes
 
-# By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the layers.
+# By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the
+# layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
 _AMONG = 16  # rows of a pass whose first row is compared with the same row alone; 193 at most (graphs.dialects.exact)
-# The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree, and of its
-# rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied, rounding decides which one is
-# kept, and with it a whole subtree. In fp32 that is too rare to allow for.
+# The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree,
+# and of its rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied,
+# rounding decides which one is kept, and with it a whole subtree. In fp32 that is too rare to allow for.
 _SHARE = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.5}
 
 
 def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> dict[str, float]:
     """Runs the recorded passes on new caches whose unused positions contain garbage, padded if the form is static.
 
-    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and, with
-    a drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error exceeds the
-    tolerance of its graph's precision, the target chooses another token by more than that, a tree differs from the recorded
-    one, or a row of a target that rounds its rows to int8 has other logits alone than among others; and DamageError if the
-    golden run is damaged.
+    Returns the largest error of ``target`` (logits and hidden rows, relative to the largest logit or hidden value) and,
+    with a drafter, ``draft`` (tree scores, in nats). Raises GumihoError if an output has NaN or infinity, an error
+    exceeds the tolerance of its graph's precision, the target chooses another token by more than that, a tree differs
+    from the recorded one, or a row of a target that rounds its rows to int8 has other logits alone than among others;
+    and DamageError if the golden run is damaged.
     """
     passes = _RecordedPasses(bundle, form, engines, device)
     passes.target("prompt", form.chunk if form.static else 0)
@@ -48,8 +49,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
             passes.target("verify", size, keep=False)
         if not all(np.array_equal(root, passes.roots[0]) for root in passes.roots):
             raise GumihoError(
-                "a row of the target has other numbers alone than among others on this processor, so that texts could differ from plain "
-                "decoding's: export with --weights none"
+                "a row of the target has other numbers alone than among others on this processor, so that texts could "
+                "differ from plain decoding's: export with --weights none"
             )
     if "extend" in form.graphs:
         passes.extension()
@@ -64,8 +65,8 @@ def replay(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: De
 class _RecordedPasses:
     """Runs passes with recorded inputs, compares their outputs with the recorded ones, and keeps their rows in caches.
 
-    run: the arrays of the golden run. errors: the largest so far, by graph. roots: the logits of the first row of each pass
-    whose rows were not kept.
+    run: the arrays of the golden run. errors: the largest so far, by graph. roots: the logits of the first row of each
+    pass whose rows were not kept.
     """
 
     def __init__(self, bundle: Bundle, form: Form, engines: Mapping[str, Engine], device: Device) -> None:
@@ -83,8 +84,8 @@ class _RecordedPasses:
         self.errors = dict.fromkeys(self._limits, 0.0)
 
     def target(self, name: str, size: int = 0, keep: bool = True) -> None:
-        """size: rows of the graph to run, if not as many as recorded; fewer are the first ones, which do not depend on the
-        others. keep: whether the rows stay in the cache."""
+        """size: rows of the graph to run, if not as many as recorded; fewer are the first ones, which do not depend on
+        the others. keep: whether the rows stay in the cache."""
         run, device, manifest, recorded = self.run, self._device, self._manifest, len(self.run[f"{name}.tokens"])
         engine, n = self._form.target(size or recorded)
         graph, rows = self._form.graphs[engine], min(n, recorded)
@@ -146,7 +147,8 @@ class _RecordedPasses:
         most: int,
         more: Mapping[str, Array] | None = None,
     ) -> None:
-        """A pass of the drafter. tokens, path: int64 [n], n at most ``most``; hidden: [rows, H]; more: buffers besides."""
+        """A pass of the drafter. tokens, path: int64 [n], n at most ``most``; hidden: [rows, H]; more: buffers
+        besides."""
         n, rows = most if self._form.static else len(tokens), max(self._manifest.rows, self._form.chunk)
         count = np.array([len(tokens)])
         inputs = {"tokens": _pad(tokens, n), "path": _pad(path, n), "count": count, "hidden": _pad(hidden, rows)}
@@ -168,7 +170,8 @@ class _RecordedPasses:
 
     def _call(self, engine: str, buffers: Mapping[str, Array]) -> None:
         call = self._engines[engine].bind(buffers)
-        for _ in range(2 if self._form.static else 1):  # a device that records calls replays the recording the second time
+        # a device that records calls replays the recording the second time
+        for _ in range(2 if self._form.static else 1):
             call()
         self._device.synchronize()
 
@@ -187,7 +190,9 @@ def limits(form: Form, depth: int) -> dict[str, float]:
     """The largest errors that pass, as ``replay`` returns them. depth: of the tree."""
     # A node's score is the sum of as many log-probabilities as its depth.
     factors = {"target": 1, "draft": depth}
-    return {name: TOLERANCE[form.graphs[name].precision] * factor for name, factor in factors.items() if name in form.graphs}
+    return {
+        name: TOLERANCE[form.graphs[name].precision] * factor for name, factor in factors.items() if name in form.graphs
+    }
 
 
 def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
@@ -200,7 +205,8 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
 
 
 def check_shared(bundle: Bundle, backend: Backend, folder: Path) -> None:
-    """Replays the golden run through the graph ``shared``, in all lanes at once. Raises GumihoError as ``replay`` does."""
+    """Replays the golden run through the graph ``shared``, in all lanes at once. Raises GumihoError as ``replay``
+    does."""
     form = backend.form(bundle, folder).of("")
     engines, device = backend.open(bundle, folder, streams=2)
     try:
@@ -236,8 +242,8 @@ class _EveryLane:
 def _require_finite(graph: str, output: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         raise GumihoError(
-            f"the compiled {graph} engine is discarded, since its output '{output}' holds NaN or infinity: check the bundle "
-            "with `gumiho doctor`, then try another version of the backend"
+            f"the compiled {graph} engine is discarded, since its output '{output}' holds NaN or infinity: check the "
+            "bundle with `gumiho doctor`, then try another version of the backend"
         )
 
 

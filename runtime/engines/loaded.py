@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class LoadedBundle:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the target take rows
-    of several streams; otherwise each stream has the engines for a whole step, a cycle or a part of its prompt. numbers: of streams to
-    come. closed: the engines are freed.
+    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the
+    target take rows of several streams; otherwise each stream has the engines for a whole step, a cycle or a part of
+    its prompt. numbers: of streams to come. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -54,7 +54,8 @@ class LoadedBundle:
         weakref.finalize(self, self.loop.stop)
 
     def use_thread(self) -> None:
-        """From now on the loop's own threads use the engines: to share passes, and since recordings of an accelerator belong to a thread."""
+        """From now on the loop's own threads use the engines: to share passes, and since recordings of an accelerator
+        belong to a thread."""
         if self.shares or not isinstance(self.device, Host):
             self.loop.start()
 
@@ -110,8 +111,8 @@ class LoadedBundle:
 
     @staticmethod
     def open(bundle: Bundle, backend: Backend, threads: int, streams: int) -> LoadedBundle:
-        """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the caches of so many
-        streams."""
+        """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the
+        caches of so many streams."""
         while True:
             require(
                 bundle, backend, streams=streams

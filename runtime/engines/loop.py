@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # not every installation has ONNX Runtime
 
 _PATIENCE = 0.005  # seconds; longer than a cycle takes outside its passes
 _SHARE = 0.25  # of the last pass, if that is less: waiting must cost less than it can save
-_MANY = 32  # rows; a pass takes the rows of one prompt only, since two would delay the other streams for longer and gain little
+# rows; a pass takes the rows of one prompt only, since two would delay the other streams for longer and gain little
+_MANY = 32
 _RECENT = 1.0  # seconds after which a stream that has wanted nothing counts as idle
 _T = TypeVar("_T")
 
@@ -24,8 +25,9 @@ _T = TypeVar("_T")
 class Work:
     """What a stream wants of the engines, once.
 
-    call: does it, given whether other streams are active. part: a pass that can be run together with those of other streams, in place
-    of ``call``. With neither, the waiting thread gets the engines for itself. result, error: what came of it.
+    call: does it, given whether other streams are active. part: a pass that can be run together with those of other
+    streams, in place of ``call``. With neither, the waiting thread gets the engines for itself. result, error: what
+    came of it.
     """
 
     __slots__ = "call", "done", "error", "part", "ready", "result", "stream", "thread"
@@ -44,8 +46,8 @@ class Work:
 class EngineLoop:
     """Does what streams want of the engines, one thing after the other, in the order in which they came.
 
-    Passes of the target wait for other work, such as drafts, whose streams can then share the next pass. They also wait a moment for
-    streams that are about to come again.
+    Passes of the target wait for other work, such as drafts, whose streams can then share the next pass. They also wait
+    a moment for streams that are about to come again.
 
     Without threads of its own (``start``), the thread of a stream does its work itself when it is due.
     """
@@ -63,7 +65,7 @@ class EngineLoop:
         self._expected = dict[int, float]()  # when a stream was served, until it comes again
         self._pass_seconds = 0.0  # of the last pass
 
-    # --- for streams -----------------------------------------------------------------------------------------------------
+    # --- for streams --------------------------------------------------------------------------------------------------
 
     @property
     def mine(self) -> bool:
@@ -71,7 +73,8 @@ class EngineLoop:
         return (thread := get_ident()) == self._holder or thread in self._threads
 
     def run(self, stream: int, call: Callable[[bool], _T], part: Pass | None = None) -> _T:
-        """Has work done, and returns what ``call`` returns, or None for a pass that was run with others'. See ``Work``."""
+        """Has work done, and returns what ``call`` returns, or None for a pass that was run with others'. See
+        ``Work``."""
         if self.mine:
             return call(False)
         if not self._threads:
@@ -147,14 +150,15 @@ class EngineLoop:
             self._expected.pop(stream, None)
             self._changed.notify_all()
 
-    # --- the loop --------------------------------------------------------------------------------------------------------
+    # --- the loop -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """From now on, threads of the loop do all work: always the same one, or two where two passes run at once."""
         with self._lock:
             if not self._threads and not self._stopped:
                 threads = [
-                    threading.Thread(target=self._loop, name="gumiho-engines", daemon=True) for _ in range(self._workers)
+                    threading.Thread(target=self._loop, name="gumiho-engines", daemon=True)
+                    for _ in range(self._workers)
                 ]
                 for thread in threads:
                     thread.start()
@@ -231,7 +235,8 @@ class EngineLoop:
             self._admit()
 
     def _admit(self) -> None:
-        """Gives the engines to the thread that is due to have them for itself, if nobody has them. To be called after any change."""
+        """Gives the engines to the thread that is due to have them for itself, if nobody has them. To be called after
+        any change."""
         if self._holder is None and not self._running and self._queue and self._queue[0].exclusive:
             work = self._queue.popleft()
             self._holder, work.done = work.thread, True

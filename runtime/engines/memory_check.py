@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def require(bundle: "Bundle", backend: "Backend", compiling: bool = False, streams: int = 1) -> Space:
     """The peak memory of loading engines, with the caches of so many streams, or of compiling and then loading them.
 
-    Raises UnavailableError if less memory is free. The environment variable ``GUMIHO_IGNORE_MEMORY`` skips this check, since
-    the needs of GPUs were derived from the libraries' sources and never measured.
+    Raises UnavailableError if less memory is free. The environment variable ``GUMIHO_IGNORE_MEMORY`` skips this check,
+    since the needs of GPUs were derived from the libraries' sources and never measured.
     """
     needs = backend.memory(bundle)
     need = needs.running
@@ -28,9 +28,9 @@ def require(bundle: "Bundle", backend: "Backend", compiling: bool = False, strea
     shortage = _shortage(need, memory.host_free(), backend.free())
     if shortage and not os.environ.get(IGNORE):
         raise UnavailableError(
-            f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {shortage}: free some, add swap, or "
-            f"export again with --weights int4 or a smaller --capacity{', or load fewer streams' if streams > 1 else ''} "
-            f"({IGNORE}=1 skips this check)"
+            f"{'compiling' if compiling else 'loading'} for {backend.NAME} needs about {shortage}: free some, add "
+            "swap, or export again with --weights int4 or a smaller "
+            f"--capacity{', or load fewer streams' if streams > 1 else ''} ({IGNORE}=1 skips this check)"
         )
     return need
 
@@ -46,7 +46,8 @@ def require_stream(bundle: "Bundle", backend: "Backend") -> None:
     shortage = _shortage(of_stream(bundle, backend), memory.host_free(), backend.free())
     if shortage and not os.environ.get(IGNORE):
         raise UnavailableError(
-            f"another stream needs about {shortage}: close one, or export again with a smaller --capacity ({IGNORE}=1 skips this check)"
+            f"another stream needs about {shortage}: close one, or export again with a smaller --capacity ({IGNORE}=1 "
+            "skips this check)"
         )
 
 

@@ -17,11 +17,11 @@ _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
 
 
 def measure(decoder: Decoder) -> Costs:
-    """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few runs
-    counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
+    """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few
+    runs counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
 
-    If a pass over fewer rows took longer than one over more rows, it gets the lower time. Where every tree is verified whole
-    (``TargetPasses.splits``), the time of both counts as the target's and the draft's is 0.
+    If a pass over fewer rows took longer than one over more rows, it gets the lower time. Where every tree is verified
+    whole (``TargetPasses.splits``), the time of both counts as the target's and the draft's is 0.
     """
     decoder.clear()
     most = decoder.manifest.capacity - decoder.manifest.rows
@@ -84,7 +84,8 @@ def _causal_passes(decoder: Decoder) -> Costs:
 
 
 def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], object]]) -> dict[int, float]:
-    """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so many rows."""
+    """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so
+    many rows."""
     rows = decoder.manifest.rows
     by_rows = {1: plain, rows: fastest(bind(rows))}
     started = perf_counter_ns()

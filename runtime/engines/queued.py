@@ -13,14 +13,15 @@ if TYPE_CHECKING:  # not every installation has ONNX Runtime
 
 
 class QueuedTarget:
-    """The target, whose passes can take the rows of several streams. Implements ``backends.Engine``, with the buffers of the graph
-    ``target``."""
+    """The target, whose passes can take the rows of several streams. Implements ``backends.Engine``, with the buffers
+    of the graph ``target``."""
 
     def __init__(self, lanes: "Lanes", loop: EngineLoop, stream: int) -> None:
         self._lanes, self._loop, self._stream = lanes, loop, stream
 
     def bind(self, buffers: Mapping[str, Array]) -> Call:
-        """See ``backends.Engine``. The call returns the nanoseconds that count as this stream's: its share of the pass."""
+        """See ``backends.Engine``. The call returns the nanoseconds that count as this stream's: its share of the
+        pass."""
         own, run, stream = self._lanes.bind(buffers), self._loop.run, self._stream
 
         def call() -> float:

@@ -1,4 +1,5 @@
-"""Stores compiled engines in a bundle's folder, under a key of everything they depend on, and checks them for damage."""
+"""Stores compiled engines in a bundle's folder, under a key of everything they depend on, and checks them for
+damage."""
 
 import hashlib
 import json
@@ -43,12 +44,20 @@ class Record:
 
 
 def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """Everything that engines depend on, except the options of compiling: if a value changes, they must be compiled again."""
-    files = [graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()]
+    """Everything that engines depend on, except the options of compiling: if a value changes, they must be compiled
+    again."""
+    files = [
+        graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()
+    ]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     hashes = {name: bundle.manifest.files[name] for name in files}
-    found = {"backend": backend.NAME, **backend.versions(), **{n: file.sha256 or file.sample for n, file in hashes.items()}}
-    if weights := bundle.manifest.form(backend.NAME).weights:  # where in those files engines find what they take as inputs
+    found = {
+        "backend": backend.NAME,
+        **backend.versions(),
+        **{n: file.sha256 or file.sample for n, file in hashes.items()},
+    }
+    # where in those files engines find what they take as inputs
+    if weights := bundle.manifest.form(backend.NAME).weights:
         places = {model: {name: asdict(weight) for name, weight in of.items()} for model, of in weights.items()}
         found["weights"] = hashlib.sha256(json.dumps(places, sort_keys=True).encode()).hexdigest()
     return found
@@ -59,23 +68,27 @@ def compile_engines(
 ) -> tuple[Path, dict[str, float]]:
     """Compiles for one backend and replays the golden run; an engine that fails it is not kept.
 
-    The previous engines stay usable until the new ones are complete. If another process compiles the same bundle, this one
-    waits.
+    The previous engines stay usable until the new ones are complete. If another process compiles the same bundle, this
+    one waits.
 
-    tune: search longer for faster kernels. progress: called with the name of each step. Returns the engines' folder and the
-    largest error of every graph in the replay. Raises UnavailableError if memory or disk space is missing, and GumihoError if
-    compiling or the golden run fails.
+    tune: search longer for faster kernels. progress: called with the name of each step. Returns the engines' folder and
+    the largest error of every graph in the replay. Raises UnavailableError if memory or disk space is missing, and
+    GumihoError if compiling or the golden run fails.
     """
     full_key = key(bundle, backend) | {"tune": str(tune)}
     digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:12]
     root, name = bundle.path / "engines", f"{backend.NAME}-{digest}"
     need = require(bundle, backend, compiling=True)
-    progress(f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else ""))
+    progress(
+        f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else "")
+    )
     progress("checking the bundle's files")
     bundle.verify()
     try:
         root.mkdir(exist_ok=True)
-        with locked(root / ".lock", f"another process compiles engines of {bundle.path}; waiting for it to end", progress):
+        with locked(
+            root / ".lock", f"another process compiles engines of {bundle.path}; waiting for it to end", progress
+        ):
             for abandoned in root.glob(".*.partial-*"):  # by a killed process, since a running one would hold the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
@@ -120,8 +133,8 @@ def _install(partial: Path, root: Path, name: str) -> Path:
 
 
 def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[str], object]) -> dict[str, float]:
-    """Replays the golden run through new engines, chooses their number of CPU threads and measures the times of their passes.
-    Returns the largest errors."""
+    """Replays the golden run through new engines, chooses their number of CPU threads and measures the times of their
+    passes. Returns the largest errors."""
     form, cores = backend.form(bundle, folder), physical_cores() if backend.THREADS else 1
     with ExitStack() as stack:
         engines, device = backend.open(bundle, folder)
@@ -148,7 +161,8 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
 
     if cores > 1 and not comparable:
         progress(
-            "other programs use the cores: engines get a thread for each; compile again while the machine is idle to try fewer"
+            "other programs use the cores: engines get a thread for each; compile again while the machine is idle to "
+            "try fewer"
         )
     if comparable and (threads := fewer_threads(most, time, cores)):
         with opened(threads) as decoders:
@@ -176,8 +190,8 @@ def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device:
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
     """The folder of the current engines, checked for damage; the newest one if they were compiled with several options.
 
-    quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or only ones
-    that were compiled for something else, and DamageError if they are damaged.
+    quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or
+    only ones that were compiled for something else, and DamageError if they are damaged.
     """
     while True:
         folders = _newest_first(bundle.path / "engines", backend.NAME)
@@ -202,7 +216,9 @@ def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], qu
             continue
         if part := next((part for part in current if record.key.get(part) != current[part]), None):
             recorded = str(record.key.get(part))[:_SHOWN]
-            reason = reason or f"the engines in {folder} were compiled for {part} {recorded}, and here it is {current[part]}"
+            reason = (
+                reason or f"the engines in {folder} were compiled for {part} {recorded}, and here it is {current[part]}"
+            )
         elif damaged := first_damaged(folder, record.files, quick):
             reason, kind = f"{folder / damaged} is missing or damaged", DamageError
         else:

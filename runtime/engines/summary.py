@@ -33,7 +33,9 @@ def content(bundle: Bundle) -> list[str]:
             f"{manifest.rows} rows, depth {manifest.depth}; capacity {manifest.capacity} positions; "
             f"drafts {manifest.tree.vocabulary} of {manifest.vocabulary} tokens"
         )
-    others = [f"drafter {name}: depth {own.depth}, {own.tree.vocabulary} tokens" for name, own in manifest.drafters.items()]
+    others = [
+        f"drafter {name}: depth {own.depth}, {own.tree.vocabulary} tokens" for name, own in manifest.drafters.items()
+    ]
     return [
         f"{size(nbytes)} in {len(manifest.files)} files, made for {', '.join(manifest.forms)}",
         f"weights: {'; '.join(weights)}; KV caches {manifest.dtype}",
@@ -56,7 +58,8 @@ def measured(bundle: Bundle, folder: Path) -> dict[str, Costs | None]:
 
 
 def performance(bundle: Bundle, backend: str, costs: Mapping[str, Costs | None]) -> list[str]:
-    """What a cycle costs with each drafter, and the speed-up that follows. costs: see ``measured``; empty if nothing is."""
+    """What a cycle costs with each drafter, and the speed-up that follows. costs: see ``measured``; empty if nothing
+    is."""
     lines = list[str]()
     for drafter in bundle.manifest.each:
         own = _performance(bundle.of(drafter), backend, costs.get(drafter))
@@ -79,10 +82,13 @@ def _performance(bundle: Bundle, backend: str, costs: Costs | None) -> list[str]
         lines.append(f"estimate from the passes measured here: {_speed_up(share, manifest)}")
     if manifest.depth + 1 > TAU:
         lines.append(
-            f"tau is the tokens per pass of the target: {TAU} is the paper's mean with 64 rows, yours depends on the text"
+            f"tau is the tokens per pass of the target: {TAU} is the paper's mean with 64 rows, yours depends on the "
+            "text"
         )
     if _expected(share, manifest) < _WORTHWHILE:
-        lines.append("warning: that is little. A drafter of fewer bytes allows more: see --draft-weights and --draft-vocab")
+        lines.append(
+            "warning: that is little. A drafter of fewer bytes allows more: see --draft-weights and --draft-vocab"
+        )
     return lines
 
 
@@ -105,7 +111,8 @@ def memory(bundle: Bundle, backend: Backend) -> list[str]:
 
 
 def verdicts(errors: Mapping[str, float], form: Form, depth: int) -> list[str]:
-    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.writing.validate.validate`` return them.
+    """Each error against its limit. errors: as ``golden_replay.replay`` and ``exporter.writing.validate.validate``
+    return them.
 
     The errors of target outputs are relative to the largest value, those of the draft's scores are in nats.
     """

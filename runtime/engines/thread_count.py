@@ -51,14 +51,21 @@ class OtherPrograms:
 
     @property
     def in_the_way(self) -> bool:
-        """Both that threads have waited for a core and that other programs have used one: threads also wait for each other."""
+        """Both that threads have waited for a core and that other programs have used one: threads also wait for each
+        other."""
         wall, busy, own, waited = (now - began for now, began in zip(_clocks(), self._began, strict=True))
         return busy - own > _OTHERS * wall and waited > _WAITED * wall
 
 
 def _clocks() -> tuple[int, int, int, int]:
-    """Nanoseconds: now, that all programs and this one have used the cores, and that threads of this one have waited for a core."""
+    """Nanoseconds: now, that all programs and this one have used the cores, and that threads of this one have waited
+    for a core."""
     user, nice, system, *_ = [int(ticks) for ticks in text(_STAT).partition("\n")[0].split()[1:]] or [0, 0, 0]
     waits = [text(task / "schedstat").split()[1:2] for task in _TASKS.iterdir()] if _TASKS.is_dir() else []
     tick = 10**9 // (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
-    return perf_counter_ns(), (user + nice + system) * tick, process_time_ns(), sum(int(wait[0]) for wait in waits if wait)
+    return (
+        perf_counter_ns(),
+        (user + nice + system) * tick,
+        process_time_ns(),
+        sum(int(wait[0]) for wait in waits if wait),
+    )

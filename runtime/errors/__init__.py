@@ -1,4 +1,5 @@
-"""The exceptions that callers can handle, GumihoError and a subclass for each kind of cause, and other exceptions in words."""
+"""The exceptions that callers can handle, GumihoError and a subclass for each kind of cause, and other exceptions in
+words."""
 
 import errno
 import json
@@ -11,7 +12,8 @@ _REMEDIES[errno.EFBIG] = "raise the limit on the size of files"
 
 
 def reason(error: BaseException) -> str:
-    """Why an exception of Python's or a library's was raised, in one line: in words of the cause, and without a file's name."""
+    """Why an exception of Python's or a library's was raised, in one line: in words of the cause, and without a file's
+    name."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, json.JSONDecodeError):
@@ -39,7 +41,8 @@ def json_line(line: str, number: int) -> Any:
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:
-    """What to do about a file that cannot be written. otherwise: what else helps. Libraries' own exceptions mostly mean a full disk."""
+    """What to do about a file that cannot be written. otherwise: what else helps. Libraries' own exceptions mostly mean
+    a full disk."""
     number = error.errno if isinstance(error, OSError) else errno.ENOSPC
     first = _REMEDIES.get(number or 0, "")
     return ", or ".join(way for way in (first, otherwise) if way) or "see what the disk lacks"
@@ -48,14 +51,17 @@ def remedy(error: BaseException, otherwise: str = "") -> str:
 def unreadable(file: object, error: BaseException, otherwise: str = "") -> "GumihoError":
     """What to raise for a file that cannot be read. otherwise: what to do, unless the error is a PermissionError."""
     if isinstance(error, PermissionError):
-        return UnavailableError(f"{file} cannot be read ({reason(error)}): let this user read it, and the folders above it")
+        return UnavailableError(
+            f"{file} cannot be read ({reason(error)}): let this user read it, and the folders above it"
+        )
     return DamageError(f"{file} cannot be read ({reason(error)}): {otherwise}")
 
 
 class GumihoError(Exception):
     """Says in one sentence what is wrong and what to do; command lines print it and exit with status 1.
 
-    The text is a single printable line of bounded length: names and libraries' messages that it quotes may hold anything.
+    The text is a single printable line of bounded length: names and libraries' messages that it quotes may hold
+    anything.
     """
 
     def __str__(self) -> str:
@@ -70,11 +76,13 @@ class InputError(GumihoError):
 
 
 class DamageError(GumihoError):
-    """Stored data is damaged, incomplete or not what its manifest says: a bundle, engines, a saved session, a checkpoint."""
+    """Stored data is damaged, incomplete or not what its manifest says: a bundle, engines, a saved session, a
+    checkpoint."""
 
 
 class MisuseError(GumihoError):
-    """An object is used in a way or at a time that it does not support: after ``close``, or from two threads at once."""
+    """An object is used in a way or at a time that it does not support: after ``close``, or from two threads at
+    once."""
 
 
 class UnavailableError(GumihoError):

@@ -1,4 +1,5 @@
-"""Ctrl-C while commands load: they end quietly. The package imports this before its libraries, so it imports nothing slow."""
+"""Ctrl-C while commands load: they end quietly. The package imports this before its libraries, so it imports nothing
+slow."""
 
 import os
 import signal
@@ -21,8 +22,8 @@ def _is_command() -> bool:
     return os.path.basename(sys.argv[0] if sys.argv else "").removesuffix(".exe") in _SCRIPTS
 
 
-# While libraries load nothing can be lost, and there is nobody to catch an exception. Where a shell has a background process ignore SIGINT,
-# that stays.
+# While libraries load nothing can be lost, and there is nobody to catch an exception. Where a shell has a background
+# process ignore SIGINT, that stays.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)
 
@@ -42,7 +43,8 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def delayed() -> Iterator[None]:
-    """SIGINT waits until this context is left: libraries that it interrupts as they load say that they cannot be imported."""
+    """SIGINT waits until this context is left: libraries that it interrupts as they load say that they cannot be
+    imported."""
     before, came = signal.getsignal(signal.SIGINT), list[tuple[int, object]]()
     try:
         signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))

@@ -96,10 +96,18 @@ class ChatAnswer(_Headed):
         self._splitters: dict[int, Splitter] = {}
 
     def whole(self, choices: Sequence[Sequence[Part]], usage: Usage) -> dict[str, Any]:
-        return {**self._head(chunk=False), "choices": [self._choice(*one) for one in enumerate(choices)], "usage": usage.body()}
+        return {
+            **self._head(chunk=False),
+            "choices": [self._choice(*one) for one in enumerate(choices)],
+            "usage": usage.body(),
+        }
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        text, reason, calls = "".join(part.text for part in parts), _FINISH[parts[-1].finish_reason or "stop"], list[Call]()
+        text, reason, calls = (
+            "".join(part.text for part in parts),
+            _FINISH[parts[-1].finish_reason or "stop"],
+            list[Call](),
+        )
         if self.tools:
             splitter = Splitter(self.tools)
             free = splitter.push(text)
@@ -140,7 +148,9 @@ class ChatAnswer(_Headed):
     def _delta(
         self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: Any = None, **more: Any
     ) -> dict[str, Any]:
-        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more})
+        return self._chunk(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        )
 
     def _listed(self, listed: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.listed:
@@ -150,7 +160,9 @@ class ChatAnswer(_Headed):
             text, spelled = self.spelling(token)
             return {"token": text, "bytes": spelled, "logprob": max(logprob, _LOWEST)}
 
-        content = [{**entry(one.token, one.logprob), "top_logprobs": [entry(*likely) for likely in one.top]} for one in listed]
+        content = [
+            {**entry(one.token, one.logprob), "top_logprobs": [entry(*likely) for likely in one.top]} for one in listed
+        ]
         return {"content": content, "refusal": None}
 
 
@@ -196,7 +208,9 @@ class TextAnswer(_Headed):
             offsets.append(at)
             at += len(tokens[-1])
         self.offsets[index] = at
-        likely = [{self.spelling(token)[0]: max(logprob, _LOWEST) for token, logprob in reversed(one.top)} for one in listed]
+        likely = [
+            {self.spelling(token)[0]: max(logprob, _LOWEST) for token, logprob in reversed(one.top)} for one in listed
+        ]
         logprobs = [max(one.logprob, _LOWEST) for one in listed]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likely, "text_offset": offsets}
 

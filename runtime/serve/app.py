@@ -36,7 +36,8 @@ from .tools import Tools
 _PAGE = Path(__file__).with_name("page.html")
 # The page may run and load only its own style and script.
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src "
+    "'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -66,7 +67,13 @@ class Server:
 
     def __init__(self, model: Model, name: str, limits: Limits, access: Access, log_prompts: bool = False) -> None:
         """name: the model's name in requests. log_prompts: whether to log texts too."""
-        self._model, self._name, self._limits, self._access, self._log_prompts = model, name, limits, access, log_prompts
+        self._model, self._name, self._limits, self._access, self._log_prompts = (
+            model,
+            name,
+            limits,
+            access,
+            log_prompts,
+        )
         self._longest_token = max(map(len, model.bundle.tokenizer.get_vocab()), default=1)
         self._slots = Slots(model.streams, limits.queue)
         self._grammars = Grammars(model.matchers, len(model.streams), limits.queue)
@@ -107,10 +114,14 @@ class Server:
 
     async def _refused(self, request: HttpRequest, error: Exception) -> Response:
         """The response for unknown paths and methods."""
-        problem = Problem(404, f"{request.scope['path']} is not supported: see docs/serving.md", code="unsupported_path")
+        problem = Problem(
+            404, f"{request.scope['path']} is not supported: see docs/serving.md", code="unsupported_path"
+        )
         if isinstance(error, HTTPException) and error.status_code == 405:
             problem = Problem(
-                405, f"{request.scope['path']} does not take {request.method}: see docs/serving.md", headers=error.headers or {}
+                405,
+                f"{request.scope['path']} does not take {request.method}: see docs/serving.md",
+                headers=error.headers or {},
             )
         self._guard.ended(request, Line(), problem.status)
         return problem.response()
@@ -137,7 +148,9 @@ class Server:
 
     def _require_model(self, name: str) -> None:
         if name != self._name:
-            raise Problem(404, f"there is no model {name!r}: this server has {self._name!r}", "model", "model_not_found")
+            raise Problem(
+                404, f"there is no model {name!r}: this server has {self._name!r}", "model", "model_not_found"
+            )
 
     async def _chat(self, request: HttpRequest, line: Line) -> Response:
         body = ChatBody.of(await self._body(request, line))
@@ -145,7 +158,10 @@ class Server:
         template = self._model.chat_template
         if template is None:
             raise Problem(
-                400, "this model has no chat template: send a prompt to /v1/completions", "messages", "unsupported_parameter"
+                400,
+                "this model has no chat template: send a prompt to /v1/completions",
+                "messages",
+                "unsupported_parameter",
             )
         tools = body.offered(template.with_tools.text)
         listed = [tool.model_dump(exclude_none=True) for tool in body.tools] if tools else None
@@ -188,9 +204,10 @@ class Server:
         length."""
         if characters > self._model.capacity * self._longest_token:
             raise Problem(
-                400, f"the prompt has {characters} characters, more than {self._model.capacity} tokens hold: shorten it",
+                400,
+                f"the prompt has {characters} characters, more than {self._model.capacity} tokens hold: shorten it",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
 
     def _asked(self, body: Body, prompts: Sequence[Sequence[int]], limit: int | None, guide: Grammar | None) -> Request:
         """The request of a body, within the limits. Raises Problem and InputError."""

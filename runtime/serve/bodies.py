@@ -34,7 +34,9 @@ def _first_odd(given: Any) -> Any:
     if isinstance(given, list):
         return next(([one] for one in given if not isinstance(one, str)), given)
     entries = given.items() if isinstance(given, dict) else ()
-    return next(({name: one} for name, one in entries if type(one) not in (int, float) or not -100 <= one <= 100), given)
+    return next(
+        ({name: one} for name, one in entries if type(one) not in (int, float) or not -100 <= one <= 100), given
+    )
 
 
 class StreamOptions(_Strict):
@@ -61,11 +63,32 @@ class Body(_Strict):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # None of these changes the text: identity, storing, caching, priority, and Open WebUI's own fields.
     IGNORED: ClassVar[Set[str]] = {
-        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
-        "store", "user",
-        "background_tasks", "chat_id", "features", "filter_ids", "folder_id", "id", "model_item", "parent_id", "parent_message", "session_id",
-        "skill_ids", "terminal_id", "tool_ids", "tool_servers", "user_message", "variables",
-    }  # fmt: skip
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "background_tasks",
+        "chat_id",
+        "features",
+        "filter_ids",
+        "folder_id",
+        "id",
+        "model_item",
+        "parent_id",
+        "parent_message",
+        "session_id",
+        "skill_ids",
+        "terminal_id",
+        "tool_ids",
+        "tool_servers",
+        "user_message",
+        "variables",
+    }
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
@@ -142,11 +165,23 @@ class Body(_Strict):
         seed = None if self.seed is None else (self.seed + choice) % (1 << 64)
         biases = {_token(name): float("-inf") if bias <= _BIAS_BANS else bias for name, bias in self.logit_bias.items()}
         return Settings(
-            most, max_seconds=seconds, stop=self.stop, logit_bias=biases, repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, temperature=self.temperature,
-            top_k=max(0, self.top_k), top_p=self.top_p, min_p=self.min_p, seed=seed, grammar=guide, trace=self.sources,
-            logprobs=self.alternatives, drafter=self.drafter,
-        )  # fmt: skip
+            most,
+            max_seconds=seconds,
+            stop=self.stop,
+            logit_bias=biases,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=seed,
+            grammar=guide,
+            trace=self.sources,
+            logprobs=self.alternatives,
+            drafter=self.drafter,
+        )
 
     @property
     def alternatives(self) -> int | None:
@@ -158,9 +193,16 @@ class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": (), "files": ([],), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "moderation": (),
-        "params": ({},), "verbosity": ("medium",), "web_search_options": (),
-    }  # fmt: skip
+        "audio": (),
+        "files": ([],),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "params": ({},),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: int | None = Field(None, ge=0)
@@ -218,7 +260,9 @@ class ChatBody(Body):
         own, asked = super().guide(), self.response_format
         if asked is not None and asked.json_schema is not None and asked.type != "json_schema":
             raise Problem(
-                400, f"response_format is of type {asked.type} and has a json_schema: give one of the two", "response_format"
+                400,
+                f"response_format is of type {asked.type} and has a json_schema: give one of the two",
+                "response_format",
             )
         if asked is None or asked.type == "text":
             return own

@@ -26,7 +26,9 @@ class GoneError(Exception):
 async def read(request: Request, most: int, seconds: float) -> bytes:
     """The body. Raises Problem if it is larger than ``most`` bytes or takes longer, GoneError if the client leaves."""
     declared = request.headers.get("content-length", "0")
-    too_large = Problem(413, f"the body is larger than {most} bytes: send less, or start the server with a larger --max-body")
+    too_large = Problem(
+        413, f"the body is larger than {most} bytes: send less, or start the server with a larger --max-body"
+    )
     if declared.isdigit() and int(declared) > most:
         raise too_large
     content = bytearray()

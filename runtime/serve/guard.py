@@ -70,16 +70,20 @@ class Guard:
         host = request.headers.get("host", "")
         name = host[: host.rindex("]") + 1] if "]" in host else host.partition(":")[0]
         if self._access.hosts is not None and name.lower() not in self._access.hosts:
-            raise Problem(403, f"{name!r} is not this server's name: start it with --allow-host {name}", code="unknown_host")
+            raise Problem(
+                403, f"{name!r} is not this server's name: start it with --allow-host {name}", code="unknown_host"
+            )
         if keyed and self._access.keys:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
             # All keys are compared, so that the time does not depend on which one matches.
             same = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]
             if kind.lower() != "bearer" or not any(same):
                 raise Problem(
-                    401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key",
+                    401,
+                    "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
+                )
 
     def ended(self, request: HttpRequest, line: Line, status: int) -> None:
         """Logs and counts a request that has ended. status: of HTTP."""

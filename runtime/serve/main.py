@@ -27,34 +27,102 @@ _LONGEST = 1_000_000  # seconds, within what timers of the event loop accept
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser("serve", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
-    parser.add_argument("--streams", type=int, default=4, metavar="N", help="texts decoded at once, each with caches of its own (default: 4)")  # fmt: skip
-    parser.add_argument("--model-name", default="", metavar="NAME", help="the model's name in requests (default: the bundle's folder)")  # fmt: skip
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=4,
+        metavar="N",
+        help="texts decoded at once, each with caches of its own (default: 4)",
+    )
+    parser.add_argument(
+        "--model-name", default="", metavar="NAME", help="the model's name in requests (default: the bundle's folder)"
+    )
 
     access = parser.add_argument_group("access")
-    access.add_argument("--api-key", action="append", default=[], metavar="KEY", help=f"key that requests must have; repeatable; better in a file or in {_KEY}, since others see command lines")  # fmt: skip
+    access.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"key that requests must have; repeatable; better in a file or in {_KEY}, since others see command lines",
+    )
     access.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with such keys, one per line")
     access.add_argument("--no-api-key", action="store_true", help="listen beyond this machine without a key")
-    access.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="web pages of this origin may send requests (CORS), * for all; repeatable (default: none)")  # fmt: skip
-    access.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="name of this server in requests, besides its address; repeatable (default: any if a key is required)")  # fmt: skip
+    access.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="web pages of this origin may send requests (CORS), * for all; repeatable (default: none)",
+    )
+    access.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of this server in requests, besides its address; repeatable (default: any if a key is required)",
+    )
 
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-tokens", type=int, default=0, metavar="N", help="new tokens of a text at most (default: what the capacity leaves)")  # fmt: skip
+    limits.add_argument(
+        "--max-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="new tokens of a text at most (default: what the capacity leaves)",
+    )
     limits.add_argument(
         "--max-prompt", type=int, default=0, metavar="N", help="tokens of a prompt at most (default: the capacity)"
     )
-    limits.add_argument("--max-seconds", type=float, default=600, metavar="S", help="seconds to decode a text at most, 0 for no limit (default: 600)")  # fmt: skip
-    limits.add_argument("--max-body", type=int, default=8 << 20, metavar="BYTES", help="size of a request (default: 8 MiB)")
+    limits.add_argument(
+        "--max-seconds",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds to decode a text at most, 0 for no limit (default: 600)",
+    )
+    limits.add_argument(
+        "--max-body", type=int, default=8 << 20, metavar="BYTES", help="size of a request (default: 8 MiB)"
+    )
     limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="texts of one request (default: 16)")
-    limits.add_argument("--queue", type=int, default=32, metavar="N", help="texts that may wait for a stream; more are refused with status 429 (default: 32)")  # fmt: skip
-    limits.add_argument("--patience", type=float, default=30, metavar="S", help="seconds for a client to send its request, or to read what was sent (default: 30)")  # fmt: skip
-    limits.add_argument("--grace", type=int, default=30, metavar="S", help="seconds for running requests to end after SIGTERM (default: 30)")  # fmt: skip
+    limits.add_argument(
+        "--queue",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts that may wait for a stream; more are refused with status 429 (default: 32)",
+    )
+    limits.add_argument(
+        "--patience",
+        type=float,
+        default=30,
+        metavar="S",
+        help="seconds for a client to send its request, or to read what was sent (default: 30)",
+    )
+    limits.add_argument(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds for running requests to end after SIGTERM (default: 30)",
+    )
 
     parser.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, and with them prompts")
-    parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
+    )
     parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of the engines (default: as many as compiling found fastest)")  # fmt: skip
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads of the engines (default: as many as compiling found fastest)",
+    )
     return parser
 
 
@@ -78,14 +146,22 @@ def _keys(args: argparse.Namespace) -> list[str]:
         raise InputError(f"'{args.api_key_file}' has no API key: write one per line")
     if not keys and not args.no_api_key and not _local(args.host):
         raise InputError(
-            f"--host {args.host} lets other machines in: give --api-key-file FILE or {_KEY}, or --no-api-key to serve everybody"
+            f"--host {args.host} lets other machines in: give --api-key-file FILE or {_KEY}, or --no-api-key to serve "
+            "everybody"
         )
     return keys
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("max_tokens", 0), ("max_prompt", 0), ("max_seconds", 0), ("max_body", 1), ("max_choices", 1), ("queue", 0),
-                        ("grace", 0)):  # fmt: skip
+    for name, least in (
+        ("max_tokens", 0),
+        ("max_prompt", 0),
+        ("max_seconds", 0),
+        ("max_body", 1),
+        ("max_choices", 1),
+        ("queue", 0),
+        ("grace", 0),
+    ):
         if not getattr(args, name) >= least:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give {least} or more")
     if not 0 < args.patience <= _LONGEST:
@@ -109,7 +185,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{host} port {port} cannot be listened on ({reason}): give another --host or --port") from None
+        raise InputError(
+            f"{host} port {port} cannot be listened on ({reason}): give another --host or --port"
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,7 +220,14 @@ def serve(args: argparse.Namespace) -> int:
     # ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _begin_log()
-    hosts = {"localhost", "127.0.0.1", "[::1]", args.host.lower(), f"[{args.host.lower()}]", *map(str.lower, args.allow_host)}
+    hosts = {
+        "localhost",
+        "127.0.0.1",
+        "[::1]",
+        args.host.lower(),
+        f"[{args.host.lower()}]",
+        *map(str.lower, args.allow_host),
+    }
     checked = args.allow_host or (not keys and _local(args.host))
     access = Access(keys, args.allow_origin, sorted(hosts) if checked else None)
     limits = Limits(
@@ -180,8 +265,15 @@ def serve(args: argparse.Namespace) -> int:
                     task.cancel()
 
         config = uvicorn.Config(
-            app, http=ImpatientProtocol, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=max(5, int(args.patience)), timeout_graceful_shutdown=args.grace + _AFTER_GRACE,
-        )  # fmt: skip
+            app,
+            http=ImpatientProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=max(5, int(args.patience)),
+            timeout_graceful_shutdown=args.grace + _AFTER_GRACE,
+        )
         Uvicorn(config).run(sockets=[listening])
     return 0

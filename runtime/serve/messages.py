@@ -40,12 +40,16 @@ class Message(BaseModel):
         text."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []) and name not in NOTES and not re.search(rf"\b{re.escape(name)}\b", template):
-                raise Problem(400, f"{place}.{name} is not supported: leave it out", "messages", "unsupported_parameter")
+                raise Problem(
+                    400, f"{place}.{name} is not supported: leave it out", "messages", "unsupported_parameter"
+                )
         if self.tool_calls and "tool_calls" not in template:
             raise Problem(
-                400, f"{place}.tool_calls: this model's chat template has no calls of tools: leave it out", "messages",
+                400,
+                f"{place}.tool_calls: this model's chat template has no calls of tools: leave it out",
+                "messages",
                 "unsupported_parameter",
-            )  # fmt: skip
+            )
         message = self.model_dump(exclude_none=True, exclude=NOTES | {"refusal"})
         message["role"] = "system" if self.role == "developer" else self.role
         given = (self.refusal or "") if self.content is None else self.content

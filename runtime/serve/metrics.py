@@ -47,12 +47,17 @@ class Metrics:
             buckets=_SECONDS,
         )
         self._whole = Histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to its last token.", registry=registry, buckets=_SECONDS
+            "vllm:e2e_request_latency_seconds",
+            "From the request to its last token.",
+            registry=registry,
+            buckets=_SECONDS,
         )
         self._each = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Between the first and the last token, by token.", registry=registry,
+            "vllm:request_time_per_output_token_seconds",
+            "Between the first and the last token, by token.",
+            registry=registry,
             buckets=_PER_TOKEN,
-        )  # fmt: skip
+        )
 
     def count(self, stats: Stats, begun: float, first: float | None) -> None:
         """Counts a text that has ended or was cancelled. begun, first: times (``perf_counter``) of the request's

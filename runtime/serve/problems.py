@@ -9,9 +9,19 @@ from starlette.responses import JSONResponse
 from ..errors import GumihoError, InputError, UnavailableError
 
 _log = logging.getLogger("gumiho.serve")
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-          429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # fmt: skip
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class Problem(Exception):
@@ -19,7 +29,12 @@ class Problem(Exception):
     it has one."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] = {}
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.headers = status, str(GumihoError(message)), code, headers

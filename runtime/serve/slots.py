@@ -1,4 +1,5 @@
-"""Who decodes on which stream: a request gets the one whose cache begins like its prompt, or waits for one in a queue."""
+"""Who decodes on which stream: a request gets the one whose cache begins like its prompt, or waits for one in a
+queue."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,7 +12,8 @@ from ..api.stream import Stream
 from .problems import Problem
 
 _LEAST_KEPT = (
-    0.5  # share of a slot's text that another text may leave of it without being told to the least recently used one instead
+    # share of a slot's text that another text may leave of it without being told to the least recently used one instead
+    0.5
 )
 _LEAST_COPIED = 32  # tokens that are worth copying from another stream's caches
 _T = TypeVar("_T")
@@ -102,12 +104,16 @@ class Slots:
         return any(not waiting.again for waiting in self._waiting)
 
     def admit(self, texts: int) -> Callable[[], None]:
-        """Counts so many texts as decoded or waiting, until what is returned is called. Raises Problem if they do not fit."""
+        """Counts so many texts as decoded or waiting, until what is returned is called. Raises Problem if they do not
+        fit."""
         if self._admitted + texts > len(self._all) + self._longest_queue:
             raise Problem(
-                429, f"all {len(self._all)} streams are busy and the queue of {self._longest_queue} is full: try again later", code="queue_full",
+                429,
+                f"all {len(self._all)} streams are busy and the queue of {self._longest_queue} is full: try again "
+                "later",
+                code="queue_full",
                 headers={"Retry-After": "1"},
-            )  # fmt: skip
+            )
         self._admitted += texts
 
         def ended() -> None:
@@ -117,7 +123,8 @@ class Slots:
 
     @asynccontextmanager
     async def turn(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Turn]:
-        """A text's turn, when a slot is free for it. Its slot is freed once its thread is idle. guided: whether it follows a grammar."""
+        """A text's turn, when a slot is free for it. Its slot is freed once its thread is idle. guided: whether it
+        follows a grammar."""
         turn = Turn(self, guided)
         try:
             await turn.begin(prompt)
@@ -151,7 +158,8 @@ class Slots:
                 waiting.slot.set_result(self._best(waiting.text))
 
     def _best(self, text: Sequence[int]) -> Slot:
-        """The free slot that shares the longest beginning with a text, unless most of another conversation would be lost for it."""
+        """The free slot that shares the longest beginning with a text, unless most of another conversation would be
+        lost for it."""
         shared = {slot: slot.stream.decoder.cached_prefix(text) for slot in self._free}
         best = max(self._free, key=shared.__getitem__)
         if shared[best] < _LEAST_KEPT * max(1, min(len(text), len(best.stream.decoder.cached))):

@@ -22,6 +22,8 @@ class Spelling:
         """A token's text, with replacement characters for incomplete ones, and its bytes."""
         spelled = self._bytes.get(token)
         if spelled is None:
-            text = self._tokenizer.decode([token], skip_special_tokens=False) or self._tokenizer.id_to_token(token) or ""
+            text = (
+                self._tokenizer.decode([token], skip_special_tokens=False) or self._tokenizer.id_to_token(token) or ""
+            )
             spelled = text.encode("utf-8", "replace")
         return spelled.decode("utf-8", "replace"), list(spelled)

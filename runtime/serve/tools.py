@@ -42,8 +42,11 @@ class Function(_Strict):
         kinds = given.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             raise Problem(
-                400, f'the parameters of tool {self.name!r} are of type {json.dumps(kinds)}: give "type": "object"', "tools", "invalid_value"
-            )  # fmt: skip
+                400,
+                f'the parameters of tool {self.name!r} are of type {json.dumps(kinds)}: give "type": "object"',
+                "tools",
+                "invalid_value",
+            )
         return {**given, "type": "object", "x-guidance": spaces}
 
 
@@ -138,7 +141,8 @@ class Hermes(Format):
         if required:
             return f'start: "<tool_call>\\n" {calls}'
         return (
-            f'start: PROSE | lead {calls}\nlead[suffix="<tool_call>\\n"]: /(?s:.*)/\nPROSE: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/'
+            f'start: PROSE | lead {calls}\nlead[suffix="<tool_call>\\n"]: /(?s:.*)/\nPROSE: /(?s:.*)/ & '
+            "~/(?s:.*<tool_call>.*)/"
         )
 
 
@@ -184,14 +188,19 @@ class Tools:
         """The tools that may be called, None if there are none. Raises Problem if the model does not support tools, or
         if the choice is not one of them."""
         if not tools and choice not in (None, "none", "auto"):
-            raise Problem(400, "tool_choice asks for a call and there are no tools: give tools, or leave it out", "tool_choice")
+            raise Problem(
+                400, "tool_choice asks for a call and there are no tools: give tools, or leave it out", "tool_choice"
+            )
         if not tools or choice == "none":
             return None
         if template is None or (known := recognized(template)) is None:
             raise Problem(
-                400, "this model's chat template has no tools, or calls them in a form that is not supported: leave tools out", "tools",
+                400,
+                "this model's chat template has no tools, or calls them in a form that is not supported: leave tools "
+                "out",
+                "tools",
                 "unsupported_parameter",
-            )  # fmt: skip
+            )
         given = {tool.function.name: tool.function for tool in tools}
         if len(given) < len(tools):
             raise Problem(400, "two tools have one name: give each a name of its own", "tools", "invalid_value")
@@ -202,7 +211,9 @@ class Tools:
             names = [tool.function.name for tool in choice.allowed_tools.tools]
             required = choice.allowed_tools.mode == "required"
             if required and not names:
-                raise Problem(400, "tool_choice asks for a call and allows no tool: allow one, or leave it out", "tool_choice")
+                raise Problem(
+                    400, "tool_choice asks for a call and allows no tool: allow one, or leave it out", "tool_choice"
+                )
         if unknown := [name for name in names if name not in given]:
             raise Problem(400, f"there is no tool {unknown[0]!r}: tool_choice must name one of tools", "tool_choice")
         return Tools(known, [given[name] for name in names], required, several) if names else None
@@ -220,7 +231,10 @@ class Tools:
         """The problem for an error in the grammar, with the tool at fault."""
         if not 0 < error.line <= len(self.functions):
             return Problem(
-                400, f"the tools cannot be enforced ({error.reason}): simplify their parameters", "tools", "invalid_value"
+                400,
+                f"the tools cannot be enforced ({error.reason}): simplify their parameters",
+                "tools",
+                "invalid_value",
             )
         function = self.functions[error.line - 1]
         way_out = (

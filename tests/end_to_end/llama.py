@@ -26,7 +26,9 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
 def _generated(folder: Path, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
     model = load(folder)
     ids = torch.tensor(prompts)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+    )
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     texts = []
@@ -48,7 +50,9 @@ def assert_same(folder: Path, prompt: Sequence[int], found: Sequence[int], expec
     """The same tokens. A difference within rounding of a tie is no failure; returns True where one was met."""
     if list(found) == list(expected):
         return False
-    at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected))
+    )
     assert at < min(len(found), len(expected)), f"lengths differ: {len(found)} and {len(expected)}"
     prefix = [*prompt, *expected[:at]]
     assert is_tie(folder, prefix, found[at], expected[at]), f"token {at} is {found[at]}, expected {expected[at]}"

@@ -1,4 +1,5 @@
-"""Quantized targets on the CPU: a row's numbers to the last bit, whatever rows a pass has beside it and wherever its ancestors lie."""
+"""Quantized targets on the CPU: a row's numbers to the last bit, whatever rows a pass has beside it and wherever its
+ancestors lie."""
 
 import dataclasses
 import shutil
@@ -33,7 +34,8 @@ from tests.seal import edit, without_shared
 FULL = RandomPair(ODD.target | {"num_key_value_heads": 4, "max_position_embeddings": 512}, seed=4)
 # Heads of more numbers than products sum in one order as far as recent positions reach.
 WIDE = RandomPair(
-    ODD.target | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80, "max_position_embeddings": 512}, seed=5
+    ODD.target | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80, "max_position_embeddings": 512},
+    seed=5,
 )
 LONGER = dataclasses.replace(ODD, target=ODD.target | {"max_position_embeddings": 512})
 ROWS = (2, 8, 17, 60)
@@ -108,14 +110,22 @@ def unlike(model: Model) -> int:
     )
 
 
-QUANTIZED = pytest.mark.parametrize(("pair", "options"), [
-    pytest.param(DEMO, (*CPU4, *LONG), id="demo int4", marks=pytest.mark.exhaustive),
-    pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
-    pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
-    pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
-    pytest.param(WIDE, ("--weights", "int4", "--capacity", "510"), id="wide heads int4, no drafter", marks=pytest.mark.exhaustive),
-    pytest.param(DEMO, WHOLE, id="demo w8a8"),
-])  # fmt: skip
+QUANTIZED = pytest.mark.parametrize(
+    ("pair", "options"),
+    [
+        pytest.param(DEMO, (*CPU4, *LONG), id="demo int4", marks=pytest.mark.exhaustive),
+        pytest.param(DEMO, ("--weights", "int8", *LONG), id="demo int8, target alone", marks=pytest.mark.exhaustive),
+        pytest.param(LONGER, (*INT8, "--capacity", "400"), id="odd int8", marks=pytest.mark.exhaustive),
+        pytest.param(FULL, ("--weights", "int4", "--capacity", "400"), id="full heads int4, no drafter"),
+        pytest.param(
+            WIDE,
+            ("--weights", "int4", "--capacity", "510"),
+            id="wide heads int4, no drafter",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(DEMO, WHOLE, id="demo w8a8"),
+    ],
+)
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
@@ -181,17 +191,22 @@ def test_attention_that_adds_up_in_single_precision_would_not_do(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [64, 80])
-def test_values_are_summed_in_so_many_columns(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_values_are_summed_in_so_many_columns(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     """Products of more columns sum fewer terms in one order."""
     monkeypatch.setattr(exact, "_COLUMNS", columns)
     with load(
-        make_bundle(WIDE, "--weights", "int4", "--capacity", f"{min(445 + columns, 511)}", drafter=False), "cpu", threads=1
+        make_bundle(WIDE, "--weights", "int4", "--capacity", f"{min(445 + columns, 511)}", drafter=False),
+        "cpu",
+        threads=1,
     ) as model:
         assert unlike(model) > 0
 
 
 def test_graphs_and_runtime_agree() -> None:
-    """A tree's rows must not lie in a block that is settled for one of them, and a pass's recent positions are summed in one order."""
+    """A tree's rows must not lie in a block that is settled for one of them, and a pass's recent positions are summed
+    in one order."""
     assert exact.MOST_ROWS >= specs._CHUNK
     assert exact.BLOCK == graphs.BLOCK
     (bounds,) = get_type_hints(Manifest, include_extras=True)["depth"].__metadata__
@@ -225,21 +240,38 @@ def opened(graph: dict[str, Any], positions: int | str) -> None:
             tensor["shape"][2] = positions
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda raw: raw.update(requires=[]), "has caches of 'positions' positions"),
-    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], 510), "expected 'open-caches' if a target's caches are open"),
-    (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], "rows"), "has caches of 'rows' positions"),
-    (lambda raw: [opened(raw["forms"]["cpu"]["graphs"][name], "positions") for name in ("draft", "extend")], "'positions' positions"),
-    (lambda raw: raw["forms"]["cpu"].update(static=True), "has caches of 'positions' positions"),
-    (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "has caches of 'positions' positions"),
-    (lambda raw: raw["forms"]["cpu"]["graphs"]["target"]["inputs"][0].update(shape=["positions"]), "expected tokens int64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: raw.update(requires=[]), "has caches of 'positions' positions"),
+        (
+            lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], 510),
+            "expected 'open-caches' if a target's caches are open",
+        ),
+        (lambda raw: opened(raw["forms"]["cpu"]["graphs"]["target"], "rows"), "has caches of 'rows' positions"),
+        (
+            lambda raw: [opened(raw["forms"]["cpu"]["graphs"][name], "positions") for name in ("draft", "extend")],
+            "'positions' positions",
+        ),
+        (lambda raw: raw["forms"]["cpu"].update(static=True), "has caches of 'positions' positions"),
+        (lambda raw: raw["forms"].update(cuda=raw["forms"].pop("cpu")), "has caches of 'positions' positions"),
+        (
+            lambda raw: raw["forms"]["cpu"]["graphs"]["target"]["inputs"][0].update(shape=["positions"]),
+            "expected tokens int64",
+        ),
+    ],
+)
 def test_caches_of_any_length_are_the_cpus(
     make_bundle: MakeBundle, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     record = tmp_path / "gumiho.json"
     shutil.copyfile(make_bundle(DEMO, *WHOLE) / record.name, record)
-    assert parse_manifest(record.read_text(), record).requires == ("open-caches", "wanted-rows", "shared-passes", "draft-noise")
+    assert parse_manifest(record.read_text(), record).requires == (
+        "open-caches",
+        "wanted-rows",
+        "shared-passes",
+        "draft-noise",
+    )
     edit(tmp_path, without_shared)
     edit(tmp_path, change)
     with pytest.raises(DamageError, match=said):
@@ -247,7 +279,8 @@ def test_caches_of_any_length_are_the_cpus(
 
 
 def test_what_overflowed_in_one_text_is_not_read_in_the_next(make_bundle: MakeBundle) -> None:
-    """A pass reads whole blocks: what an earlier text left behind the used positions is among them, and NaN would spread."""
+    """A pass reads whole blocks: what an earlier text left behind the used positions is among them, and NaN would
+    spread."""
     prompt = np.random.default_rng(2).integers(2, 500, 400).tolist()
     with load(make_bundle(DEMO, *WHOLE), "cpu", threads=1) as model:
         wanted = ended(model.generate(prompt, 20)).ids

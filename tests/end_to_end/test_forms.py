@@ -1,7 +1,7 @@
 """The graphs made for accelerators give the CPU's tokens, through the decode loop that drives them there.
 
-ONNX Runtime's CPU provider runs them in place of the accelerator: on the host, and behind the fake accelerator, whose memory is
-apart and whose stream is late. What is left for the hardware to prove is its own compiler.
+ONNX Runtime's CPU provider runs them in place of the accelerator: on the host, and behind the fake accelerator, whose
+memory is apart and whose stream is late. What is left for the hardware to prove is its own compiler.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,15 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
         NAME = form
 
         def compile(
-            self, bundle: Bundle, folder: Path, tune: bool, progress: Callable[[str], object], check: Callable[[], object]
+            self,
+            bundle: Bundle,
+            folder: Path,
+            tune: bool,
+            progress: Callable[[str], object],
+            check: Callable[[], object],
         ) -> None:
-            """ONNX has scales of blocks from opset 21 on; MIGraphX' parser, which asks for no opset, has them in the 18 it is given."""
+            """ONNX has scales of blocks from opset 21 on; MIGraphX' parser, which asks for no opset, has them in the 18
+            it is given."""
             own = bundle.manifest.forms[form]
             for name, graph in own.graphs.items():
                 model = onnx.load(bundle.path / graph.file, load_external_data=False)
@@ -51,7 +57,9 @@ def stand_in(form: str, lazy: bool) -> type[Cpu]:
             manifest = replace(bundle.manifest, forms={form: replace(own, graphs=files)})
             super().compile(SimpleNamespace(path=bundle.path, manifest=manifest), folder, tune, progress, check)  # type: ignore[arg-type]
 
-        def open(self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
+        def open(
+            self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
+        ) -> tuple[Mapping[str, object], Device]:  # type: ignore[override]
             engines, device = super().open(bundle, folder, threads, streams)
             if not lazy or streams > 1:
                 return engines, device
@@ -85,7 +93,9 @@ def opened(bundle: Path, form: str, lazy: bool) -> Model:
     return model
 
 
-def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) -> tuple[list[int], list[tuple[int, ...]]]:
+def tokens(
+    model: Model, prompt: list[int], count: int, speculate: bool = True
+) -> tuple[list[int], list[tuple[int, ...]]]:
     generation = model.generate(prompt, count, speculate)
     paths = [cycle.path for cycle in generation.cycles()]
     return generation.ids, paths
@@ -94,10 +104,17 @@ def tokens(model: Model, prompt: list[int], count: int, speculate: bool = True) 
 FORMS = (*BACKENDS[1:], "tensorrt-decomposed", "tensorrt-basic")
 # The host adds nothing to what the accelerator shows, and the odd pair little to what the demo pair does.
 CASES = [
-    pytest.param(pair, form, lazy, id=f"{name}-{form}-{'accelerator' if lazy else 'host'}",
-                 marks=() if lazy and pair is DEMO else pytest.mark.exhaustive)
-    for name, pair in (("demo", DEMO), ("odd", ODD)) for form in FORMS for lazy in (False, True)
-]  # fmt: skip
+    pytest.param(
+        pair,
+        form,
+        lazy,
+        id=f"{name}-{form}-{'accelerator' if lazy else 'host'}",
+        marks=() if lazy and pair is DEMO else pytest.mark.exhaustive,
+    )
+    for name, pair in (("demo", DEMO), ("odd", ODD))
+    for form in FORMS
+    for lazy in (False, True)
+]
 
 
 @cache
@@ -115,8 +132,11 @@ def of_the_cpu(bundle: Path) -> list[tuple[list[int], int, tuple[list[int], list
 
 @pytest.mark.parametrize(("pair", "form", "lazy"), CASES)
 def test_forms_equal_the_cpu(make_bundle: MakeBundle, pair: Path | RandomPair, form: str, lazy: bool) -> None:
-    """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last position."""
-    bundle = make_bundle(pair, *(EVERY_BACKEND if pair is DEMO else ("--backend", "cpu", form.partition("-")[0], *SIZES)))
+    """Tokens and accepted paths alike, from prompts around the edges of a pass (8 rows) and a chunk, to the last
+    position."""
+    bundle = make_bundle(
+        pair, *(EVERY_BACKEND if pair is DEMO else ("--backend", "cpu", form.partition("-")[0], *SIZES))
+    )
     with opened(bundle, form, lazy) as model:
         for prompt, count, expected in of_the_cpu(bundle):
             assert tokens(model, prompt, count) == expected

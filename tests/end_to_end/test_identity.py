@@ -1,7 +1,7 @@
 """With every setting, the text is the same with and without speculation, and it is the one that the target means.
 
-Plain and speculative decoding are compared token by token, for trees of every kind; the tokens with what transformers' own
-processors and the documented noise make of the target's logits; and what is drawn with the distribution itself.
+Plain and speculative decoding are compared token by token, for trees of every kind; the tokens with what transformers'
+own processors and the documented noise make of the target's logits; and what is drawn with the distribution itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,8 @@ NAMES = ["8", "64", "chain", "random 4", "tiny 2", "tiny reference", "tiny 64"]
 
 
 def words(count: int) -> Tokenizer:
-    """A tokenizer for pairs without one, whose tokens are short and alike, so that stop strings lie in and over them."""
+    """A tokenizer for pairs without one, whose tokens are short and alike, so that stop strings lie in and over
+    them."""
     spelled = ["".join(letters) for n in range(1, 6) for letters in product("ab \n", repeat=n)][:count]
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(spelled)}, []))
     made.decoder = decoders.Fuse()
@@ -102,7 +103,8 @@ def watched(generation: Generation) -> tuple[str, list[Cycle]]:
 
 
 def counted_right(model: Model, generation: Generation, cycles: list[Cycle]) -> None:
-    """Of what was emitted, every token is in one step, is counted, and all but the last are in the cache; and nothing else is."""
+    """Of what was emitted, every token is in one step, is counted, and all but the last are in the cache; and nothing
+    else is."""
     ids, stats = generation.ids, generation.stats
     assert [token for cycle in cycles for token in cycle.tokens] == ids
     assert [cycle.finish_reason for cycle in cycles] == [None] * (len(cycles) - 1) + [generation.finish_reason]
@@ -146,11 +148,22 @@ def grid(vocabulary: int, text: str) -> Mapping[str, dict[str, Any]]:
     """text: a greedy continuation, of which stop strings are taken."""
     some = [(7 * i + 3) % vocabulary for i in range(max(2, vocabulary // 8))]
     everything = {
-        "temperature": 1.1, "top_k": vocabulary // 2, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.2,
-        "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram": 4, "logit_bias": {some[1]: 1.5, 3: -0.5},
-        "banned": some[:1], "forced": {2: some[1], 7: some[1]}, "processors": [wavering], "min_new_tokens": 5,
-        "stop_token_ids": some[1:], "stop": [text[5:8], text[-4:]],
-    }  # fmt: skip
+        "temperature": 1.1,
+        "top_k": vocabulary // 2,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "no_repeat_ngram": 4,
+        "logit_bias": {some[1]: 1.5, 3: -0.5},
+        "banned": some[:1],
+        "forced": {2: some[1], 7: some[1]},
+        "processors": [wavering],
+        "min_new_tokens": 5,
+        "stop_token_ids": some[1:],
+        "stop": [text[5:8], text[-4:]],
+    }
     return {
         "greedy": {},
         "temperature": {"temperature": 1.0},
@@ -190,8 +203,8 @@ def prompts_of(model: Model, length: int = 12) -> list[list[int]]:
 
 
 def test_every_setting(model: Model) -> None:
-    """22 settings, each from two prompts, whose seeds differ. Drafts are accepted and texts end within a block, but for the drafter
-    that would have to guess one of 1009 tokens."""
+    """22 settings, each from two prompts, whose seeds differ. Drafts are accepted and texts end within a block, but for
+    the drafter that would have to guess one of 1009 tokens."""
     within, accepted, drawn = 0, dict[str, int](), set[tuple[int, ...]]()
     for own, prompt in zip((1, 2**63 + 5), prompts_of(model), strict=True):
         text = greedy_text(model, prompt)
@@ -236,7 +249,9 @@ def test_the_last_positions(model: Model) -> None:
                 assert exact == ids
 
 
-@pytest.mark.parametrize("lengths", [(127, 128, 129, 130, 255, 256, 257, 300), (127, 128, 129, 170)], ids=["demo", "random"])
+@pytest.mark.parametrize(
+    "lengths", [(127, 128, 129, 130, 255, 256, 257, 300), (127, 128, 129, 170)], ids=["demo", "random"]
+)
 def test_prompts_of_several_chunks(make_bundle: MakeBundle, demo_bundle: Path, lengths: tuple[int, ...]) -> None:
     """Lengths around the edges of chunks of 128 rows."""
     with spelling(demo_bundle if 300 in lengths else make_bundle(*BUNDLES[3])) as model:
@@ -311,8 +326,8 @@ def rows_read(model: Model) -> Iterator[list[int]]:
     "form", ["migraphx", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("tensorrt", "cuda"))]
 )
 def test_accelerators(make_bundle: MakeBundle, form: str) -> None:
-    """The graphs made for them, over memory that is apart: the CPU's texts, of both ways, and of the logits only those behind the
-    accepted path are fetched; none at all where the most likely token is asked for."""
+    """The graphs made for them, over memory that is apart: the CPU's texts, of both ways, and of the logits only those
+    behind the accepted path are fetched; none at all where the most likely token is asked for."""
     bundle = make_bundle(DEMO, *EVERY_BACKEND)
     with spelling(bundle) as cpu, opened(bundle, form, lazy=True) as model:
         (prompt, _) = prompts_of(cpu)
@@ -348,7 +363,8 @@ REFERENCE: list[dict[str, Any]] = [
 
 @torch.inference_mode()
 def differing(folder: Path, prompt: list[int], ids: list[int], asked: dict[str, Any], seed: int) -> int:
-    """How many tokens are none of those that transformers' logits allow; of two within rounding of a tie both are allowed.
+    """How many tokens are none of those that transformers' logits allow; of two within rounding of a tie both are
+    allowed.
 
     The model is run once over the whole text, whose every row it computes from the tokens before it.
     """
@@ -382,7 +398,9 @@ def test_texts_are_the_targets_own(make_bundle: MakeBundle, made: tuple[Any, ...
     with load(bundle, threads=1) as model:
         for asked in REFERENCE:
             asked = (
-                asked if "min_new_tokens" in asked else {**asked, "logit_bias": {**asked.get("logit_bias", {}), END: -1000.0}}
+                asked
+                if "min_new_tokens" in asked
+                else {**asked, "logit_bias": {**asked.get("logit_bias", {}), END: -1000.0}}
             )
             for seed, prompt in enumerate(prompts_of(model)):
                 ids = finished(model, prompt, 26, seed=seed, **asked)
@@ -420,8 +438,8 @@ def exact_pairs(folder: Path, prompt: list[int], temperature: float, **filters: 
 
 
 def likelihood(model: Model, folder: Path, seeds: int, **asked: Any) -> tuple[float, float]:
-    """Of the second and third tokens of thousands of texts under the exact distribution (chi-squared test); and which share of them
-    was drafted."""
+    """Of the second and third tokens of thousands of texts under the exact distribution (chi-squared test); and which
+    share of them was drafted."""
     # Without an end there is a third token to every second one.
     model.bundle.manifest.__dict__["eos_token_ids"] = ()
     prompt, session, drafted = prompts_of(model, 6)[0], model.session(), 0
@@ -445,7 +463,9 @@ def likelihood(model: Model, folder: Path, seeds: int, **asked: Any) -> tuple[fl
         pytest.param(*DRAWN[2], id="demo", marks=pytest.mark.exhaustive),
     ],
 )
-def test_pairs_follow_the_softmax(make_bundle: MakeBundle, made: tuple[Any, ...], asked: dict[str, Any], seeds: int) -> None:
+def test_pairs_follow_the_softmax(
+    make_bundle: MakeBundle, made: tuple[Any, ...], asked: dict[str, Any], seeds: int
+) -> None:
     bundle = make_bundle(*made)
     with load(bundle, threads=1) as model:
         p, drafted = likelihood(model, bundle.parent / "pair/target", seeds, **asked)
@@ -478,7 +498,8 @@ def generous(share: float) -> Callable[..., list[int]]:
 def test_a_wrong_acceptance_is_found(
     make_bundle: MakeBundle, share: float, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above has the power to find one that prefers one in four of the likely drafted tokens, with fewer texts."""
+    """The test above has the power to find one that prefers one in four of the likely drafted tokens, with fewer
+    texts."""
     bundle = make_bundle(*BUNDLES[-2])
     monkeypatch.setattr("runtime.decoding.acceptance.accept_path", generous(share))
     with load(bundle, threads=1) as model:

@@ -82,21 +82,35 @@ def test_every_tree_equals_transformers(make_bundle: MakeBundle, options: tuple[
 ODD = [
     (RandomPair({"num_hidden_layers": 1}, layers=1, heads=2), ("--rows", "4")),
     (RandomPair({"head_dim": 24, "tie_word_embeddings": True}, seed=2, scale=1.0), ("--rows", "16")),
-    (RandomPair({"vocab_size": 61, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}, seed=3), ("--rows", "9")),
     (
-        RandomPair({"hidden_size": 96, "head_dim": 32, "num_attention_heads": 3, "num_key_value_heads": 1}, layers=3, heads=7, seed=4),
+        RandomPair({"vocab_size": 61, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}, seed=3),
+        ("--rows", "9"),
+    ),
+    (
+        RandomPair(
+            {"hidden_size": 96, "head_dim": 32, "num_attention_heads": 3, "num_key_value_heads": 1},
+            layers=3,
+            heads=7,
+            seed=4,
+        ),
         ("--rows", "64"),
     ),
     (
-        RandomPair({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, fc_bias=False, seed=5),
+        RandomPair(
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, fc_bias=False, seed=5
+        ),
         ("--rows", "7", "--draft-tree", "chain"),
     ),
     (
         RandomPair(
             {
                 "rope_parameters": {
-                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64, "rope_theta": 5e5,
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 5e5,
                 },
                 "head_dim": 16,
             },
@@ -105,8 +119,9 @@ ODD = [
         ("--rows", "16", "--draft-tree", "reference"),
     ),
     (RandomPair({"head_dim": 16}, layers=1, heads=0, seed=7), ("--rows", "60")),  # EAGLE-2
-    (RandomPair({"num_key_value_heads": 1}, layers=1, heads=0, fc_bias=False, seed=8), ("--draft-tree", "static")),  # EAGLE-1
-]  # fmt: skip
+    # EAGLE-1
+    (RandomPair({"num_key_value_heads": 1}, layers=1, heads=0, fc_bias=False, seed=8), ("--draft-tree", "static")),
+]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +144,9 @@ def test_odd_shapes_equal_transformers(make_bundle: MakeBundle, pair: RandomPair
 
 
 @pytest.mark.exhaustive  # 26 s with 64 rows: two texts from each of 80 lengths
-@pytest.mark.parametrize("options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--draft-tree", "chain")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", [("--rows", "8"), ("--rows", "64"), ("--rows", "6", "--draft-tree", "chain")], ids=" ".join
+)
 def test_last_position(make_bundle: MakeBundle, options: tuple[str, ...]) -> None:
     """Generation runs to the last position and stops there, with and without speculation, from every prompt length."""
     capacity = 80 if "64" in options else 40  # a pass fits

@@ -1,7 +1,8 @@
 """Bundles of quantized weights: every form gives the tokens of the quantized model itself.
 
-Of that model transformers is told the numbers that codes and scales stand for. ONNX Runtime's CPU provider stands in for the
-accelerators. As a backend of its own it rounds the rows of a pass to int8, so it is held against the same rounding in PyTorch.
+Of that model transformers is told the numbers that codes and scales stand for. ONNX Runtime's CPU provider stands in
+for the accelerators. As a backend of its own it rounds the rows of a pass to int8, so it is held against the same
+rounding in PyTorch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,20 +36,47 @@ from tests.pairs import RandomPair
 from tests.rounding import Rounding
 
 # Where TensorRT is one of them, blocks are of 64 numbers, for which the CPU has no exact products of rounded rows.
-FORMS = {"int4": ("cpu", "migraphx", "tensorrt", "cuda"), "int8": ("migraphx",), "int8 everywhere": ("migraphx", "cuda")}
+FORMS = {
+    "int4": ("cpu", "migraphx", "tensorrt", "cuda"),
+    "int8": ("migraphx",),
+    "int8 everywhere": ("migraphx", "cuda"),
+}
 INT4, INT8, MORE_INT8 = (
-    ("--backend", "cpu", *(form for form in forms if form != "cpu"), "--dtype", "fp32", "--capacity", "200", "--heads", "1",
-     "--weights", how.split()[0], "--draft-weights", how.split()[0])
+    (
+        "--backend",
+        "cpu",
+        *(form for form in forms if form != "cpu"),
+        "--dtype",
+        "fp32",
+        "--capacity",
+        "200",
+        "--heads",
+        "1",
+        "--weights",
+        how.split()[0],
+        "--draft-weights",
+        how.split()[0],
+    )
     for how, forms in FORMS.items()
-)  # fmt: skip
+)
 CPU4 = ("--capacity", "200", "--heads", "1", "--weights", "int4", "--draft-weights", "int4")
 WHOLE = ("--capacity", "510", "--heads", "1", "--weights", "w8a8", "--draft-weights", "int4")
 ODD = RandomPair(
     {
-        "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
-        "attention_bias": True, "mlp_bias": True, "vocab_size": 301,
-    }, layers=2, heads=1, seed=12, scale=3.0,  # a larger scale, and rounding moves an untrained drafter too far
-)  # fmt: skip
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "vocab_size": 301,
+    },
+    layers=2,
+    heads=1,
+    seed=12,
+    scale=3.0,  # a larger scale, and rounding moves an untrained drafter too far
+)
 FP8_PAIR = RandomPair({"vocab_size": 301, "attention_bias": True}, layers=1, heads=1, seed=12)
 FP8_TARGET = ("--backend", "tensorrt", *SIZES, "--weights", "fp8")
 TRIMMED = ("--draft-vocab", "100")  # of ODD's tokens
@@ -77,7 +105,8 @@ def meant(target: Path, folder: Path, scheme: Scheme) -> Path:
 
 
 def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
-    """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans it."""
+    """The same for a target of int4 or w8a8 on the CPU, which depends on a page that is read first: as its export plans
+    it."""
     plan = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *options]))
     with Progress() as progress:
         sources = calibrated(plan, progress).sources(apart=True)["weights/target.bin"]
@@ -91,7 +120,9 @@ def meant_by(pair: Path, options: Sequence[str], folder: Path) -> Path:
             state[name if name == "lm_head.weight" else f"model.{name}"] = values.float().contiguous()
     folder.mkdir()
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    config = (pair / "target/config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    config = (
+        (pair / "target/config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    )
     (folder / "config.json").write_text(config)
     return folder
 
@@ -133,14 +164,18 @@ def test_token_ids_stay_in_migraphxs_graphs(make_bundle: MakeBundle) -> None:
     assert {weight.dtype for weights in form.weights.values() for weight in weights.values()} == {"float32", "uint8"}
     for name, graph in form.graphs.items():
         model = onnx.load(bundle / graph.file, load_external_data=False)
-        assert [tensor.name for tensor in model.graph.initializer if tensor.external_data] == ["token_ids"] * (name == "draft")
+        assert [tensor.name for tensor in model.graph.initializer if tensor.external_data] == ["token_ids"] * (
+            name == "draft"
+        )
         inputs = {value.name for value in model.graph.input}
         assert inputs == {tensor.name for tensor in graph.inputs} | (form.inputs(name).keys() & inputs)
     compile_engines(Bundle(bundle), stand_in("migraphx", lazy=False)(""))
 
 
 @CASES
-def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | RandomPair, how: str, tmp_path: Path) -> None:
+def test_forms_equal_the_quantized_model(
+    make_bundle: MakeBundle, pair: Path | RandomPair, how: str, tmp_path: Path
+) -> None:
     forms, options = FORMS[how], {"int4": INT4, "int8": INT8, "int8 everywhere": MORE_INT8}[how]
     how = how.split()[0]
     scheme = {"int4": Scheme(64, torch.uint8), "int8": Scheme(32, torch.uint8, 8)}[how]
@@ -164,19 +199,23 @@ def test_forms_equal_the_quantized_model(make_bundle: MakeBundle, pair: Path | R
     assert ties <= 1
 
 
-@pytest.mark.parametrize(("pair", "how", "scheme"), [
-    pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4", marks=pytest.mark.exhaustive),
-    pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8"),
-    pytest.param(DEMO, WHOLE, Scheme(0, torch.int8, 8), id="demo w8a8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pair", "how", "scheme"),
+    [
+        pytest.param(DEMO, CPU4, Scheme(32, torch.uint8), id="demo int4", marks=pytest.mark.exhaustive),
+        pytest.param(ODD, INT8, Scheme(32, torch.uint8, 8), id="odd int8"),
+        pytest.param(DEMO, WHOLE, Scheme(0, torch.int8, 8), id="demo w8a8"),
+    ],
+)
 @torch.inference_mode()
 def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     make_bundle: MakeBundle, pair: Path | RandomPair, how: tuple[str, ...], scheme: Scheme, tmp_path: Path
 ) -> None:
     """Which moves the logits by up to a few hundredths of the largest, exactly as the same rounding in PyTorch does.
 
-    For as long as both round alike: the two add up in other orders, and a rounding that turns over on it turns over others. With zero
-    points, whose part is subtracted from a larger sum, more of them do, and with whole rows, which hold more numbers.
+    For as long as both round alike: the two add up in other orders, and a rounding that turns over on it turns over
+    others. With zero points, whose part is subtracted from a larger sum, more of them do, and with whole rows, which
+    hold more numbers.
     """
     bundle, share = make_bundle(pair, *how), 0.5 if how == INT8 else 0.25
     if how in (CPU4, WHOLE):
@@ -222,7 +261,10 @@ def test_fp8_equals_the_quantized_model(
 
 @pytest.mark.parametrize(
     ("pair", "how"),
-    [pytest.param(DEMO, "int4", id="demo int4"), pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive)],
+    [
+        pytest.param(DEMO, "int4", id="demo int4"),
+        pytest.param(ODD, "int8", id="odd int8", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_quantized_drafter_changes_no_token(make_bundle: MakeBundle, pair: Path | RandomPair, how: str) -> None:
     plain = make_bundle(pair, *(EVERY_BACKEND if pair is DEMO else SIZES))
@@ -248,7 +290,9 @@ def spoiled(bundle: Path, file: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])
-def test_wrong_codes_are_beyond_every_tolerance(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_wrong_codes_are_beyond_every_tolerance(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     """Also where rounded rows are put up with. The ``-signed`` files hold codes and nothing else."""
     bundle = make_bundle(ODD, *INT8)
     monkeypatch.setattr(Bundle, "verify", lambda self: None)

@@ -1,10 +1,11 @@
 """``cuda.bindings.runtime`` over host memory: two devices, and streams that do nothing until they are waited for.
 
-It holds its caller to CUDA's rules: a stream is alive, and takes work, launches and recordings from a thread on its own device
-alone; nothing is allocated, freed or waited for while a stream is recorded; recordings are thread local, so that another thread's
-allocations cannot break them; device memory that is filled, or copied in runs, has been allocated; what is freed is freed once and
-with its device's streams idle, which is stricter than CUDA. Memory comes filled with a pattern, at multiples of 256 bytes as CUDA promises. ``LIVE``, ``PINNED``,
-``STREAMS`` and ``GRAPHS`` are what has not been freed, ``CALLS`` counts.
+It holds its caller to CUDA's rules: a stream is alive, and takes work, launches and recordings from a thread on its own
+device alone; nothing is allocated, freed or waited for while a stream is recorded; recordings are thread local, so that
+another thread's allocations cannot break them; device memory that is filled, or copied in runs, has been allocated;
+what is freed is freed once and with its device's streams idle, which is stricter than CUDA. Memory comes filled with a
+pattern, at multiples of 256 bytes as CUDA promises. ``LIVE``, ``PINNED``, ``STREAMS`` and ``GRAPHS`` are what has not
+been freed, ``CALLS`` counts.
 """
 
 import ctypes
@@ -94,8 +95,11 @@ def stream_of(handle: object) -> Stream:
 
 def allocated(address: int, nbytes: int) -> bool:
     """Whether it is memory of the current device."""
-    return any(start <= address and address + nbytes <= start + size
-               for start, (size, device, _) in LIVE.items() if device == current())  # fmt: skip
+    return any(
+        start <= address and address + nbytes <= start + size
+        for start, (size, device, _) in LIVE.items()
+        if device == current()
+    )
 
 
 def _not_recording(what: str) -> None:
@@ -157,7 +161,9 @@ def cudaMallocHost(nbytes: int) -> tuple[cudaError_t, int]:
 def _free(memory: dict[int, tuple[int, int, np.ndarray]], address: int) -> None:
     _not_recording("memory is freed")
     _, device, _ = memory.pop(address)
-    assert not any(stream.queue for stream in STREAMS.values() if stream.device == device), "a stream is still to use it"
+    assert not any(stream.queue for stream in STREAMS.values() if stream.device == device), (
+        "a stream is still to use it"
+    )
 
 
 def cudaFree(address: int) -> tuple[cudaError_t]:
@@ -220,7 +226,9 @@ def cudaMemcpy2DAsync(
 
 
 def cudaStreamBeginCapture(handle: Handle, mode: cudaStreamCaptureMode) -> tuple[cudaError_t]:
-    assert mode is cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal, "another thread's calls would break the recording"
+    assert mode is cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal, (
+        "another thread's calls would break the recording"
+    )
     stream = stream_of(handle)
     assert stream.recording is None
     stream.recording = []

@@ -1,14 +1,16 @@
 """``migraphx`` with its gpu target over ONNX Runtime's CPU provider, and the device under it, whose stream is late.
 
-It holds its caller to MIGraphX's rules: a program is compiled before it is saved, without copies of its own and without fast
-math; a call has every parameter, the outputs' among them by the names MIGraphX gives them (``main:#output_0``, …, from ten on as
-``TENTH`` says, which differs between releases), each in memory of the device; its stream is alive, of the type that is named, and the calling thread has
-entered its device. Outputs in ``LOOSE`` have no parameter and stay in memory of the program's own. Ports in ``STRANGE`` are laid
-out in another way than the graph's. ``ODD`` gives parameters that no graph has, by the name of the output they are like.
-``ARRIVING`` is the share of weights that finds room on the device; the rest goes to the host's memory in silence.
+It holds its caller to MIGraphX's rules: a program is compiled before it is saved, without copies of its own and without
+fast math; a call has every parameter, the outputs' among them by the names MIGraphX gives them (``main:#output_0``, …,
+from ten on as ``TENTH`` says, which differs between releases), each in memory of the device; its stream is alive, of
+the type that is named, and the calling thread has entered its device. Outputs in ``LOOSE`` have no parameter and stay
+in memory of the program's own. Ports in ``STRANGE`` are laid out in another way than the graph's. ``ODD`` gives
+parameters that no graph has, by the name of the output they are like. ``ARRIVING`` is the share of weights that finds
+room on the device; the rest goes to the host's memory in silence.
 
-Programs are compiled in a child process, where the environment says what happens: ``STAND_IN_FATE`` is ``killed``, ``exits``, or
-``waits`` with a process of its own; ``STAND_IN_LOG`` is told, a line a compilation, of the environment and of the solutions found.
+Programs are compiled in a child process, where the environment says what happens: ``STAND_IN_FATE`` is ``killed``,
+``exits``, or ``waits`` with a process of its own; ``STAND_IN_LOG`` is told, a line a compilation, of the environment
+and of the solutions found.
 """
 
 import json
@@ -38,13 +40,21 @@ ODD: dict[str, str] = {}
 STRANGE: dict[str, str] = {}  # by name: "strided" or "half" as large
 DEVICES: dict[int, "Hip"] = {}  # open, by stream
 _NAMES = {
-    "float32": "float_type", "float16": "half_type", "int64": "int64_type", "bool": "bool_type", "int8": "int8_type",
+    "float32": "float_type",
+    "float16": "half_type",
+    "int64": "int64_type",
+    "bool": "bool_type",
+    "int8": "int8_type",
     "uint8": "uint8_type",
-}  # fmt: skip
+}
 _TYPES = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_,
-    "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
-}  # fmt: skip
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+}
 
 
 class Hip(Lazy):
@@ -73,7 +83,8 @@ class Hip(Lazy):
 
     def has(self, address: int, nbytes: int) -> bool:
         return any(
-            block.ctypes.data <= address and address + nbytes <= block.ctypes.data + block.nbytes for block in self.blocks
+            block.ctypes.data <= address and address + nbytes <= block.ctypes.data + block.nbytes
+            for block in self.blocks
         )
 
 
@@ -118,7 +129,9 @@ class program:
     def __init__(self, graph: bytes, folder: str) -> None:
         self.graph, self.folder, self.compiled = graph, folder, False
 
-    def compile(self, target: str, offload_copy: bool = True, fast_math: bool = True, exhaustive_tune: bool = False) -> None:
+    def compile(
+        self, target: str, offload_copy: bool = True, fast_math: bool = True, exhaustive_tune: bool = False
+    ) -> None:
         assert target == "gpu"
         assert not offload_copy, "every call would copy its buffers"
         assert not fast_math

@@ -1,9 +1,11 @@
-"""``onnxruntime`` with a CUDA provider: sessions compute on the processor, in the memory and on the streams of ``cuda_runtime``.
+"""``onnxruntime`` with a CUDA provider: sessions compute on the processor, in the memory and on the streams of
+``cuda_runtime``.
 
-It holds its caller to the provider's rules: a session gets a device and a live stream of it; inputs and outputs are all bound, to memory
-of that device, since a recorded run may not allocate any; a run has the number of a recording, and runs of one number have the same
-binding; the first of them in a thread computes three times; nothing is computed before the stream is waited for. ``RUNS`` counts the target's
-runs by their rows, ``RECORDED`` recordings by their number, ``ELSEWHERE`` are nodes that the provider leaves to another one.
+It holds its caller to the provider's rules: a session gets a device and a live stream of it; inputs and outputs are all
+bound, to memory of that device, since a recorded run may not allocate any; a run has the number of a recording, and
+runs of one number have the same binding; the first of them in a thread computes three times; nothing is computed before
+the stream is waited for. ``RUNS`` counts the target's runs by their rows, ``RECORDED`` recordings by their number,
+``ELSEWHERE`` are nodes that the provider leaves to another one.
 """
 
 import os
@@ -67,7 +69,9 @@ class Binding:
     def bind_output(self, *tensor: Any) -> None:
         self.real.bind_output(*self._of_device(*tensor))
 
-    def _of_device(self, name: str, kind: str, index: int, dtype: Any, shape: tuple[int, ...], address: int) -> tuple[Any, ...]:
+    def _of_device(
+        self, name: str, kind: str, index: int, dtype: Any, shape: tuple[int, ...], address: int
+    ) -> tuple[Any, ...]:
         assert (kind, index) == ("cuda", cuda.current())
         assert cuda.allocated(address, prod(shape) * np.dtype(dtype).itemsize), f"{name} is not in the device's memory"
         assert name not in self.bound

@@ -1,5 +1,5 @@
-"""Sessions of ONNX Runtime that compute for stand-ins. Tests open the same graphs again and again, which takes longer than what they
-test, so that each is kept."""
+"""Sessions of ONNX Runtime that compute for stand-ins. Tests open the same graphs again and again, which takes longer
+than what they test, so that each is kept."""
 
 from pathlib import Path
 

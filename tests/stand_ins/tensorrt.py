@@ -1,12 +1,14 @@
 """``tensorrt`` over ONNX Runtime's CPU provider, on the stand-in for CUDA's runtime.
 
-It holds its caller to TensorRT's rules: subclasses of loggers and monitors call their base's ``__init__``, and there is one logger
-in a process; exceptions of a monitor are swallowed and cancel the build; plans without weights run once they are refitted with
-what they were built from; a context is made and run on the device its engine was loaded on, with scratch memory of its own; every
-tensor has an address, at a multiple of 256 bytes, in memory of the device; aliased outputs are at their inputs'; a context runs
-once with its addresses before it is recorded; what has symbolic shapes is built and run with profiles, one for each context. Failures are None or False, and their reason is in the log.
+It holds its caller to TensorRT's rules: subclasses of loggers and monitors call their base's ``__init__``, and there is
+one logger in a process; exceptions of a monitor are swallowed and cancel the build; plans without weights run once they
+are refitted with what they were built from; a context is made and run on the device its engine was loaded on, with
+scratch memory of its own; every tensor has an address, at a multiple of 256 bytes, in memory of the device; aliased
+outputs are at their inputs'; a context runs once with its addresses before it is recorded; what has symbolic shapes is
+built and run with profiles, one for each context. Failures are None or False, and their reason is in the log.
 
-What is wrong with this TensorRT is set in ``UNBUILDABLE``, ``UNSIZED``, ``WRONG``, ``ON_HOST``, ``ALIASES`` and ``SIGNAL``.
+What is wrong with this TensorRT is set in ``UNBUILDABLE``, ``UNSIZED``, ``WRONG``, ``ON_HOST``, ``ALIASES`` and
+``SIGNAL``.
 """
 
 import ctypes
@@ -103,7 +105,12 @@ def _swallowing(method: Callable[..., Any], *arguments: object) -> Any:
         return False
 
 
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
+_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
 
 
 def nptype(dtype: type) -> type:
@@ -229,7 +236,9 @@ class Builder:
         monitor, attention = config.progress_monitor, _attention(network.graph)
         symbolic = {tensor.name for tensor in network._inputs() if -1 in tensor.shape}
         if symbolic and not config.profiles:
-            self.logger.log(Severity.ERROR, "network has dynamic or shape inputs, but no optimization profile has been defined")
+            self.logger.log(
+                Severity.ERROR, "network has dynamic or shape inputs, but no optimization profile has been defined"
+            )
             return None
         assert all(profile.shapes.keys() == symbolic for profile in config.profiles), "a profile lacks an input"
         assert symbolic or not config.profiles
@@ -257,7 +266,9 @@ class OnnxParser:
         self.network, self.logger = network, _use(logger)
 
     def parse(self, graph: bytes, path: str) -> bool:
-        assert os.path.isdir(os.path.join(os.path.dirname(path), "weights")), "weights are named relative to the path's folder"
+        assert os.path.isdir(os.path.join(os.path.dirname(path), "weights")), (
+            "weights are named relative to the path's folder"
+        )
         self.network.graph = graph
         if _is_graph(graph) and _old() and _attention(graph) != "basic":
             self.logger.log(Severity.ERROR, "no importer for TensorScatter")
@@ -407,7 +418,9 @@ class IExecutionContext:
         for name in engine.outputs:
             if alias := engine.alias(name):
                 assert self.addresses[name] == self.addresses[alias], f"'{name}' is apart from '{alias}'"
-        assert self.ran or stream.recording is None, "a context sets itself up in its first run, which must not be recorded"
+        assert self.ran or stream.recording is None, (
+            "a context sets itself up in its first run, which must not be recorded"
+        )
         binding = own.io_binding()
         for name, address in self.addresses.items():
             bind = binding.bind_input if name in engine.inputs else binding.bind_output

@@ -36,7 +36,9 @@ def ways() -> list[Way]:
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out)]
-    process = subprocess.run([*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")], capture_output=True, text=True)
+    process = subprocess.run(
+        [*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")], capture_output=True, text=True
+    )
     if process.returncode:
         raise RuntimeError(process.stderr.strip().splitlines()[-1])
 

@@ -65,7 +65,12 @@ def generate(torch: Any, model: Any, ids: list[int], count: int, **setting: Any)
     prompt, streamer = torch.tensor([ids]), Steps()
     with torch.inference_mode():
         output = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False, streamer=streamer, **setting
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            do_sample=False,
+            streamer=streamer,
+            **setting,
         )
     seconds = time.perf_counter() - streamer.started
     _, first, *rest = streamer.steps  # the first entry is the prompt

@@ -16,14 +16,18 @@ from .reader import Overrides, Reader
 from .small import SmallReader
 
 _READERS: Mapping[str, type[Reader]] = {
-    GUMIHO: GumihoReader, EAGLE_3: Eagle3Reader, SMALL: SmallReader, MEDUSA: MedusaReader, HYDRA: HydraReader,
-}  # fmt: skip
+    GUMIHO: GumihoReader,
+    EAGLE_3: Eagle3Reader,
+    SMALL: SmallReader,
+    MEDUSA: MedusaReader,
+    HYDRA: HydraReader,
+}
 __all__ = "Overrides", "Reader", "open_drafter", "reader_of"
 
 
 def open_drafter(source: str, family: str | None = None) -> Checkpoint:
-    """A drafter's checkpoint in a folder or on the hub; a small model may be in any format of targets. family: what its tensors do not tell.
-    Raises what checkpoints raise."""
+    """A drafter's checkpoint in a folder or on the hub; a small model may be in any format of targets. family: what its
+    tensors do not tell. Raises what checkpoints raise."""
     if gguf_file(source):
         return target_checkpoint(source)
     drafter = Checkpoint(source, "drafter")
@@ -31,7 +35,8 @@ def open_drafter(source: str, family: str | None = None) -> Checkpoint:
 
 
 def reader_of(drafter: Checkpoint, target: Checkpoint, overrides: Overrides) -> Reader:
-    """The reader of a drafter's family, told by its tensors. target: the one that it drafts for. Raises what ``Reader`` raises."""
+    """The reader of a drafter's family, told by its tensors. target: the one that it drafts for. Raises what ``Reader``
+    raises."""
     if overrides.family:
         require(drafter, overrides.family)
     kind = overrides.family or kind_of(drafter)
@@ -42,7 +47,7 @@ def reader_of(drafter: Checkpoint, target: Checkpoint, overrides: Overrides) -> 
     reader = _READERS[kind](drafter, target, overrides)
     if overrides.family not in (None, reader.family):
         raise InputError(
-            f"--family is {overrides.family}, but drafter '{drafter.source}' has {reader.shape.layers} serial layers and {reader.heads} heads, "
-            f"and is a {reader.family}: leave it out"
+            f"--family is {overrides.family}, but drafter '{drafter.source}' has {reader.shape.layers} serial layers "
+            f"and {reader.heads} heads, and is a {reader.family}: leave it out"
         )
     return reader

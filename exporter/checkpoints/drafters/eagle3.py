@@ -47,13 +47,16 @@ class Eagle3Reader(Reader):
         if rows and rows % (2 * heads) == 0:  # configurations need not say how long heads are
             self.config = replace(self.config, head_dim=rows // heads)
         self.shape = replace(
-            self.shape, layers=len(layers), head_dim=self.config.head_dim, qk_norm="layers.0.self_attn.q_norm.weight" in checkpoint
-        )  # fmt: skip
+            self.shape,
+            layers=len(layers),
+            head_dim=self.config.head_dim,
+            qk_norm="layers.0.self_attn.q_norm.weight" in checkpoint,
+        )
         self.fc_bias, fc = "fc.bias" in checkpoint, checkpoint.shape("fc.weight")
         if len(fc) != 2 or fc[1] % self.target.hidden_size or not fc[1]:
             raise InputError(
-                f"{self.where}: its fc reads {list(fc)[1:]} numbers, not rows of the target of {self.target.hidden_size} each: "
-                "it belongs to another target"
+                f"{self.where}: its fc reads {list(fc)[1:]} numbers, not rows of the target of "
+                f"{self.target.hidden_size} each: it belongs to another target"
             )
         # Without a vocabulary of its own it may read its target's lm_head, as it may its embedding.
         self.own_head = LM_HEAD in checkpoint or "d2t" in checkpoint
@@ -72,13 +75,16 @@ class Eagle3Reader(Reader):
         return config.get(key, nested.get(key) if isinstance(nested, dict) else None)
 
     def _taps(self, count: int, layers: int) -> tuple[int, ...]:
-        """The layers whose inputs ``fc`` reads: those of the options, else config.json's, else those of the official code."""
+        """The layers whose inputs ``fc`` reads: those of the options, else config.json's, else those of the official
+        code."""
         asked, said = self.overrides.taps, self._said(_TAP_IDS)
         if isinstance(asked, tuple) and asked:
             taps, origin = asked, "--taps are"
         elif not said:
             if asked:
-                raise InputError(f"{self.where} does not number its taps, so --taps output says nothing: give their numbers")
+                raise InputError(
+                    f"{self.where} does not number its taps, so --taps output says nothing: give their numbers"
+                )
             origin = f"{self.where} does not say what it reads, and the official code's taps are"
             taps = official_taps(layers)
         elif not isinstance(said, list) or not all(is_whole(tap, 0, 1 << 16) for tap in said):
@@ -127,10 +133,13 @@ class Eagle3Reader(Reader):
         added = self.checkpoint.read("d2t")
         if added.ndim != 1 or added.dtype not in (torch.int32, torch.int64):
             raise DamageError(
-                f"{self.where}: its d2t is {added.dtype} of shape {list(added.shape)}, expected integers: download it again"
+                f"{self.where}: its d2t is {added.dtype} of shape {list(added.shape)}, expected integers: download it "
+                "again"
             )
         if len(added) != rows:
-            raise DamageError(f"{self.where}: its d2t has {len(added)} tokens and its lm_head {rows} rows: download it again")
+            raise DamageError(
+                f"{self.where}: its d2t has {len(added)} tokens and its lm_head {rows} rows: download it again"
+            )
         order = torch.arange(rows)
         found = token_map(order + added, self.shape.vocabulary, rows, self.checkpoint.source, "d2t")
         return found or (
@@ -138,9 +147,14 @@ class Eagle3Reader(Reader):
         )
 
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Eagle3:  # fmt: skip
+    ) -> Eagle3:
         """See ``Reader``."""
         features = self.reads.width(self.target.hidden_size)
         return Eagle3(self.shape, capacity, positions, tree, features, self.fc_bias, self.normed, ops, schemes, trimmed)

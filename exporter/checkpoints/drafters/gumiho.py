@@ -56,15 +56,21 @@ class GumihoReader(Reader):
         shape, hidden = self.checkpoint.shape(LM_HEAD), self.shape.hidden
         if len(shape) != 2 or shape[1] != hidden:
             raise DamageError(
-                f"{self.where}: tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: download it again"
+                f"{self.where}: tensor '{LM_HEAD}' has shape {list(shape)}, expected {hidden} columns: download it "
+                "again"
             )
         self.checkpoint.check_dtype(LM_HEAD)
         return shape[0]
 
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Gumiho:  # fmt: skip
+    ) -> Gumiho:
         """See ``Reader``."""
         return Gumiho(self.shape, capacity, positions, tree, self.fc_bias, self.blocks, ops, schemes, trimmed)
 
@@ -83,7 +89,9 @@ class GumihoReader(Reader):
                 sources[f"heads.weight.{block - 1}"] = Source((heads, h, h), matrices)
                 sources[f"heads.bias.{block - 1}"] = stacked
             else:
-                sources["heads.first.weight"] = Source((heads * h, 2 * h), partial(self._stack, weights, transposed=False))
+                sources["heads.first.weight"] = Source(
+                    (heads * h, 2 * h), partial(self._stack, weights, transposed=False)
+                )
                 sources["heads.first.bias"] = replace(stacked, shape=(heads * h,))
         return sources
 

@@ -17,13 +17,16 @@ from .reader import TOKEN_MAP, Overrides, Reader
 
 _PART = re.compile(r"hydra_mlp\.(\d{1,3})\.(\d{1,3})\.(linear|res_connection)\.(weight|bias)")
 _HEAD = re.compile(r"hydra_lm_head\.(\d{1,3})\.(?:1\.)?(weight|bias)")
-_IGNORED = re.compile(re.escape(HYDRA_PREFIX) + r"embed_tokens\.weight|input_embed_fn\.weight")  # unused, and the target's
+# unused, and the target's
+_IGNORED = re.compile(re.escape(HYDRA_PREFIX) + r"embed_tokens\.weight|input_embed_fn\.weight")
 
 
 class HydraReader(Reader):
-    """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What config.json says of them does not.
+    """Dropouts have numbers among a head's parts in one kind and not in the other: only their order counts. What
+    config.json says of them does not.
 
-    blocks: of each head, after its first one. levels: its heads, one for each. one_head: whether their lm_heads are the target's, without biases.
+    blocks: of each head, after its first one. levels: its heads, one for each. one_head: whether their lm_heads are the
+    target's, without biases.
     """
 
     family = HYDRA
@@ -58,8 +61,8 @@ class HydraReader(Reader):
         kind, offset = (self.checkpoint.config.get(key) for key in ("hydra_head_arch", "hidden_state_offset"))
         if kind not in (None, "mlp", "prefix-mlp") or offset not in (None, 0):
             raise InputError(
-                f"{self.where} has hydra_head_arch {shown(kind)} and hidden_state_offset {shown(offset)}, which are not supported: "
-                "give one of kind mlp or prefix-mlp, without an offset"
+                f"{self.where} has hydra_head_arch {shown(kind)} and hidden_state_offset {shown(offset)}, which are "
+                "not supported: give one of kind mlp or prefix-mlp, without an offset"
             )
 
     def _layers(self) -> int:
@@ -95,9 +98,14 @@ class HydraReader(Reader):
         return {name: self.checkpoint.source_of(own) for name, own in stored.items() if not name.startswith(beyond)}
 
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Hydra:  # fmt: skip
+    ) -> Hydra:
         """See ``Reader``."""
         return Hydra(self.shape, capacity, positions, tree, self.blocks, not self.one_head, ops, schemes, trimmed)
 

@@ -1,5 +1,5 @@
-"""Medusa's checkpoints: heads beside a target (v0.1), in one checkpoint with a target that was trained with them (v1.0), without lm_heads (TGI's
-version 2), and in vLLM's layout."""
+"""Medusa's checkpoints: heads beside a target (v0.1), in one checkpoint with a target that was trained with them
+(v1.0), without lm_heads (TGI's version 2), and in vLLM's layout."""
 
 import re
 from collections.abc import Mapping
@@ -39,12 +39,16 @@ class MedusaReader(Reader):
         self.heads, self.blocks = (1 + max(place[axis] for place in places) for axis in (0, 1))
         self.bias = any(name.endswith("bias") for name in self._stored)
         parts = ("weight", "bias") if self.bias else ("weight",)
-        wanted = [f"heads.{i}.{j}.linear.{part}" for i in range(self.heads) for j in range(self.blocks) for part in parts]
+        wanted = [
+            f"heads.{i}.{j}.linear.{part}" for i in range(self.heads) for j in range(self.blocks) for part in parts
+        ]
         if heads.keys() == {0}:  # vLLM's ``original_lm_head``, for all of them
             heads = dict.fromkeys(range(self.heads), heads[0])
         if heads:
             wanted += [f"lm_heads.{i}.weight" for i in range(self.heads)]
-        self.require_heads(wanted, self._stored | {f"lm_heads.{i}.weight": name for i, name in heads.items()}, self.heads)
+        self.require_heads(
+            wanted, self._stored | {f"lm_heads.{i}.weight": name for i, name in heads.items()}, self.heads
+        )
         self._heads = [heads[i] for i in range(self.heads)] if heads else []
         self.optional = frozenset(checkpoint.names())  # among them a whole target's, with which version 1.0 comes
         self.one_head = not heads or self.all_targets(self._heads, target)
@@ -76,11 +80,18 @@ class MedusaReader(Reader):
         return {f"lm_heads.{i}.weight": self.checkpoint.source_of(name) for i, name in enumerate(self._heads[:count])}
 
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Medusa:  # fmt: skip
+    ) -> Medusa:
         """See ``Reader``."""
-        return Medusa(self.shape, capacity, positions, tree, self.blocks, self.bias, not self.one_head, ops, schemes, trimmed)
+        return Medusa(
+            self.shape, capacity, positions, tree, self.blocks, self.bias, not self.one_head, ops, schemes, trimmed
+        )
 
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
         """See ``Reader``."""

@@ -28,8 +28,9 @@ LM_HEAD, TOKEN_MAP = "lm_head.weight", "token_map"
 class Overrides:
     """What the options of an export say about a drafter against its config.json, or because that does not say it.
 
-    taps: see ``graphs.features.Features``, or "output" if the checkpoint's own numbers are of layers whose output is meant. rope_theta: base of
-    the drafter's rotary embedding. normed: ``norm_before_residual``. family: against what its tensors tell.
+    taps: see ``graphs.features.Features``, or "output" if the checkpoint's own numbers are of layers whose output is
+    meant. rope_theta: base of the drafter's rotary embedding. normed: ``norm_before_residual``. family: against what
+    its tensors tell.
     """
 
     taps: tuple[int, ...] | str = ()
@@ -41,10 +42,11 @@ class Overrides:
 class Reader(ABC):
     """A drafter's checkpoint. Raises InputError if it does not belong to the target or lacks tensors.
 
-    family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones. reads: of
-    the target's rows. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether it reads tokens.
-    target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the target's. one_head: whether it has one, and not one
-    for each level. optional: tensors that it may have. where: its name, for messages.
+    family: its name. config: of its layers. shape: of its layers, with the target's vocabulary. heads: parallel ones.
+    reads: of the target's rows. levels: serial ones, at most, if that is fixed. ahead: see ``Drafter``. embeds: whether
+    it reads tokens. target: the target's configuration. own_head: whether its ``lm_head`` is its own, instead of the
+    target's. one_head: whether it has one, and not one for each level. optional: tensors that it may have. where: its
+    name, for messages.
     """
 
     family: str
@@ -81,15 +83,18 @@ class Reader(ABC):
     def require_size(self, field: str, size: int, expected: int) -> None:
         """Raises InputError if a size differs from the target's."""
         if size != expected:
-            raise InputError(f"{self.where} does not belong to {self._target}: its {field} is {size}, expected {expected}")
+            raise InputError(
+                f"{self.where} does not belong to {self._target}: its {field} is {size}, expected {expected}"
+            )
 
     def require_heads(self, wanted: Iterable[str], stored: Mapping[str, str], heads: int) -> None:
-        """Raises InputError if a parameter of its heads has no tensor, or the first one has another width than the target.
-        wanted: parameters; stored: tensors by parameter."""
+        """Raises InputError if a parameter of its heads has no tensor, or the first one has another width than the
+        target. wanted: parameters; stored: tensors by parameter."""
         names = list(wanted)
         if missing := next((name for name in names if name not in stored), None):
             raise InputError(
-                f"{self.where} lacks what would be '{missing}' of its {heads} heads, without which it is not supported: name another"
+                f"{self.where} lacks what would be '{missing}' of its {heads} heads, without which it is not "
+                "supported: name another"
             )
         self.require_size("hidden size", (*self.checkpoint.shape(stored[names[0]]), 0)[0], self.shape.hidden)
 
@@ -108,11 +113,13 @@ class Reader(ABC):
         return expected
 
     def lm_heads(self, target: Source, count: int) -> dict[str, Source]:
-        """Its parameters with a row for each token that it knows. target: the target's lm_head; count: of heads, if each has its own."""
+        """Its parameters with a row for each token that it knows. target: the target's lm_head; count: of heads, if
+        each has its own."""
         return {LM_HEAD: self.checkpoint.source_of(LM_HEAD) if self.own_head else target}
 
     def all_targets(self, names: Iterable[str], target: Checkpoint) -> bool:
-        """Whether these lm_heads all equal the target's, as at the beginning of a training that leaves them as they are."""
+        """Whether these lm_heads all equal the target's, as at the beginning of a training that leaves them as they
+        are."""
         if LM_HEAD not in target:
             return False
         theirs = target.shape(LM_HEAD)
@@ -137,12 +144,17 @@ class Reader(ABC):
 
     @abstractmethod
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Drafter:  # fmt: skip
+    ) -> Drafter:
         """The drafter's graph; see ``Drafter``."""
 
     def sources(self, heads: int, schemes: Schemes) -> Mapping[str, Source]:
-        """Its parameters but the rotary tables, ``lm_head`` and an embedding that it has not. heads: how many the graph uses; schemes: how
-        they will be quantized."""
+        """Its parameters but the rotary tables, ``lm_head`` and an embedding that it has not. heads: how many the graph
+        uses; schemes: how they will be quantized."""
         return {name: self.checkpoint.source_of(name) for name in self.expected if name != LM_HEAD}

@@ -20,7 +20,8 @@ _NORM = "norm.weight"
 
 
 class SmallReader(Reader):
-    """Vocabularies of one tokenizer are padded to different sizes: tokens that only one of both models has are not drafted."""
+    """Vocabularies of one tokenizer are padded to different sizes: tokens that only one of both models has are not
+    drafted."""
 
     family, own_head, ahead = SMALL, True, Small.ahead
     reads = Features(normed=False, digits=True)
@@ -30,7 +31,9 @@ class SmallReader(Reader):
         super().__init__(checkpoint, target, overrides)
         self.shape = replace(self.shape, vocabulary=self.config.vocab_size)
         layers = ((i,) for i in range(self.shape.layers))
-        require_tensors(checkpoint, "layers.{}.self_attn.q_proj.weight", tensor_indices(checkpoint, "layers.#."), layers)
+        require_tensors(
+            checkpoint, "layers.{}.self_attn.q_proj.weight", tensor_indices(checkpoint, "layers.#."), layers
+        )
 
     @property
     def _tied(self) -> bool:
@@ -54,8 +57,13 @@ class SmallReader(Reader):
         return DraftVocabulary(torch.arange(min(own, targets)), "those that target and drafter have")
 
     def module(
-        self, tree: TreeConfig | None, capacity: int, positions: int, ops: type[Plain] = Plain, schemes: Schemes = UNQUANTIZED,
+        self,
+        tree: TreeConfig | None,
+        capacity: int,
+        positions: int,
+        ops: type[Plain] = Plain,
+        schemes: Schemes = UNQUANTIZED,
         trimmed: int | None = None,
-    ) -> Small:  # fmt: skip
+    ) -> Small:
         """See ``Reader``."""
         return Small(self.shape, capacity, positions, tree, ops, schemes, trimmed)

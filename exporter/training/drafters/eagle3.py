@@ -47,8 +47,8 @@ class WideLayer(SerialLayer):
 class Eagle3(Serial):
     """``lm_head`` is the target's, and not trained.
 
-    Every step after the first reads what the step before returned, as in drafting (training-time test, section 3.2), so that the
-    features need not be near the target's.
+    Every step after the first reads what the step before returned, as in drafting (training-time test, section 3.2), so
+    that the features need not be near the target's.
     """
 
     family, depths = EAGLE_3, DEPTHS
@@ -106,7 +106,8 @@ class Eagle3(Serial):
 
     @torch.no_grad()
     def begin(self, target: Any, text: Text, features: Features, report: Callable[[str], None]) -> None:
-        """Begins with the target's last layer over its last tap, and its final norm. What reads the embedded token is small and random."""
+        """Begins with the target's last layer over its last tap, and its final norm. What reads the embedded token is
+        small and random."""
         own, last, size = self.state_dict(), target.model.layers[-1].state_dict(), self.config.hidden_size
         for value in own.values():
             if value.ndim == 2:

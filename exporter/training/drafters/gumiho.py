@@ -1,4 +1,5 @@
-"""Gumiho in the form that is trained (arXiv 2503.10135), and an EAGLE, which is one layer without heads. See graphs/drafters/gumiho.py."""
+"""Gumiho in the form that is trained (arXiv 2503.10135), and an EAGLE, which is one layer without heads. See
+graphs/drafters/gumiho.py."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,10 +57,11 @@ class Gumiho(Serial):
         return x
 
     def forward(self, embedded: Tensor, hidden: Tensor, anchors: Anchors, headed: int) -> list[Tensor]:
-        """What every depth predicts from the anchors: serial 1, serial 2, then each head for the first ``headed`` spans.
+        """What every depth predicts from the anchors: serial 1, serial 2, then each head for the first ``headed``
+        spans.
 
-        embedded: [B, T, H], of the text's tokens; hidden: [B, T, H], the target's -> [N, S, H] each; depth d predicts the hidden state d
-        positions after the anchor.
+        embedded: [B, T, H], of the text's tokens; hidden: [B, T, H], the target's -> [N, S, H] each; depth d predicts
+        the hidden state d positions after the anchor.
         """
         y, caches = self.read_text(embedded, hidden)
         y1 = anchors.of(y)
@@ -75,14 +77,18 @@ class Gumiho(Serial):
 
     @torch.no_grad()
     def begin(self, target: Any, text: Text, features: Features, report: Callable[[str], None]) -> None:
-        """Begins with the best linear prediction: ``fc`` and each head's first matrix by ridge regression, the serial layers small.
+        """Begins with the best linear prediction: ``fc`` and each head's first matrix by ridge regression, the serial
+        layers small.
 
-        The serial layers are the target's last ones, made small, so that they correct the linear prediction instead of burying it.
+        The serial layers are the target's last ones, made small, so that they correct the linear prediction instead of
+        burying it.
         """
         records = start.to_fit(text, self.depths, 2 * self.config.hidden_size)
         start.last_layers(self.serial, target, text.record(records[0]))
         report(f"fitting the first drafter on {len(records)} texts")
-        weight, bias = start.fit((torch.cat((x[1:], h[:-1]), -1), h[1:]) for x, h in start.rows(target, features, records))
+        weight, bias = start.fit(
+            (torch.cat((x[1:], h[:-1]), -1), h[1:]) for x, h in start.rows(target, features, records)
+        )
         self.fc.weight.copy_(weight)
         self.fc.bias.copy_(bias)
         if not self.heads:
@@ -119,7 +125,8 @@ class Gumiho(Serial):
 
 
 def shape_of(source: str) -> tuple[int, int]:
-    """Serial layers and heads of a drafter that exists. Raises InputError if its heads are not of the released depth."""
+    """Serial layers and heads of a drafter that exists. Raises InputError if its heads are not of the released
+    depth."""
     checkpoint = Checkpoint(source, "drafter")
     layers, blocks = tensor_indices(checkpoint, "layers.#."), tensor_indices(checkpoint, "mlp.#.#.")
     if not layers or {block for _, block in blocks} - set(range(BLOCKS + 1)):

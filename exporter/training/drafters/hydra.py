@@ -24,7 +24,8 @@ class _First(nn.Module):
 
 
 class Hydra(Drafter):
-    """Heads of one layer, in the layout of kind ``mlp``. Their lm_heads are the target's, without a bias, and not trained."""
+    """Heads of one layer, in the layout of kind ``mlp``. Their lm_heads are the target's, without a bias, and not
+    trained."""
 
     family, file = HYDRA, "hydra_lm_head.pt"
 
@@ -80,15 +81,22 @@ class Hydra(Drafter):
     def besides(self, ids: Tensor | None, embed: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
         """See ``Drafter``."""
         weight, bias = lm_head.detach().to("cpu", torch.float16), torch.zeros(len(lm_head), dtype=torch.float16)
-        heads = {f"hydra_lm_head.{i}.{name}": t for i in range(self.levels) for name, t in (("weight", weight), ("bias", bias))}
+        heads = {
+            f"hydra_lm_head.{i}.{name}": t
+            for i in range(self.levels)
+            for name, t in (("weight", weight), ("bias", bias))
+        }
         return heads | super().besides(ids, embed, lm_head)
 
     def about(self) -> dict[str, Any]:
         """See ``Drafter``."""
         return {
-            "hydra_num_heads": self.levels, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True,
+            "hydra_num_heads": self.levels,
+            "hydra_num_layers": 1,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
             "hidden_state_offset": 0,
-        }  # fmt: skip
+        }
 
     def stored_as(self, name: str) -> str:
         """See ``Drafter``."""

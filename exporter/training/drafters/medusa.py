@@ -17,7 +17,8 @@ from ..store import Text
 
 
 class Medusa(Drafter):
-    """Heads of one block, as released. Their lm_heads are the target's and not trained, so the checkpoint has none: TGI's version 2."""
+    """Heads of one block, as released. Their lm_heads are the target's and not trained, so the checkpoint has none:
+    TGI's version 2."""
 
     family, file = MEDUSA, "medusa_lm_head.safetensors"
 

@@ -16,8 +16,8 @@ from ..store import Text
 
 
 class Small(Serial):
-    """Embedding and lm_head are the target's, and not trained. With the text's own tokens before it, what it predicts at one depth is what it
-    predicts at each, so it is trained for one."""
+    """Embedding and lm_head are the target's, and not trained. With the text's own tokens before it, what it predicts
+    at one depth is what it predicts at each, so it is trained for one."""
 
     family, depths, ahead = SMALL, 1, 1
 
@@ -53,7 +53,9 @@ class Small(Serial):
     def besides(self, ids: Tensor | None, embed: Tensor, lm_head: Tensor) -> dict[str, Tensor]:
         """See ``Drafter``."""
         own = {"model.embed_tokens.weight": embed} | ({} if self.tied else {"lm_head.weight": lm_head})
-        return {name: t.detach().to("cpu", torch.float16) for name, t in own.items()} | super().besides(ids, embed, lm_head)
+        return {name: t.detach().to("cpu", torch.float16) for name, t in own.items()} | super().besides(
+            ids, embed, lm_head
+        )
 
     def about(self) -> dict[str, Any]:
         """See ``Drafter``."""

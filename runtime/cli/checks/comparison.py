@@ -32,7 +32,9 @@ class SideBySide:
         firsts = []
         for a, b in ((a.ids, b.ids) for a, b in zip(ours, other, strict=True)):
             if a != b:
-                firsts.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
+                firsts.append(
+                    next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                )
         return SideBySide(len(ours), len(firsts), min(firsts, default=None), total(ours), total(other))
 
     def summary(self) -> dict[str, Any]:
@@ -50,9 +52,14 @@ class SideBySide:
         s = self.summary()
         same = "identical tokens"
         if self.differ:
-            same = f"tokens differ in {self.differ} of {self.outputs} outputs, from token {self.first} on at the earliest"
+            same = (
+                f"tokens differ in {self.differ} of {self.outputs} outputs, from token {self.first} on at the earliest"
+            )
         if lossy:
-            return f"{same}; tau {s['tau']} instead of {s['other_tau']} of exact speculation, at {s['speed_ratio']} times its speed"
+            return (
+                f"{same}; tau {s['tau']} instead of {s['other_tau']} of exact speculation, at {s['speed_ratio']} times "
+                "its speed"
+            )
         return f"{same}; speculative decoding runs at {s['speed_ratio']} times the speed of plain"
 
 
@@ -73,8 +80,8 @@ def explain(model: Model, difference: Difference) -> str:
 
     verdict = "a near-tie, decided by rounding" if difference.near else "too much for rounding"
     return (
-        f"token {difference.index} at position {difference.position}: emitted {shown(difference.token)}, plain decoding chooses "
-        f"{shown(difference.choice)}, margin {difference.margin:.1e} of the largest logit: {verdict}"
+        f"token {difference.index} at position {difference.position}: emitted {shown(difference.token)}, plain "
+        f"decoding chooses {shown(difference.choice)}, margin {difference.margin:.1e} of the largest logit: {verdict}"
     )
 
 

@@ -14,7 +14,16 @@ from ...engines.store import find_engines
 from ...errors import GumihoError
 from ..command import argument_parser, run
 
-_PACKAGES = ("gumiho-export", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "jinja2", "cuda-bindings", "tensorrt")
+_PACKAGES = (
+    "gumiho-export",
+    "numpy",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tokenizers",
+    "jinja2",
+    "cuda-bindings",
+    "tensorrt",
+)
 
 
 def installed() -> str:
@@ -51,7 +60,8 @@ def examine(
     lines = [
         f"bundle {bundle.path}",
         *(f"  {line}" for line in summary.content(bundle)),
-        f"  the files are as exported ({'small ones read completely, large ones in samples' if quick else 'every byte read'})",
+        "  the files are as exported "
+        f"({'small ones read completely, large ones in samples' if quick else 'every byte read'})",
     ]
     for name in (form for form in manifest.forms if form in available):
         device, costs, notes = available[name], {}, []

@@ -107,8 +107,8 @@ def _row(model: Model, row: int) -> np.ndarray:
         found = log_softmax(decoder.target.row(row))
     if not np.isfinite(found).all():
         raise DamageError(
-            f"the logits of {model.bundle.path} hold NaN or infinity: the weights or engines are damaged, or values overflow; "
-            "run `gumiho doctor` on the bundle"
+            f"the logits of {model.bundle.path} hold NaN or infinity: the weights or engines are damaged, or values "
+            "overflow; run `gumiho doctor` on the bundle"
         )
     return found
 

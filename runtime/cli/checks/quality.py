@@ -31,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--window", type=int, metavar="N", help=f"tokens read together (default: {_WINDOW}, or the smallest capacity)"
     )
-    parser.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help=f"tokens of the text (default: {_TOKENS})")
+    parser.add_argument(
+        "--tokens", type=int, default=_TOKENS, metavar="N", help=f"tokens of the text (default: {_TOKENS})"
+    )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: each bundle's first)")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: each bundle's first)"
+    )
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
         "--threads",
@@ -107,7 +111,8 @@ def _texts(args: argparse.Namespace, bundles: Sequence[Bundle]) -> list[list[int
     for bundle in others:
         if windows(bundle, text, window, args.tokens) != texts:
             raise InputError(
-                f"the tokenizers of {first.path} and {bundle.path} split '{args.text}' differently: compare bundles of one model"
+                f"the tokenizers of {first.path} and {bundle.path} split '{args.text}' differently: compare bundles of "
+                "one model"
             )
     if sum(len(part) - 1 for part in texts) < 2:
         raise InputError(
@@ -138,7 +143,9 @@ def table(names: Sequence[str], found: Sequence[Quality]) -> str:
     rows = [row[:columns] for row in (heads, *([name, *_cells(q)] for name, q in zip(names, found, strict=True)))]
     widths = [max(len(row[i]) for row in rows) for i in range(columns)]
     lines = [
-        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [f"{row[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in rows
     ]
     against = f", compared with {names[0]}" if len(names) > 1 else ""

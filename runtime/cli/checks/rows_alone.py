@@ -22,7 +22,11 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
     prompts = [prompt]
     if model.decoder.target.graphs["target"].open_caches:  # such a pass takes another branch after a long text
         prompts.append(
-            list(itertools.islice(itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)))
+            list(
+                itertools.islice(
+                    itertools.cycle(prompt), min(_LONG, model.capacity - model.bundle.manifest.rows - _SHORT)
+                )
+            )
         )
     trees = [tree for own in prompts for tree in _trees(model, own)]
     unequal = 0

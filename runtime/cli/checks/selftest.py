@@ -81,10 +81,15 @@ def prompts(model: Model, count: int) -> list[list[int]]:
     random, manifest = np.random.default_rng(0), model.bundle.manifest
     repeated = 1 if manifest.has_drafter else 2
     longest = max(1, min(48, manifest.capacity // 2) // repeated)
-    return [random.integers(0, manifest.vocabulary, random.integers(1, longest + 1)).tolist() * repeated for _ in range(count)]
+    return [
+        random.integers(0, manifest.vocabulary, random.integers(1, longest + 1)).tolist() * repeated
+        for _ in range(count)
+    ]
 
 
-def generated(model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]) -> Generation:
+def generated(
+    model: Model, prompt: Sequence[int], tokens: int, speculate: bool, settings: Mapping[str, Any]
+) -> Generation:
     """Runs a generation to its end and returns it."""
     generation = model.generate(prompt, tokens, speculate, **settings)
     list(generation.cycles())
@@ -97,7 +102,9 @@ def compare(model: Model, prompt: Sequence[int], tokens: int, settings: Mapping[
     return Comparison(speculative, plain, differences(model, speculative) if speculative.ids != plain.ids else [])
 
 
-def distribution(model: Model, prompt: Sequence[int]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], list[int]]]:
+def distribution(
+    model: Model, prompt: Sequence[int]
+) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], list[int]]]:
     """The exact probability of every text of ``_TOKENS`` tokens, computed by plain decoding, and the edge tokens after
     every prefix. Edge tokens nearly tie with the last token within top k, so rounding decides which of them are within.
     Texts with an edge token are counted together: as the prefix before it and ``_EDGE``, whatever follows.
@@ -179,7 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--draws", type=int, default=4000, metavar="N", help="texts to sample for the chi-squared test (default: 4000)"
     )
-    parser.add_argument("--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
+    )
     parser.add_argument("--device", default="", help=DEVICES)
     parser.add_argument(
         "--threads",
@@ -196,7 +205,9 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in least.items():
             if getattr(args, name) < value:
                 option = name.replace("_", "-")
-                raise InputError(f"--{option} is {getattr(args, name)}: give {value} or more, or the test would show little")
+                raise InputError(
+                    f"--{option} is {getattr(args, name)}: give {value} or more, or the test would show little"
+                )
         with load(args.bundle, args.backend, args.device, args.threads) as model:
             if not args.quick:
                 model.bundle.verify()
@@ -253,15 +264,22 @@ def results(
 
 
 def _identity(
-    model: Model, drafter: str, settings: Mapping[str, Any], all_prompts: Sequence[list[int]], tokens: int, deadline: float
+    model: Model,
+    drafter: str,
+    settings: Mapping[str, Any],
+    all_prompts: Sequence[list[int]],
+    tokens: int,
+    deadline: float,
 ) -> Result:
     """Checks that the settings give the same tokens with and without speculation. drafter: "" if there is at most
     one."""
     comparisons = [
-        compare(model, prompt, tokens, {**settings, "drafter": drafter or None}) for prompt in _until(deadline, all_prompts)
+        compare(model, prompt, tokens, {**settings, "drafter": drafter or None})
+        for prompt in _until(deadline, all_prompts)
     ]
     compared, ties, defects = (
-        sum(numbers) for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in comparisons), strict=True)
+        sum(numbers)
+        for numbers in zip(*((len(c.speculative.ids), len(c.ties), c.defects) for c in comparisons), strict=True)
     )
     description = ", ".join(f"{name} {value}" for name, value in settings.items()) or "greedy"
     name = f"identity, drafter {drafter}" if drafter else "identity"

@@ -25,7 +25,11 @@ from .template_files import special_tokens, templates
 from .template_sandbox import Sandbox
 
 # Converts an instance of a subclass to the plain type, even if the subclass overrides the conversion.
-_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
+_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (str, str.__str__),
+    (int, int.__int__),
+    (float, float.__float__),
+)
 # But for the marks, which stand for characters of special tokens.
 _NOT_ASCII = re.compile(f"[^\0-~{chr(MARKS[0])}-{chr(MARKS[-1])}]+")
 _PROBE, _NO_KEY = "a probe", "no key of parts"
@@ -33,9 +37,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A compiled chat template, and the one for conversations with tools if that is another one. Safe to use from any thread."""
+    """A compiled chat template, and the one for conversations with tools if that is another one. Safe to use from any
+    thread."""
 
-    def __init__(self, text: str, variables: Mapping[str, str], source: str, with_tools: "ChatTemplate | None" = None) -> None:
+    def __init__(
+        self, text: str, variables: Mapping[str, str], source: str, with_tools: "ChatTemplate | None" = None
+    ) -> None:
         """text: the template; variables: more variables that it can use; source: its file, for messages.
 
         Raises DamageError if the template does not parse.
@@ -45,20 +52,24 @@ class ChatTemplate:
         try:
             self._template = _environment().compiled(text)
         except TemplateSyntaxError as error:
-            raise DamageError(f"{self._name()} does not parse (line {error.lineno}: {error.message}): correct it") from None
+            raise DamageError(
+                f"{self._name()} does not parse (line {error.lineno}: {error.message}): correct it"
+            ) from None
         except Exception as error:  # Jinja accepts some templates whose generated code Python's compiler refuses
             raise DamageError(f"{self._name()} does not parse ({_described(error)}): correct it") from None
 
     @staticmethod
     def of(folder: Path, named: Mapping[str, str] | None = None) -> "ChatTemplate | None":
-        """The template of a bundle or a target, as transformers chooses it; None without any. named: special tokens by name, by default
-        those that its files name. Raises DamageError for damaged files and a
-        template that does not parse, and InputError for templates that are no texts."""
+        """The template of a bundle or a target, as transformers chooses it; None without any. named: special tokens by
+        name, by default those that its files name. Raises DamageError for damaged files and a template that does not
+        parse, and InputError for templates that are no texts."""
         found = templates(folder)
         if not found:
             return None
         variables = special_tokens(folder) if named is None else named
-        with_tools = ChatTemplate(found["tool_use"][0], variables, found["tool_use"][1]) if "tool_use" in found else None
+        with_tools = (
+            ChatTemplate(found["tool_use"][0], variables, found["tool_use"][1]) if "tool_use" in found else None
+        )
         if "default" in found:
             return ChatTemplate(*found["default"][:1], variables, found["default"][1], with_tools)
         only = f"there are only templates named {', '.join(sorted(found))}: write the one to use to chat_template.jinja"
@@ -82,9 +93,12 @@ class ChatTemplate:
         return False
 
     def joined(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The messages with parts of text joined by newlines, as llama.cpp's server and vLLM do, unless the template takes them as they are."""
+        """The messages with parts of text joined by newlines, as llama.cpp's server and vLLM do, unless the template
+        takes them as they are."""
         parts = [
-            isinstance(message, Mapping) and isinstance(content := message.get("content"), list) and all(map(_is_text, content))
+            isinstance(message, Mapping)
+            and isinstance(content := message.get("content"), list)
+            and all(map(_is_text, content))
             for message in messages
         ]
         if not any(parts) or self.takes_parts:
@@ -105,17 +119,20 @@ class ChatTemplate:
         """The conversation as text that includes special tokens: encode it with ``add_special_tokens=False``.
 
         messages: each with a ``role``, a ``content`` and other keys that the template reads, in JSON's types.
-        add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports it. tools: JSON
-        schemas of functions, for templates that know tools. variables: others that the template knows, such as Qwen3's
-        ``enable_thinking``, in JSON's types. written: gives the text that stands for one of the caller's, and is told whether an assistant's
-        message holds it.
+        add_generation_prompt: whether to add the beginning of the assistant's next message, if the template supports
+        it. tools: JSON schemas of functions, for templates that know tools. variables: others that the template knows,
+        such as Qwen3's ``enable_thinking``, in JSON's types. written: gives the text that stands for one of the
+        caller's, and is told whether an assistant's message holds it.
 
-        Raises InputError if there is no message, if one is not a mapping of JSON's types, for a variable that is not of these types or
-        has a name of its own here, and if the template refuses the conversation (with its own message) or fails on it.
+        Raises InputError if there is no message, if one is not a mapping of JSON's types, for a variable that is not of
+        these types or has a name of its own here, and if the template refuses the conversation (with its own message)
+        or fails on it.
         """
         if tools is not None and self.with_tools is not self:
             return self.with_tools.render(messages, add_generation_prompt, tools, variables, written)
-        by_user, by_assistant = ((lambda text, own=own: written(text, own)) if written else None for own in (False, True))
+        by_user, by_assistant = (
+            (lambda text, own=own: written(text, own)) if written else None for own in (False, True)
+        )
         prepared = [
             _prepared(message, index, by_assistant if _role(message) == "assistant" else by_user)
             for index, message in enumerate(messages)
@@ -124,7 +141,8 @@ class ChatTemplate:
             raise InputError("the conversation is empty: give at least one message")
         listed = None if tools is None else [_plain(tool, f"tool {index}", by_user) for index, tool in enumerate(tools)]
         more = {
-            str(name): _plain(value, f"the template's variable {name!r}", by_user) for name, value in (variables or {}).items()
+            str(name): _plain(value, f"the template's variable {name!r}", by_user)
+            for name, value in (variables or {}).items()
         }
         conversation = {
             "messages": prepared,
@@ -161,20 +179,23 @@ def _role(message: Any) -> Any:
 
 
 def _prepared(message: Any, index: int, written: Callable[[str], str] | None) -> dict[str, Any]:
-    """A message as templates expect it: without values of None, and with the assistant's reasoning under each of its names."""
+    """A message as templates expect it: without values of None, and with the assistant's reasoning under each of its
+    names."""
     if not isinstance(message, Mapping):
         raise InputError(f"message {index} is {_type_name(message)}: give a mapping with a role and a content")
     place = f"message {index}"
     plain = {
-        key: _plain(value, place, None if key == "role" else written) for key, value in message.items() if value is not None
+        key: _plain(value, place, None if key == "role" else written)
+        for key, value in message.items()
+        if value is not None
     }
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
 
 
 def _plain(value: Any, holder: str, written: Callable[[str], str] | None = None) -> Any:
-    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. holder: of the value, for messages.
-    written: what stands for its strings."""
+    """A copy in JSON's types, since methods of other objects are outside the sandbox's control. holder: of the value,
+    for messages. written: what stands for its strings."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
@@ -236,7 +257,9 @@ def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
     return namespace
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """JSON without the HTML escapes of Jinja's own filter."""
     text = json.dumps(x, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text

@@ -11,9 +11,11 @@ _LONG = 1 << 15  # characters, which take about ten milliseconds
 
 
 def encode(bundle: Bundle, text: str, special: bool = True, tokenizer: Any = None) -> list[int]:
-    """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id. tokenizer: if not the bundle's.
+    """Token ids of a text. special: add the tokenizer's special tokens, such as a beginning-of-text id. tokenizer: if
+    not the bundle's.
 
-    Raises InputError if the text holds lone surrogates or a token that the target lacks, DamageError if the tokenizer fails or belongs to another model.
+    Raises InputError if the text holds lone surrogates or a token that the target lacks, DamageError if the tokenizer
+    fails or belongs to another model.
     """
     tokenizer = tokenizer or bundle.tokenizer
     try:
@@ -36,8 +38,8 @@ def encode(bundle: Bundle, text: str, special: bool = True, tokenizer: Any = Non
     if (most := max(ids, default=0)) >= bundle.manifest.vocabulary:
         if token := bundle.tokenizer.get_added_tokens_decoder().get(most):
             raise InputError(
-                f"the text holds '{token.content}' (token id {most}), which the target does not know: its vocabulary is "
-                f"{bundle.manifest.vocabulary}; write something else"
+                f"the text holds '{token.content}' (token id {most}), which the target does not know: its vocabulary "
+                f"is {bundle.manifest.vocabulary}; write something else"
             )
         raise DamageError(
             f"the bundle's tokenizer gives token id {most}, outside the vocabulary of {bundle.manifest.vocabulary}: "

@@ -1,7 +1,9 @@
-"""Special tokens that a conversation spells out: what a user, a system message or a tool writes is text, whatever it says.
+"""Special tokens that a conversation spells out: what a user, a system message or a tool writes is text, whatever it
+says.
 
-Their first characters are replaced by marks before a template is rendered, so that only what the template writes itself is still spelled
-like a special token. A second tokenizer, in which special tokens have names that no text holds, then encodes the text without the marks.
+Their first characters are replaced by marks before a template is rendered, so that only what the template writes itself
+is still spelled like a special token. A second tokenizer, in which special tokens have names that no text holds, then
+encodes the text without the marks.
 """
 
 import json
@@ -19,8 +21,8 @@ class SpecialTokens:
     """The special tokens that a chat template can write. Safe to use from any thread."""
 
     def __init__(self, tokenizer: Any, template: str, ends: Collection[int]) -> None:
-        """tokenizer: a ``tokenizers.Tokenizer``. template: its text; tokens in it are special even if the tokenizer takes them for text, as
-        transformers' ``sanitize_control_tokens`` has it. ends: token ids that end a text."""
+        """tokenizer: a ``tokenizers.Tokenizer``. template: its text; tokens in it are special even if the tokenizer
+        takes them for text, as transformers' ``sanitize_control_tokens`` has it. ends: token ids that end a text."""
         added = {number: token for number, token in tokenizer.get_added_tokens_decoder().items() if token.content}
         special = {
             token.content: number
@@ -37,8 +39,8 @@ class SpecialTokens:
         self._marked = re.compile(f"[{''.join(self._marks.values())}]" if self._marks else r"(?!)")
 
     def marked(self, text: str, assistant: bool) -> str:
-        """Text of the caller's, with marks. assistant: whether an assistant wrote it: then only tokens that end texts are marked, since an
-        answer ends before them."""
+        """Text of the caller's, with marks. assistant: whether an assistant wrote it: then only tokens that end texts
+        are marked, since an answer ends before them."""
         return (self._ends if assistant else self._any).marked(text)
 
     def unmarked(self, text: str) -> tuple[str, Any]:
@@ -66,7 +68,9 @@ class SpecialTokens:
         else:
             model["vocab"] = [[names.get(word, word), score] for word, score in words]
         if "merges" in model:
-            model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*_parts(pair), "".join(_parts(pair))}]
+            model["merges"] = [
+                pair for pair in model["merges"] if not names.keys() & {*_parts(pair), "".join(_parts(pair))}
+            ]
         if model.get("unk_token") is not None:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         return names, Tokenizer.from_str(json.dumps(spec))
@@ -86,7 +90,8 @@ class _Spelled:
         self._marks = marks
 
     def marked(self, text: str) -> str:
-        """With the first character of each word replaced, and of one that the end of the text cuts off, as what follows may complete it."""
+        """With the first character of each word replaced, and of one that the end of the text cuts off, as what follows
+        may complete it."""
         text = self._pattern.sub(lambda found: self._marks[found[0]], text)
         end = len(text.rstrip())
         cut = {start for start in range(max(0, end - self._most), end) if text[start:end] in self._beginnings}
@@ -104,7 +109,8 @@ def _longest(words: Iterable[str]) -> str:
     if prefix := "".join(column[0] for column in shared):
         return re.escape(prefix) + _longest(word[len(prefix) :] for word in known)
     branches = {
-        first: _longest(word[1:] for word in known if word[:1] == first) for first in {word[0] for word in known if word}
+        first: _longest(word[1:] for word in known if word[:1] == first)
+        for first in {word[0] for word in known if word}
     }
     if not branches:
         return ""

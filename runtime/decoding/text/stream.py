@@ -10,13 +10,14 @@ class TextStream:
     """The text of a generation, in whole characters, without stop strings and special tokens."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        """tokenizer: a ``tokenizers.Tokenizer``; prompt: its token ids, for context; stop: strings that end the text."""
+        """tokenizer: a ``tokenizers.Tokenizer``; prompt: its token ids, for context; stop: strings that end the
+        text."""
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         # If the prompt ends within a character, its last tokens (three at most) are decoded together with the text.
         prompt_text, cuts = self._decode(prompt), range(len(prompt), max(0, len(prompt) - 4), -1)
         self._read = next((cut for cut in cuts if not self._decode(prompt[:cut]).endswith(_UNKNOWN)), len(prompt))
-        # New tokens are decoded together with the previous ones (first the prompt), since some tokenizers drop the first word's
-        # space.
+        # New tokens are decoded together with the previous ones (first the prompt), since some tokenizers drop the
+        # first word's space.
         self._ids, self._before = list(prompt), self._decode(prompt[: self._read])
         self._prompt_rest = prompt_text[len(self._before) :]
         self._text = ""
@@ -25,7 +26,8 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text so far, up to the stop string that ended it, if any; includes text that ``take`` has not returned yet."""
+        """The text so far, up to the stop string that ended it, if any; includes text that ``take`` has not returned
+        yet."""
         return self._text
 
     def push(self, token: int) -> str:
@@ -53,7 +55,9 @@ class TextStream:
         if not piece:
             return False
         # If the piece completes several, the one that begins first counts.
-        positions = [self._text.find(s, max(self._shown, len(self._text) - len(piece) - len(s) + 1)) for s in self._stop]
+        positions = [
+            self._text.find(s, max(self._shown, len(self._text) - len(piece) - len(s) + 1)) for s in self._stop
+        ]
         if not (starts := [position for position in positions if position >= 0]):
             return False
         self._text, self._ended = self._text[: min(starts)], True

@@ -33,8 +33,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def templates(folder: Path) -> dict[str, tuple[str, str]]:
-    """The templates in a folder by name, each with its file. Those in files of their own replace those in the configuration. Raises
-    DamageError, and InputError for templates that are no texts."""
+    """The templates in a folder by name, each with its file. Those in files of their own replace those in the
+    configuration. Raises DamageError, and InputError for templates that are no texts."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if found := {name: (_read(file), str(file)) for name, file in files.items() if file.is_file()}:
@@ -47,24 +47,26 @@ def templates(folder: Path) -> dict[str, tuple[str, str]]:
         for entry in given:
             if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
                 raise InputError(
-                    f"{source} has {shown(json.dumps(entry))} among its chat templates, expected a name and a template: correct it"
+                    f"{source} has {shown(json.dumps(entry))} among its chat templates, expected a name and a "
+                    "template: correct it"
                 )
         given = {entry["name"]: entry["template"] for entry in given}
     listed = given if isinstance(given, dict) else {"default": given}
     for name, text in listed.items():
         if not isinstance(text, str):
             raise InputError(
-                f"{source} has {shown(json.dumps(text))} as its chat template '{shown(name)}', expected a text: correct it"
+                f"{source} has {shown(json.dumps(text))} as its chat template '{shown(name)}', expected a text: "
+                "correct it"
             )
     return {name: (text, str(source)) for name, text in listed.items()}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Variables such as ``bos_token``. The exporter writes the map, which includes the tokens that transformers adds to the
-    configuration.
+    """Variables such as ``bos_token``. The exporter writes the map, which includes the tokens that transformers adds to
+    the configuration.
     """
-    named = {name: value for name, value in _read_json(folder / _CONFIG).items() if name.endswith("_token")} | _read_json(
-        folder / _SPECIAL
-    )
+    named = {
+        name: value for name, value in _read_json(folder / _CONFIG).items() if name.endswith("_token")
+    } | _read_json(folder / _SPECIAL)
     contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}

@@ -1,7 +1,7 @@
 """Runs chat templates in Jinja's sandbox, with limits on time and memory.
 
-Jinja's own sandbox only limits ``range``. This one checks the time in every loop, macro, call and filter, and refuses strings
-and lists larger than ``_MOST``, so that no step between two checks can take long.
+Jinja's own sandbox only limits ``range``. This one checks the time in every loop, macro, call and filter, and refuses
+strings and lists larger than ``_MOST``, so that no step between two checks can take long.
 """
 
 import re
@@ -22,7 +22,8 @@ _BITS = 1 << 14  # of an integer
 _WIDTH = 1 << 12  # of padding, indentation and the like
 # What makes as much as a number among its arguments says, or takes as long.
 _SIZED = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson", "zfill"}
-_SLOW = {"striptags", "urlize", "wordwrap", "xmlattr", "pprint", "urlencode"}  # filters whose time can grow quadratically
+# filters whose time can grow quadratically
+_SLOW = {"striptags", "urlize", "wordwrap", "xmlattr", "pprint", "urlencode"}
 _SLOW_MOST = 1 << 16  # characters that such a filter may get
 _SEQUENCES = (str, bytes, list, tuple)
 _WIDE_SPEC = re.compile(r"\d{4,}|\*")
@@ -89,13 +90,16 @@ def _operate(operator: str, left: Any, right: Any) -> None:
 
 
 def _arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises SecurityError if a filter, or a method of a string or list, would take too long or make too large a result.
+    """Raises SecurityError if a filter, or a method of a string or list, would take too long or make too large a
+    result.
 
     value: the object that the filter or method ``name`` is applied to.
     """
     tick()
     values = [*args, *kwargs.values()]
-    largest = max((abs(number) for number in values if isinstance(number, int) and not isinstance(number, bool)), default=0)
+    largest = max(
+        (abs(number) for number in values if isinstance(number, int) and not isinstance(number, bool)), default=0
+    )
     if largest > _WIDTH and name in _SIZED:
         raise _refused(f"gives {name} a number that is too large")
     if isinstance(value, str):

@@ -67,8 +67,8 @@ class Accelerator(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Makes this the calling thread's current device; a stream refuses work from a thread whose current device is another
-        one.
+        """Makes this the calling thread's current device; a stream refuses work from a thread whose current device is
+        another one.
         """
 
     @abstractmethod
@@ -88,9 +88,11 @@ class Accelerator(ABC):
         """Copies between host and device, in any direction, or within either, on the stream."""
 
     @abstractmethod
-    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        """Copies ``height`` runs of ``width`` bytes within the device, on the stream; the pitches are the bytes from one run to
-        the next.
+    def copy_strided(
+        self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
+        """Copies ``height`` runs of ``width`` bytes within the device, on the stream; the pitches are the bytes from
+        one run to the next.
         """
 
     @abstractmethod
@@ -99,7 +101,8 @@ class Accelerator(ABC):
 
     @abstractmethod
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """Records the work that a function puts on the stream. Returns a function that launches all of it in one call."""
+        """Records the work that a function puts on the stream. Returns a function that launches all of it in one
+        call."""
 
     @abstractmethod
     def close(self) -> None:
@@ -137,40 +140,53 @@ class Accelerator(ABC):
         height, _, width = destination.shape
         width *= destination.dtype.itemsize
         self.copy_strided(
-            destination.address + at * width, destination.shape[1] * width,
-            source.address + row * width, source.shape[1] * width, count * width, height,
-        )  # fmt: skip
+            destination.address + at * width,
+            destination.shape[1] * width,
+            source.address + row * width,
+            source.shape[1] * width,
+            count * width,
+            height,
+        )
 
 
 class Staging:
     """A bound call of an engine on an accelerator.
 
-    All host inputs are copied to the device in one block and all host outputs are copied back in another; device arrays are
-    used in place. The engine provides ``launch(buffers)``, which puts its work on the stream. The host may change its inputs as
-    soon as the call returns, since they were copied to pinned memory.
+    All host inputs are copied to the device in one block and all host outputs are copied back in another; device arrays
+    are used in place. The engine provides ``launch(buffers)``, which puts its work on the stream. The host may change
+    its inputs as soon as the call returns, since they were copied to pinned memory.
     """
 
     def __init__(
-        self, device: Accelerator, buffers: Mapping[str, Any], inputs: set[str], outputs: set[str],
-        launch: Callable[[Mapping[str, DeviceArray]], None], capturable: bool,
-    ) -> None:  # fmt: skip
-        """buffers: a numpy array or DeviceArray by name; names that the engine does not have are ignored. capturable: whether
-        ``launch`` may be recorded and replayed. Raises DamageError if an input has no buffer."""
+        self,
+        device: Accelerator,
+        buffers: Mapping[str, Any],
+        inputs: set[str],
+        outputs: set[str],
+        launch: Callable[[Mapping[str, DeviceArray]], None],
+        capturable: bool,
+    ) -> None:
+        """buffers: a numpy array or DeviceArray by name; names that the engine does not have are ignored. capturable:
+        whether ``launch`` may be recorded and replayed. Raises DamageError if an input has no buffer."""
         require_buffers(inputs, buffers)
         self.device, self.launch, self.capturable = device, launch, capturable
         bound = {name: buffer for name, buffer in buffers.items() if name in inputs | outputs}
         host = {name: buffer for name, buffer in bound.items() if isinstance(buffer, np.ndarray)}
         self.buffers: dict[str, DeviceArray] = {name: buffer for name, buffer in bound.items() if name not in host}
         self._host_inputs, self._upload = self._block({name: array for name, array in host.items() if name in inputs})
-        self._host_outputs, self._download = self._block({name: array for name, array in host.items() if name in outputs})
+        self._host_outputs, self._download = self._block(
+            {name: array for name, array in host.items() if name in outputs}
+        )
         self._run = Recorded(device) if capturable else None
         self._mirrored = [array for name, array in self.buffers.items() if name in outputs and array.mirror is not None]
 
-    def _block(self, arrays: Mapping[str, np.ndarray]) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
+    def _block(
+        self, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], tuple[int, int, int]]:
         """Allocates one block on the device and one of pinned host memory that hold all the arrays, one after another.
 
-        Returns a pair (array, its part of the pinned block) for each array, and (device address, host address, bytes) of the
-        blocks.
+        Returns a pair (array, its part of the pinned block) for each array, and (device address, host address, bytes)
+        of the blocks.
         """
         offsets, size = {}, 0
         for name, array in arrays.items():

@@ -1,5 +1,5 @@
-"""CUDA's runtime through NVIDIA's Python bindings (``cuda-bindings``), whose calls return an error code followed by their
-results.
+"""CUDA's runtime through NVIDIA's Python bindings (``cuda-bindings``), whose calls return an error code followed by
+their results.
 """
 
 import ctypes
@@ -45,7 +45,9 @@ class Cuda(Accelerator):
         self._recorded: list[Any] = []
         count = _check("cudaGetDeviceCount", rt.cudaGetDeviceCount())
         if index >= count:
-            raise UnavailableError(f"there is no NVIDIA GPU {index}: this machine shows {count}, and indices start at 0")
+            raise UnavailableError(
+                f"there is no NVIDIA GPU {index}: this machine shows {count}, and indices start at 0"
+            )
         self.enter()
         properties = _check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(index))
         self.capability = int(properties.major), int(properties.minor)
@@ -85,7 +87,9 @@ class Cuda(Accelerator):
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         _check("cudaMemcpyAsync", rt.cudaMemcpyAsync(destination, source, nbytes, _DEFAULT, self._stream))
 
-    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+    def copy_strided(
+        self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
         result = rt.cudaMemcpy2DAsync(destination, pitch, source, source_pitch, width, height, _DEFAULT, self._stream)
         _check("cudaMemcpy2DAsync", result)
 

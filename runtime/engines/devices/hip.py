@@ -1,5 +1,5 @@
-"""HIP's runtime through ctypes: each of its Python packages is tied to one ROCm release, but these calls are the same in all
-releases.
+"""HIP's runtime through ctypes: each of its Python packages is tied to one ROCm release, but these calls are the same
+in all releases.
 
 Signatures: hip/hip_runtime_api.h of HIP 6.3.
 """
@@ -59,7 +59,9 @@ def advice() -> str:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for root in roots():
         files = [*glob(f"{root}/lib/libmigraphx_py_*.so*"), *glob(f"{root}/lib/migraphx.cpython-*.so")]
-        pythons = sorted({f"{m[1]}.{m[2]}" for m in map(_PYTHON.search, files) if m}, key=lambda v: int(v.split(".")[1]))
+        pythons = sorted(
+            {f"{m[1]}.{m[2]}" for m in map(_PYTHON.search, files) if m}, key=lambda v: int(v.split(".")[1])
+        )
         if here in pythons:
             return f"put {root}/lib on PYTHONPATH"
         if pythons:
@@ -68,7 +70,10 @@ def advice() -> str:
                 f"{root} has it for Python {versions}, and this is {here}: "
                 f"make an environment with that Python and put {root}/lib on PYTHONPATH"
             )
-    return "install ROCm's package migraphx (the package of that name on PyPI is unrelated) and put /opt/rocm/lib on PYTHONPATH"
+    return (
+        "install ROCm's package migraphx (the package of that name on PyPI is unrelated) and put /opt/rocm/lib on "
+        "PYTHONPATH"
+    )
 
 
 def mapped(maps: str) -> list[str]:
@@ -117,7 +122,9 @@ class Hip(Accelerator):
         count = c_int()
         self._check("hipGetDeviceCount", byref(count))
         if index >= count.value:
-            raise UnavailableError(f"there is no AMD GPU {index}: this machine shows {count.value}, and indices start at 0")
+            raise UnavailableError(
+                f"there is no AMD GPU {index}: this machine shows {count.value}, and indices start at 0"
+            )
         self.enter()
         properties = ctypes.create_string_buffer(_PROPERTIES)
         self._check("hipGetDevicePropertiesR0600", properties, index)
@@ -140,7 +147,9 @@ class Hip(Accelerator):
     def _check(self, function: str, *arguments: object) -> None:
         if error := getattr(self._hip, function)(*arguments):
             text = self._hip.hipGetErrorString(error).decode(errors="replace")
-            raise UnavailableError(f"{function} failed ({text}): check the driver with rocminfo and free memory with rocm-smi")
+            raise UnavailableError(
+                f"{function} failed ({text}): check the driver with rocminfo and free memory with rocm-smi"
+            )
 
     def enter(self) -> None:
         self._check("hipSetDevice", self.index)
@@ -175,7 +184,9 @@ class Hip(Accelerator):
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._check("hipMemcpyAsync", destination, source, nbytes, _DEFAULT, self.stream)
 
-    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+    def copy_strided(
+        self, destination: int, pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
         self._check("hipMemcpy2DAsync", destination, pitch, source, source_pitch, width, height, _DEFAULT, self.stream)
 
     def synchronize(self) -> None:

@@ -23,8 +23,8 @@ def require_buffers(inputs: Set[str], buffers: Mapping[str, Array]) -> None:
 class Device(Protocol):
     """Memory that engines read and write.
 
-    If an engine is bound to a numpy array, each call copies an input to the device before the run and an output back after it.
-    Arrays made by ``zeros`` stay on the device.
+    If an engine is bound to a numpy array, each call copies an input to the device before the run and an output back
+    after it. Arrays made by ``zeros`` stay on the device.
     """
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, mirrored: bool = False) -> Array:

@@ -1,4 +1,5 @@
-"""What ``import migraphx`` finds in a child process that has this folder on its path: the stand-in, and the device under it."""
+"""What ``import migraphx`` finds in a child process that has this folder on its path: the stand-in, and the device
+under it."""
 
 import sys
 

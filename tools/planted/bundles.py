@@ -1,0 +1,141 @@
+"""Faults in bundles and streams and the server."""
+
+from .fault import Fault
+
+FAULTS = (
+    # --- bundles
+    Fault(
+        "hash-not-checked-when-loading",
+        "runtime/api/loader.py",
+        "    opened.verify(quick=True)\n",
+        "",
+        "tests/test_bundle.py::test_damaged_files_are_refused_when_loading",
+    ),
+    Fault(
+        "hash-not-checked-when-compiling",
+        "runtime/engines/store.py",
+        "    bundle.verify()\n",
+        "",
+        "tests/test_link.py::test_compiling_finds_a_damaged_copy",
+    ),
+    Fault(
+        "seal-not-checked",
+        "runtime/bundle/records.py",
+        "    if raw.get(SEAL) != _seal(content):",
+        "    if SEAL not in raw:",
+        "tests/test_bundle.py::test_damage_is_noticed_without_any_hash_of_the_manifest_itself",
+    ),
+    Fault(
+        "manifest-path-leaves-the-bundle",
+        "runtime/bundle/manifest_reader.py",
+        '        or ".." in parts\n',
+        "",
+        "tests/test_bundle.py::test_hostile_manifests_are_refused_and_nothing_is_touched",
+    ),
+    Fault(
+        "golden-run-takes-nan",
+        "runtime/engines/golden_replay.py",
+        "if not np.isfinite(values).all():",
+        "if np.isinf(values).any():",
+        "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed",
+    ),
+    Fault(
+        "golden-tolerance-ignored",
+        "runtime/engines/golden_replay.py",
+        '        _require("target", errors["target"], tolerance)\n',
+        "",
+        "tests/test_golden.py::test_what_an_engine_may_get_wrong_is_noticed",
+    ),
+    Fault(
+        "memory-taken-that-is-not-free",
+        "runtime/engines/memory_check.py",
+        "need.host > host_bytes:",
+        "need.host > 2 * host_bytes:",
+        "tests/test_memory.py::test_what_cannot_fit_is_refused",
+    ),
+    Fault(
+        "lock-of-a-removed-file-counts",
+        "runtime/bundle/locks.py",
+        "if os.path.samestat(os.fstat(descriptor), os.stat(file)):",
+        "if os.fstat(descriptor):",
+        "tests/test_locks.py::test_a_lock_whose_file_was_removed_in_between_does_not_count",
+    ),
+    Fault(
+        "interrupted-export-gets-its-name",
+        "exporter/staging.py",
+        "                    check()\n                    _finish",
+        "                    _finish",
+        "tests/test_export.py::test_an_interrupt_that_a_library_swallows_still_counts",
+    ),
+    Fault(
+        "linked-weights-copied",
+        "exporter/weights/packer.py",
+        "                os.link(file, link)",
+        "                link.write_bytes(file.read_bytes())",
+        "tests/test_link.py::test_every_layout_is_linked_tensor_by_tensor",
+    ),
+    Fault(
+        "operator-outside-the-table-passes",
+        "exporter/backends/operators.py",
+        "phrases = [rule]\n",
+        "phrases = []\n",
+        "tests/test_operators.py::test_refused",
+    ),
+    Fault(
+        "setting-at-its-open-end-taken",
+        "runtime/decoding/settings.py",
+        "if not least < getattr(self, name) <= 1:",
+        "if not least <= getattr(self, name) <= 1:",
+        "tests/test_sampling.py::test_settings_that_mean_nothing",
+    ),
+    Fault(
+        "training-loss-of-masked-anchors",
+        "exporter/training/losses.py",
+        "sums[depth] += (divergence * real).sum()",
+        "sums[depth] += divergence.sum()",
+        "tests/test_training.py::test_losses_are_those_of_a_naive_loop",
+    ),
+    # --- streams and the server
+    Fault(
+        "streams-share-a-cache",
+        "runtime/decoding/decoder.py",
+        "else TargetPasses(manifest, form, engines, device)\n",
+        "else vars(device).setdefault('target', TargetPasses(manifest, form, engines, device))\n",
+        "tests/test_streams.py::test_cycles_of_streams_in_any_order",
+    ),
+    Fault(
+        "grammar-keeps-the-memory-of-its-trial",
+        "runtime/decoding/grammar_child.py",
+        "    _change_memory(less)\n",
+        "",
+        "tests/test_serve_grammar.py::test_what_passed_a_trial_may_take_as_much_as_others",
+    ),
+    Fault(
+        "grammars-wait-for-those-that-take-long",
+        "runtime/serve/grammars.py",
+        "if await run(self._trying, prepared.try_to_prepare)",
+        "if False",
+        "tests/test_serve_grammar.py::test_others_are_answered_while_grammars_are_compiled_and_these_end_with_their_clients",
+    ),
+    Fault(
+        "prompt-counted-for-each-choice",
+        "runtime/serve/completions.py",
+        "len(prompt) if first else 0",
+        "len(prompt)",
+        "tests/test_serve.py::test_completions_of_several_prompts",
+    ),
+    Fault(
+        "last-chunk-of-a-stream-lost",
+        "runtime/serve/app.py",
+        "        if body.streams_usage:\n",
+        "        if body.streams_usage and not asked.usage.completion:\n",
+        "tests/test_serve.py::test_settings",
+    ),
+    Fault(
+        "stop-string-lost-in-a-request",
+        "runtime/serve/bodies.py",
+        "stop=self.stop,",
+        "stop=self.stop[1:],",
+        "tests/test_serve.py::test_settings",
+    ),
+)
