@@ -1,5 +1,5 @@
-"""Cancel a generation from another thread, as a server does when its client goes away: python
-examples/stream_and_cancel.py BUNDLE"""
+"""Cancel a generation from another thread, as a server does when its client goes away:
+python examples/stream_and_cancel.py BUNDLE"""
 
 import sys
 import threading
