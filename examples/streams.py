@@ -3,10 +3,10 @@
 import asyncio
 import sys
 
-from runtime import GumihoError, Model, load
+from runtime import GumihoError, Stream, load
 
 
-async def text(stream: Model, prompt: str) -> str:
+async def text(stream: Stream, prompt: str) -> str:
     return "".join([piece async for piece in stream.agenerate(prompt, max_new_tokens=32)])
 
 
