@@ -25,15 +25,13 @@ class Progress:
     def __init__(self) -> None:
         self._live = bool(sys.stderr and sys.stderr.isatty())
         self._bar: tqdm | None = None
-        self._phase, self._step, self._unit, self._began, self._said, self._total, self._done = (
-            "",
-            "",
-            "",
-            0.0,
-            0.0,
-            0,
-            0,
-        )
+        self._phase = ""
+        self._step = ""
+        self._unit = ""
+        self._began = 0.0
+        self._said = 0.0
+        self._total = 0
+        self._done = 0
         self._lock = Lock()  # workers of the golden run count their work too
         self._over, self._beats = Event(), Thread(target=self._keep_talking, name="progress", daemon=True)
 

@@ -51,10 +51,8 @@ class SharedTarget(Target):
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, at in zip(self.layers, range(0, len(caches), width), strict=True):
-            rows, own = (
-                self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype)),
-                caches[at : at + width],
-            )
+            rows = self.ops.rotated(layer.project(x, self.rotary, position, caches[0].dtype))
+            own = caches[at : at + width]
             parts = zip(*(_split(y, counts, masks) for y in (rows.q, rows.k, rows.v)), positions, strict=True)
             lanes: list[Sequence[Tensor]] = []
             for i, part in enumerate(parts):

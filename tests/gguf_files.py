@@ -117,11 +117,9 @@ def _llama3_factors(config: LlamaConfig) -> np.ndarray:
     """``LlamaModel.generate_extra_tensors`` of llama.cpp's converter."""
     scaling, size = config.rope_parameters, config.head_dim
     frequencies = 1.0 / scaling["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float64) / size)
-    low, high, old = (
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
-    )
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    old = scaling["original_max_position_embeddings"]
     factors = []
     for wavelength in 2 * np.pi / frequencies:
         if wavelength < old / high:

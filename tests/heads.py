@@ -45,10 +45,8 @@ class RandomMedusa:
         """Returns the options that name drafter and target. Like a released one, config.json says 2 heads."""
         target, state = self.pair.make_target(), self.state()
         target.save_pretrained(folder / "target")
-        where, config = (
-            folder / "drafter",
-            {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "somewhere/else"},
-        )
+        where = folder / "drafter"
+        config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "somewhere/else"}
         where.mkdir()
         if layout == "v0.1":
             torch.save(state, where / "medusa_lm_head.pt")

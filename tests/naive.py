@@ -285,11 +285,9 @@ class NaiveEagle3(Context):
     """
 
     def __init__(self, state: dict[str, Tensor], config: LlamaConfig, normed: bool = False) -> None:
-        self.state, self.config, self.normed = (
-            {n: t.float() for n, t in state.items() if t.is_floating_point()},
-            config,
-            normed,
-        )
+        self.state = {n: t.float() for n, t in state.items() if t.is_floating_point()}
+        self.config = config
+        self.normed = normed
         self.rotary = LlamaRotaryEmbedding(config)
         super().__init__()
 

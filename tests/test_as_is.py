@@ -93,10 +93,8 @@ def rows_of_parser(file: Path, name: str, model: LlamaForCausalLM) -> tuple[np.n
     tensor = next((t for t in GGUFReader(file).tensors if t.name == ggml_name(name)), None)
     if tensor is None:
         return None
-    raw, heads = (
-        np.array(tensor.data),
-        {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads},
-    )
+    raw = np.array(tensor.data)
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     if (count := heads.get(name.split(".")[-2])) and name.endswith("weight"):
         order = gguf_files.permuted(np.arange(len(raw)), count)
         raw = raw[[order.tolist().index(i) for i in range(len(raw))]]
@@ -164,10 +162,8 @@ def assert_logits(bundle: Path, model: LlamaForCausalLM, near: float, texts: int
         for ids in np.random.default_rng(5).integers(2, 300, (texts, 9)).tolist():
             opened.decoder.clear()
             opened.decoder.feed(ids)
-            found, wanted = (
-                torch.from_numpy(opened.decoder.target.logits[: len(ids)].copy()),
-                model(torch.tensor([ids])).logits[0],
-            )
+            found = torch.from_numpy(opened.decoder.target.logits[: len(ids)].copy())
+            wanted = model(torch.tensor([ids])).logits[0]
             errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
             alone = list[Tensor]()
             opened.decoder.clear()
@@ -277,10 +273,8 @@ def test_the_default_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_tied_lm_head_has_the_embedding_s_codes(tmp_path: Path) -> None:
     file, model = written("tied", tmp_path)
-    sources, raw = (
-        parsed("--target", str(file)).sources()["weights/target.bin"],
-        rows_of_parser(file, "embed_tokens.weight", model),
-    )
+    sources = parsed("--target", str(file)).sources()["weights/target.bin"]
+    raw = rows_of_parser(file, "embed_tokens.weight", model)
     assert raw is not None
     codes, scales = by_hand(*raw)
     for name in ("lm_head", "embed_tokens"):

@@ -108,12 +108,10 @@ def test_a_call_reads_its_inputs_when_it_is_made(bench: Bench) -> None:
 
 
 def test_outputs_without_a_buffer_are_dropped(bench: Bench) -> None:
-    tensors, inputs, choice, both = (
-        bench.cache.bindings(bench.graph),
-        bench.inputs(3),
-        np.zeros(ROWS, np.int64),
-        np.zeros(ROWS, np.int64),
-    )
+    tensors = bench.cache.bindings(bench.graph)
+    inputs = bench.inputs(3)
+    choice = np.zeros(ROWS, np.int64)
+    both = np.zeros(ROWS, np.int64)
     hidden = bench.device.zeros((ROWS, bench.manifest.hidden), bench.manifest.dtype)
     bench.engine.bind({**inputs, **tensors, "choice": both, "hidden": hidden, "a name of no port": np.zeros(3)})()
     past = {name: tensor for name, tensor in tensors.items() if not name.startswith("new_")}

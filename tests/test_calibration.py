@@ -75,10 +75,8 @@ def test_codes_with_zero_points_against_loops(
     for i in range(rows):
         for j in range(blocks):
             own = slice(j * BLOCK, (j + 1) * BLOCK)
-            block, counts = (
-                values[i, own].double(),
-                (importance[own] if importance is not None else torch.ones(BLOCK)).double(),
-            )
+            block = values[i, own].double()
+            counts = (importance[own] if importance is not None else torch.ones(BLOCK)).double()
             least = min(_brute(block, counts, steps, dtype) for steps in (13.0, 14.0, 15.0, 16.0, 17.0))
             assert error(block, made[i, own], counts) <= least * (1 + 1e-4) + 1e-20
     if kind == "zero":

@@ -298,10 +298,8 @@ def test_biases_that_only_the_tensors_show(tmp_path: Path) -> None:
     torch.save(state, drafter / "pytorch_model.bin")
     config = drafter_config(model.config, 1) | {"attention_bias": True}
     naive = naive_of(model, state | {"layers.0.self_attn.o_proj.bias": torch.zeros(48)}, config)
-    pair, tree = (
-        Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter")),
-        eagle_2(16, beam=3, serial=4),
-    )
+    pair = Pair(Checkpoint(str(target), "target"), Checkpoint(str(drafter), "drafter"))
+    tree = eagle_2(16, beam=3, serial=4)
     cycles(eager(pair, tree), naive, tree, 48, 1009, seed=0)
 
 

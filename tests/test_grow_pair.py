@@ -301,10 +301,8 @@ def test_nothing_is_half_written(
         state: dict[str, Any] = torch.load(drafter / "pytorch_model.bin")
         state["fc.weight"][0, 0] = 1e6
         torch.save(state, drafter / "pytorch_model.bin")
-        options, message = (
-            ["--dtype", "fp16"],
-            "drafter: tensor 'fc.weight' has values too large for torch.float16: use --dtype fp32",
-        )
+        options = ["--dtype", "fp16"]
+        message = "drafter: tensor 'fc.weight' has values too large for torch.float16: use --dtype fp32"
     else:
         save, saved = grow_pair.save_file, list[str]()
 

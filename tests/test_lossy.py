@@ -154,10 +154,8 @@ def test_typical_is_medusas(dtype: type[np.floating], data: st.DataObject) -> No
     """The longest path of which each token passes Medusa's threshold, of several the likeliest, with logits of any
     peakedness, ties and -inf; cut where the text ends."""
     tokens, parents = data.draw(trees(alphabet=12))
-    rng, temperature = (
-        np.random.default_rng(data.draw(st.integers(0, 2**32))),
-        data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
-    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    temperature = data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
     logits = rng.normal(0, data.draw(st.sampled_from([0.0, 0.5, 2.0, 6.0])), (len(tokens), 12))
     if data.draw(st.booleans()):
         logits = logits.round()

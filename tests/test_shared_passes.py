@@ -146,10 +146,8 @@ def test_eager_is_the_targets_own_passes(counts: list[int], tmp_path: Path) -> N
     assert isinstance(own, Target)
     rows = counts + [0] * (LANES - len(counts))
     past = [torch.tensor([3 * lane + 1]) for lane in range(LANES)]
-    tokens, depth = (
-        torch.randint(0, shape.vocabulary, (sum(counts),), generator=draw),
-        torch.cat([torch.arange(n) for n in rows]),
-    )
+    tokens = torch.randint(0, shape.vocabulary, (sum(counts),), generator=draw)
+    depth = torch.cat([torch.arange(n) for n in rows])
     masks = [torch.ones(n, n, dtype=torch.bool).tril() for n in rows]
     held = [torch.randn(1, shape.kv_heads, 40, shape.head_dim, generator=draw) for _ in range(2 * shape.layers * LANES)]
     wanted = torch.arange(sum(counts))

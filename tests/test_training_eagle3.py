@@ -23,10 +23,8 @@ TAPS = (0, 1, 3)
 
 def trainee(loaded: target.Target, written: store.Text, steps: int) -> tuple[loop.Training, Evaluation]:
     torch.manual_seed(1)
-    drafter, features = (
-        eagle3.Eagle3(start.config(loaded.model, 1), TAPS),
-        Features(None, written, loaded.model.model, TAPS),
-    )
+    drafter = eagle3.Eagle3(start.config(loaded.model, 1), TAPS)
+    features = Features(None, written, loaded.model.model, TAPS)
     drafter.begin(loaded.model, written, features, lambda _: None)
     return training_of(drafter, loaded, features, steps, hidden_weight=0.0)
 

@@ -37,10 +37,8 @@ FAMILIES = pytest.mark.parametrize(
 
 def begun(family: str, loaded: target.Target, written: store.Text) -> tuple[Drafter, Features]:
     torch.manual_seed(1)
-    drafter, features = (
-        drafters.made(family, *COUNTS[family], loaded.model),
-        Features(None, written, loaded.model.model),
-    )
+    drafter = drafters.made(family, *COUNTS[family], loaded.model)
+    features = Features(None, written, loaded.model.model)
     drafter.begin(loaded.model, written, features, lambda _: None)
     return drafter, features
 

@@ -16,11 +16,9 @@ def put_inside(model: onnx.ModelProto, weights: Mapping[str, Weight]) -> None:
     """Turns the inputs that are weights into initializers that point to the weights' files."""
     for value in [value for value in model.graph.input if value.name in weights]:
         weight, tensor = weights[value.name], onnx.TensorProto()
-        tensor.name, tensor.data_type, tensor.data_location = (
-            value.name,
-            value.type.tensor_type.elem_type,
-            onnx.TensorProto.EXTERNAL,
-        )
+        tensor.name = value.name
+        tensor.data_type = value.type.tensor_type.elem_type
+        tensor.data_location = onnx.TensorProto.EXTERNAL
         tensor.dims.extend(weight.shape)
         place = {"location": weight.file, "offset": str(weight.offset), "length": str(weight.nbytes)}
         for key, text in place.items():

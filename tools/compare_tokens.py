@@ -69,11 +69,9 @@ def compare(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.exists() else []
     known, tokens = {line["number"] for line in lines}, sum(line["tokens"] for line in lines)
-    numbers, lock, failures = (
-        (number for number in count() if number not in known),
-        threading.Lock(),
-        list[BaseException](),
-    )
+    numbers = (number for number in count() if number not in known)
+    lock = threading.Lock()
+    failures = list[BaseException]()
     prompts = read_prompts(args.prompts, 80)
     with (
         load(args.bundle, streams=args.streams) as model,

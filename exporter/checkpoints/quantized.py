@@ -229,10 +229,8 @@ class QuantizedCheckpoint(Checkpoint):
             if super().shape(f"{module}.{ending}") != size:
                 refuse(f"{module}.{ending}", list(super().shape(f"{module}.{ending}")), list(size))
         for ending in (form.codes, *expected):
-            dtype, dtypes = (
-                super().dtype(f"{module}.{ending}"),
-                (tuple(_SCALES) if ending == form.scales else ("I32", "torch.int32")),
-            )
+            dtype = super().dtype(f"{module}.{ending}")
+            dtypes = tuple(_SCALES) if ending == form.scales else ("I32", "torch.int32")
             if dtype not in dtypes and f"torch.{dtype}" not in dtypes:
                 refuse(f"{module}.{ending}", dtype, " or ".join(dtypes))
         if form.indices in expected and not torch.equal(

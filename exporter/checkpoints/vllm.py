@@ -209,10 +209,8 @@ def lines(pair: Pair, out: Path) -> list[str]:
         "note: this needs a vLLM with the method 'gumiho' (pull request 43544), on its V1 model runner",
     ]
     if _trimmed(pair):
-        shape, supported = (
-            list(pair.drafter.shape("lm_head.weight")),
-            [pair.target_shape.vocabulary, pair.target_shape.hidden],
-        )
+        shape = list(pair.drafter.shape("lm_head.weight"))
+        supported = [pair.target_shape.vocabulary, pair.target_shape.hidden]
         messages.append(
             f"note: its lm_head of shape {shape} is left out, because vLLM supports only {supported}; it uses the "
             "target's"

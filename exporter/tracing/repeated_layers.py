@@ -30,11 +30,9 @@ def shortened(module: Target | Drafter) -> Iterator[int]:
     """Within this context a target of more than two layers has only the first two, and a ``gumiho::Mark`` before and
     after the second, if the layers after the first are alike. Yields the number of its layers.
     """
-    layers, hooks, returns = (
-        module.layers,
-        list[torch.utils.hooks.RemovableHandle](),
-        getattr(module, "returns", NORMED),
-    )
+    layers = module.layers
+    hooks = list[torch.utils.hooks.RemovableHandle]()
+    returns = getattr(module, "returns", NORMED)
     if isinstance(module, Target) and len(layers) > 2 and len({_structure(layer) for layer in layers[1:]}) == 1:
         module.layers, module.returns = layers[:2], returns.within(1)
         hooks = [norm.register_forward_pre_hook(_mark) for norm in (layers[1].input_layernorm, module.norm)]

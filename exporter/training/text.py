@@ -54,10 +54,8 @@ class Slots:
     def read(self, slot: int, ids: Sequence[int]) -> None:
         """The first tokens of a conversation, in one pass."""
         decoder, (group, row) = self.model.model, self._place(slot)
-        tokens, positions = (
-            torch.tensor([ids], device=self.masks[0].device),
-            torch.arange(len(ids), device=self.masks[0].device),
-        )
+        tokens = torch.tensor([ids], device=self.masks[0].device)
+        positions = torch.arange(len(ids), device=self.masks[0].device)
         x = decoder.embed_tokens(tokens)
         rotary = decoder.rotary_emb(x, positions[None])
         for layer, caches in zip(decoder.layers, self.caches, strict=True):

@@ -214,10 +214,8 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     n = min(_PROMPT, capacity // 2, tree.rows)
     depths, ancestors, path = _tree(min(tree.rows, capacity - n), tree.depth, generator)
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
-    depth, mask = (
-        torch.cat((torch.arange(n), n + depths)),
-        torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril(),
-    )
+    depth = torch.cat((torch.arange(n), n + depths))
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     mask[n:, n:] = ancestors
     choice, logits, hidden, *_ = target(tokens, depth, mask, None, torch.tensor([0]), empty(target, dtype))
     top = logits.topk(min(_TOP, vocabulary), dim=-1)

@@ -31,10 +31,8 @@ def smoothing(shape: LlamaShape, inputs: Mapping[str, Tensor], columns: Mapping[
         """Scales what ``writer`` computes and ``readers`` multiply. groups: inputs are [n, copies, width], and copies
         have one scale."""
         names = [f"{reader}.weight" for reader in readers]
-        of_inputs, of_columns = (
-            inputs[names[0]].view(groups),
-            torch.stack([columns[name] for name in names]).sum(0).view(groups),
-        )
+        of_inputs = inputs[names[0]].view(groups)
+        of_columns = torch.stack([columns[name] for name in names]).sum(0).view(groups)
         scale = _scales(of_inputs.mean(1, keepdim=True), of_columns.mean(1, keepdim=True))
         rows[writer] = 1 / scale.flatten()
         by_column.update(dict.fromkeys(readers, scale.expand(of_inputs.shape).flatten()))

@@ -88,10 +88,8 @@ def _check_forms(manifest: Manifest, of: str) -> None:
             at = f"forms.{backend} ({dialect}){of}"
             if missing := expected - graphs.keys():
                 raise Damage(f"{at} has no graph '{min(missing)}'")
-            smaller, shared = (
-                {name for name in graphs if name.startswith("target-")},
-                {SHARED} if backend == "cpu" else set(),
-            )
+            smaller = {name for name in graphs if name.startswith("target-")}
+            shared = {SHARED} if backend == "cpu" else set()
             if surplus := graphs.keys() - smaller - shared - allowed:
                 raise Damage(f"{at} has a graph '{min(surplus)}', expected only {', '.join(sorted(allowed))}")
             for name in smaller:

@@ -141,6 +141,11 @@ def _choice(choice: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="seed; the same seed gives the same text (default: a new one, reported by --stats)",
     )
+    _adjustments(choice)
+    _guides(choice.add_mutually_exclusive_group())
+
+
+def _adjustments(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="X", help="penalty as in transformers (default: 1)"
     )
@@ -167,7 +172,9 @@ def _choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--ban", action="append", type=int, default=[], metavar="ID", help="never emit this token id; repeatable"
     )
-    guided = choice.add_mutually_exclusive_group()
+
+
+def _guides(guided: argparse._MutuallyExclusiveGroup) -> None:
     guided.add_argument(
         "--json-schema",
         metavar="FILE",

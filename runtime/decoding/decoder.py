@@ -100,11 +100,9 @@ class Decoder:
         Raises InputError for a prompt that is empty or does not fit.
         """
         check(self.manifest, selector.prompt)
-        stats.prompt_tokens, stats.seed, stats.finish_reason = (
-            len(selector.prompt),
-            selector.seed,
-            selector.finish_reason,
-        )
+        stats.prompt_tokens = len(selector.prompt)
+        stats.seed = selector.seed
+        stats.finish_reason = selector.finish_reason
         if selector.finish_reason:
             return
         yield from self._read_prompt(selector, stats, resume)

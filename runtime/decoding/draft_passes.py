@@ -42,11 +42,9 @@ class DraftPasses(Passes):
         self.reads = manifest.depth + 1 if manifest.has_drafter else 0
         self.extends, self.chunk, self._static = "extend" in self.graphs, form.chunk, form.static
         widest = len(target.tokens)
-        self._tokens, self._path, self._count = (
-            np.zeros(widest, np.int64),
-            np.zeros(widest, np.int64),
-            np.zeros(1, np.int64),
-        )
+        self._tokens = np.zeros(widest, np.int64)
+        self._path = np.zeros(widest, np.int64)
+        self._count = np.zeros(1, np.int64)
         self._extensions: dict[int, Call] = {}
         self._inputs: dict[str, Array] = {}
         self._noise: DraftNoise | None = None

@@ -5,6 +5,7 @@ Run the same command again to continue after an interruption; it repeats steps t
 changed.
 """
 
+import argparse
 import hashlib
 import json
 import platform
@@ -260,7 +261,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argument_parser("device-check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
     parser.add_argument(
@@ -284,7 +285,11 @@ def main(argv: list[str] | None = None) -> int:
         help="time budget in minutes, compiling not included (default: 25)",
     )
     parser.add_argument("--again", action="store_true", help="start over instead of continuing an earlier check")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
 
     def work() -> int:
         if not 0 < args.minutes < 1e6:

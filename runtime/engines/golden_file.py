@@ -59,10 +59,8 @@ def _check(run: Mapping[str, np.ndarray], manifest: Manifest) -> None:
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != manifest.hidden or not (bounds[1:] > bounds[:-1]).all():
         raise Damage(f"prompt.parts does not go from 0 to {manifest.hidden}")
     for name in ("prompt", "verify"):
-        n, k = (
-            len(_part(run, f"{name}.tokens", integer, (None,), tokens)),
-            _part(run, f"{name}.top_ids", integer, (None, None), tokens).shape[1],
-        )
+        n = len(_part(run, f"{name}.tokens", integer, (None,), tokens))
+        k = _part(run, f"{name}.top_ids", integer, (None, None), tokens).shape[1]
         if not 1 <= n <= rows or not k or 2 * n > manifest.capacity + rows:
             raise Damage(f"{name} has {n} rows of {k} logits, expected 1 to {rows} rows")
         _part(run, f"{name}.depth", integer, (n,), rows)

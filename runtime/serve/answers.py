@@ -103,11 +103,9 @@ class ChatAnswer(_Headed):
         }
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        text, reason, calls = (
-            "".join(part.text for part in parts),
-            _FINISH[parts[-1].finish_reason or "stop"],
-            list[Call](),
-        )
+        text = "".join(part.text for part in parts)
+        reason = _FINISH[parts[-1].finish_reason or "stop"]
+        calls = list[Call]()
         if self.tools:
             splitter = Splitter(self.tools)
             free = splitter.push(text)

@@ -67,13 +67,11 @@ class Server:
 
     def __init__(self, model: Model, name: str, limits: Limits, access: Access, log_prompts: bool = False) -> None:
         """name: the model's name in requests. log_prompts: whether to log texts too."""
-        self._model, self._name, self._limits, self._access, self._log_prompts = (
-            model,
-            name,
-            limits,
-            access,
-            log_prompts,
-        )
+        self._model = model
+        self._name = name
+        self._limits = limits
+        self._access = access
+        self._log_prompts = log_prompts
         self._longest_token = max(map(len, model.bundle.tokenizer.get_vocab()), default=1)
         self._slots = Slots(model.streams, limits.queue)
         self._grammars = Grammars(model.matchers, len(model.streams), limits.queue)

@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..api.loader import load
 from ..backends import DEVICES, NAMES
@@ -16,6 +17,9 @@ from ..cli.command import argument_parser, read_text
 from ..cli.command import run as run_command
 from ..errors import InputError, UnavailableError
 from .allocator import share_arena
+
+if TYPE_CHECKING:
+    from .guard import Access
 
 _log = logging.getLogger("gumiho.serve")
 _SWITCH_SECONDS = 0.0002
@@ -41,8 +45,24 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-name", default="", metavar="NAME", help="the model's name in requests (default: the bundle's folder)"
     )
+    _access_options(parser.add_argument_group("access"))
+    _limit_options(parser.add_argument_group("limits"))
+    parser.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, and with them prompts")
+    parser.add_argument(
+        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
+    )
+    parser.add_argument("--device", default="", help=DEVICES)
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads of the engines (default: as many as compiling found fastest)",
+    )
+    return parser
 
-    access = parser.add_argument_group("access")
+
+def _access_options(access: argparse._ArgumentGroup) -> None:
     access.add_argument(
         "--api-key",
         action="append",
@@ -67,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
         help="name of this server in requests, besides its address; repeatable (default: any if a key is required)",
     )
 
-    limits = parser.add_argument_group("limits")
+
+def _limit_options(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
         "--max-tokens",
         type=int,
@@ -110,20 +131,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for running requests to end after SIGTERM (default: 30)",
     )
-
-    parser.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, and with them prompts")
-    parser.add_argument(
-        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
-    )
-    return parser
 
 
 def _local(host: str) -> bool:
@@ -203,6 +210,16 @@ def _begin_log() -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
+def _access(args: argparse.Namespace, keys: Sequence[str]) -> "Access":
+    """Who may send requests. keys: see ``_keys``."""
+    from .guard import Access
+
+    own = args.host.lower()
+    hosts = {"localhost", "127.0.0.1", "[::1]", own, f"[{own}]", *map(str.lower, args.allow_host)}
+    checked = args.allow_host or (not keys and _local(args.host))
+    return Access(keys, args.allow_origin, sorted(hosts) if checked else None)
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
     _check(args)
@@ -211,7 +228,6 @@ def serve(args: argparse.Namespace) -> int:
         import uvicorn
 
         from .app import Limits, Server
-        from .guard import Access
         from .idle import ImpatientProtocol
     except ImportError as error:
         raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
@@ -220,16 +236,7 @@ def serve(args: argparse.Namespace) -> int:
     # ms would be a third of a pass of a small model.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _begin_log()
-    hosts = {
-        "localhost",
-        "127.0.0.1",
-        "[::1]",
-        args.host.lower(),
-        f"[{args.host.lower()}]",
-        *map(str.lower, args.allow_host),
-    }
-    checked = args.allow_host or (not keys and _local(args.host))
-    access = Access(keys, args.allow_origin, sorted(hosts) if checked else None)
+    access = _access(args, keys)
     limits = Limits(
         args.max_body, args.max_tokens, args.max_prompt, args.max_seconds, args.queue, args.max_choices, args.patience
     )
