@@ -73,9 +73,8 @@ def _sources(files: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         help="drafter, of Gumiho, EAGLE, Medusa or Hydra, or a small model: a folder, or a hub id such as "
-        "amd/Gumiho-llama3-8b; or several, over "
-        "the same target, of which each text uses one (default: none; the bundle then decodes plainly and by prompt "
-        "lookup)",
+        "amd/Gumiho-llama3-8b; or several, over the same target, of which each text uses one (default: none; the "
+        "bundle then decodes plainly and by prompt lookup)",
     )
     files.add_argument(
         "--family",
@@ -85,8 +84,7 @@ def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument(
         "--target",
         help="target model: a folder, a GGUF file, or on the hub owner/name or owner/name/file.gguf (default: known "
-        "for the released "
-        "drafters)",
+        "for the released drafters)",
     )
     files.add_argument(
         "--out",
@@ -104,18 +102,16 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         default=["cpu"],
         metavar="NAME",
         help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in "
-        "vLLM's format "
-        "(default: cpu)",
+        "vLLM's format (default: cpu)",
     )
     numbers.add_argument("--device", default="", help=DEVICES)
     numbers.add_argument(
         "--preset",
         choices=CHOICES["preset"],
         help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, which on x86 "
-        "needs VNNI; --weights "
-        "int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; full: the target is not "
-        "quantized, so that the output is exactly the checkpoint's. --weights and --draft-weights override it. Both "
-        f"fast and small change the output: {PERPLEXITIES} (default: full)",
+        "needs VNNI; --weights int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; "
+        "full: the target is not quantized, so that the output is exactly the checkpoint's. --weights and "
+        f"--draft-weights override it. Both fast and small change the output: {PERPLEXITIES} (default: full)",
     )
     numbers.add_argument(
         "--dtype",
@@ -127,19 +123,17 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         "--weights",
         choices=CHOICES["weights"],
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they "
-        "also round "
-        "activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, on x86 with "
-        "VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied in integers, so that "
-        f"verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a target "
-        "in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else as-is on the CPU if "
-        "the target holds most matrices so, or none)",
+        "also round activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, "
+        "on x86 with VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied in integers, "
+        f"so that verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a "
+        "target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else as-is on the "
+        "CPU if the target holds most matrices so, or none)",
     )
     numbers.add_argument(
         "--other-weights",
         choices=CHOICES["other_weights"],
         help="with --weights as-is, quantize the matrices that the target holds in another way, or turn them into "
-        "floats, which makes "
-        "every pass slower (default: int8)",
+        "floats, which makes every pass slower (default: int8)",
     )
     numbers.add_argument(
         "--draft-weights",
@@ -152,8 +146,7 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu "
-        "and cuda, and for "
-        "int8 and w8a8 on the CPU alone (default: a page of English and code)",
+        "and cuda, and for int8 and w8a8 on the CPU alone (default: a page of English and code)",
     )
 
 
@@ -162,9 +155,8 @@ def _tree(tree: argparse._ArgumentGroup) -> None:
         "--draft-tree",
         choices=_TREES,
         help="dynamic: the rows that the drafter finds most likely; chain: one token a level, as vLLM; static: the "
-        "fixed tree of the code of "
-        "EAGLE-1, Medusa or Hydra; reference: exactly the official code's trees, the two quirks of Gumiho's included. "
-        "Python's exporter.DraftTree has their numbers (default: dynamic)",
+        "fixed tree of the code of EAGLE-1, Medusa or Hydra; reference: exactly the official code's trees, the two "
+        "quirks of Gumiho's included. Python's exporter.DraftTree has their numbers (default: dynamic)",
     )
     tree.add_argument(
         "--rows",
@@ -186,8 +178,8 @@ def _eagle_3(drafter: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="N",
         help="layers of the target whose inputs it reads; or 'output', if the numbers in its config.json are of layers "
-        "whose outputs are "
-        "meant (default: config.json's, else the official code's: 2, half of the layers, and three before the last)",
+        "whose outputs are meant (default: config.json's, else the official code's: 2, half of the layers, and three "
+        "before the last)",
     )
     drafter.add_argument(
         "--norm-before-residual",
@@ -230,8 +222,7 @@ def _sizes(sizes: argparse._ArgumentGroup) -> None:
         "--link-weights",
         action="store_true",
         help="hard-link the checkpoint's .safetensors files instead of copying the tensors that the backends can read "
-        "directly "
-        "(default: copy)",
+        "directly (default: copy)",
     )
 
 

@@ -35,9 +35,8 @@ settings.register_profile("exhaustive", deadline=None)
 settings.register_profile("representative", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("representative")
 torch.set_num_threads(1)  # threads that wait for one another slow small tensors down, many times over on a busy machine
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background processes ignore it, and so would commands that tests run
+# a shell's background processes ignore it, and so would commands that tests run
+signal.signal(signal.SIGINT, signal.default_int_handler)
 DEMO = Path(__file__).parent.parent / "demo"
 
 

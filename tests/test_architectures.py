@@ -71,9 +71,8 @@ def planned(target: Path, *options: str) -> Any:
 # --- what they generate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("mistral", marks=pytest.mark.exhaustive), "qwen2", "qwen3"]
-)  # the first as a Llama
+# the first as a Llama
+@pytest.mark.parametrize("kind", [pytest.param("mistral", marks=pytest.mark.exhaustive), "qwen2", "qwen3"])
 def test_greedy_text_is_that_of_transformers(bundles: Callable[..., tuple[Path, Path]], kind: str) -> None:
     target, bundle = bundles(kind)
     with load(bundle, threads=1) as model:

@@ -694,9 +694,8 @@ def test_costs_behind_more_positions() -> None:
     half = LONG.at((512 + 4096) // 2)
     assert half.target == pytest.approx({n: (LONG.at(512).target[n] + there[n]) / 2 for n in there})
     assert (half.draft, half.host, half.longer) == (pytest.approx(6.5e5), 6e4, ())
-    contradicting = replace(
-        LONG, longer=(*LONG.longer, Longer(8000, {1: 1e6, 8: 2e6}, 1.0))
-    )  # the lower one holds, and no less
+    # the lower one holds, and no less
+    contradicting = replace(LONG, longer=(*LONG.longer, Longer(8000, {1: 1e6, 8: 2e6}, 1.0)))
     assert contradicting.at(8000) == contradicting.at(4096)
     assert contradicting.at(4096).target == pytest.approx({1: 1e6, 2: 1.1e6 + 6e5 / 7, 4: 1.2e6 + 3 * 6e5 / 7, 8: 2e6})
     assert contradicting.at(4096).draft == 5e5

@@ -106,9 +106,8 @@ def test_engines_are_measured_and_loaded_with_the_fastest_number_of_threads(
 
     load(bundle).close()
     load(bundle, threads=2).close()
-    monkeypatch.setattr(
-        "runtime.engines.loaded.physical_cores", lambda: cores + 1
-    )  # a copy of the bundle, or another share of the machine
+    # a copy of the bundle, or another share of the machine
+    monkeypatch.setattr("runtime.engines.loaded.physical_cores", lambda: cores + 1)
     load(bundle).close()
     assert opened.threads[-3:] == [chosen, 2, 0]
 

@@ -204,7 +204,7 @@ def check(model: ir.Model, backend: str) -> None:
         return
     counts = ", ".join(f"{part} {n}" for part, n in Counter(part for part, _ in problems).most_common())
     raise GumihoError(
-        f"graph '{model.graph.name}' is not supported by {PARSERS[backend].label}: {problems[0][1]} "
-        f"({len(problems)} problems in all: {counts}); "
-        "spell these operations in graphs/dialects as the tables in exporter/backends require"
+        f"graph '{model.graph.name}' is not supported by {PARSERS[backend].label}: {problems[0][1]} ({len(problems)} "
+        f"problems in all: {counts}); spell these operations in graphs/dialects as the tables in exporter/backends "
+        "require"
     )

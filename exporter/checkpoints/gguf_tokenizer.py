@@ -55,9 +55,8 @@ _SPELLED = {  # tokens around a gap in code, which are special where the file do
     **OF_CODE,
 }
 _OLDER_KEYS = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid"}
-_SHOWN = frozenset(
-    ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-)  # special in a text, and part of what is decoded
+# special in a text, and part of what is decoded
+_SHOWN = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 _WITHIN = {"<|end|>": Kind.USER_DEFINED, "</s>": Kind.NORMAL}  # where they end no text, beside certain others
 _KEEP_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))  # of the special tokens of Phi-3, which a file's name tells
 _NO_PRE = (

@@ -39,8 +39,7 @@ def _sources(files: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="FILE",
         help="text to train on: text files, or .jsonl with 'text', or with 'prompt' or 'turns', which the target "
-        "answers "
-        "(default: the target writes questions and answers itself)",
+        "answers (default: the target writes questions and answers itself)",
     )
     files.add_argument(
         "--work",
@@ -79,8 +78,7 @@ def _drafter(drafter: argparse._ArgumentGroup) -> None:
         "--family",
         choices=tuple(USUAL),
         help="what to train; eagle: one layer without heads; eagle3: one that reads three layers of the target; small: "
-        "the target's first "
-        "layers (default: gumiho, or that of --init)",
+        "the target's first layers (default: gumiho, or that of --init)",
     )
     drafter.add_argument(
         "--serial-layers",

@@ -28,9 +28,8 @@ def _multiplied(source: Source, by: Factors) -> Source:
     def slices() -> Iterator[Tensor]:
         start = 0
         for part in source.slices():
-            values = (
-                part.float() if by.columns is None else part * by.columns
-            )  # one copy in fp32 at most, which is changed in place
+            # one copy in fp32 at most, which is changed in place
+            values = part.float() if by.columns is None else part * by.columns
             if by.rows is not None:
                 rows = by.rows[start : start + len(part)].view(-1, *[1] * (part.ndim - 1))
                 values = values * rows if values is part else values.mul_(rows)

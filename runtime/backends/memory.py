@@ -82,9 +82,8 @@ def _group_limits(swap: int) -> Iterator[int]:
         limit, used = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is not None and used is not None:
             stat = dict(line.split() for line in text(group / "memory.stat").splitlines())
-            cached = sum(
-                int(stat.get(name, 0)) for name in ("active_file", "inactive_file")
-            )  # Linux frees it when memory is needed
+            # Linux frees it when memory is needed
+            cached = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
             swap_limit, swapped = _number(group / "memory.swap.max"), _number(group / "memory.swap.current")
             yield (
                 limit - used + cached + (swap if swap_limit is None else max(0, min(swap, swap_limit - (swapped or 0))))

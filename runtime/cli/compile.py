@@ -3,19 +3,17 @@
 import signal
 import sys
 
-from ..backends import DEVICES, NAMES, backend, require
+from ..backends import backend, require
 from ..bundle.reader import Bundle
 from ..engines.store import compile_engines
 from .command import argument_parser, run
+from .engine_options import add_engine_options
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser("compile", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument(
-        "--backend", default="", help=f"backend to compile for: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
+    add_engine_options(parser, "compile for", threads="")
     parser.add_argument(
         "--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)"
     )

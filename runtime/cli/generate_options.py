@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..backends import DEVICES, NAMES
 from ..decoding.grammar import Grammar
 from ..decoding.settings import Settings
 from ..errors import InputError, json_line, reason
 from . import command
 from .checks.comparison import NEAR_TIE
 from .command import argument_parser, read_text
+from .engine_options import add_engine_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -204,8 +204,7 @@ def _checks(checks: argparse._ArgumentGroup) -> None:
         const="text",
         choices=("text", "json"),
         help="print statistics on standard error; json: print only one JSON object, with the text in it, on standard "
-        "output "
-        "(default: no statistics; text if no format is given)",
+        "output (default: no statistics; text if no format is given)",
     )
     checks.add_argument(
         "--logprobs",
@@ -229,17 +228,7 @@ def _lossy(lossy: argparse._ArgumentGroup) -> None:
 
 
 def _engine(engine: argparse._ArgumentGroup) -> None:
-    engine.add_argument(
-        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    engine.add_argument("--device", default="", help=DEVICES)
-    engine.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
-    )
+    add_engine_options(engine)
 
 
 def _written(file: Path, what: str) -> str:

@@ -20,13 +20,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..backends import DEVICES, NAMES
 from ..bundle.files import read_regular, replaced
 from ..bundle.locks import locked
 from ..bundle.records import Damage, parse, sealed, unsealed
 from ..cli.checks import doctor
 from ..cli.command import argument_parser
 from ..cli.command import run as run_command
+from ..cli.engine_options import add_engine_options
 from ..engines.store import RECORD, find_engines
 from ..errors import DamageError, GumihoError, InputError, reason
 from . import pieces as device_pieces
@@ -264,13 +264,7 @@ def _terminable() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argument_parser("device-check", __doc__)
     parser.add_argument("bundle", help="folder made by gumiho-export")
-    parser.add_argument(
-        "--backend", default="", help=f"backend to check: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads (default: as many as compiling found fastest)"
-    )
+    add_engine_options(parser, "check", threads="CPU threads")
     parser.add_argument(
         "--out",
         type=Path,

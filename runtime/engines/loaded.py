@@ -114,9 +114,8 @@ class LoadedBundle:
         """Opens the current engines. Raises UnavailableError if there are none, or if memory does not hold them and the
         caches of so many streams."""
         while True:
-            require(
-                bundle, backend, streams=streams
-            )  # first, since a machine that lacks what it takes cannot compile engines either
+            # first, since a machine that lacks what it takes cannot compile engines either
+            require(bundle, backend, streams=streams)
             folder = find_engines(bundle, backend)
             try:
                 form, manifest = backend.form(bundle, folder), bundle.manifest

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.loader import load
-from ..backends import DEVICES, NAMES
 from ..cli.command import argument_parser, read_text
 from ..cli.command import run as run_command
+from ..cli.engine_options import add_engine_options
 from ..errors import InputError, UnavailableError
 from .allocator import share_arena
 
@@ -48,17 +48,7 @@ def parser() -> argparse.ArgumentParser:
     _access_options(parser.add_argument_group("access"))
     _limit_options(parser.add_argument_group("limits"))
     parser.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, and with them prompts")
-    parser.add_argument(
-        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
-    )
+    add_engine_options(parser)
     return parser
 
 

@@ -11,10 +11,8 @@ from typing import TypeVar
 from ..api.stream import Stream
 from .problems import Problem
 
-_LEAST_KEPT = (
-    # share of a slot's text that another text may leave of it without being told to the least recently used one instead
-    0.5
-)
+# share of a slot's text that another text may leave of it without being told to the least recently used one instead
+_LEAST_KEPT = 0.5
 _LEAST_COPIED = 32  # tokens that are worth copying from another stream's caches
 _T = TypeVar("_T")
 

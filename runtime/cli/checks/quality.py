@@ -11,13 +11,13 @@ from time import monotonic
 from typing import Any
 
 from ...api.loader import load
-from ...backends import DEVICES, NAMES
 from ...backends import backend as make_backend
 from ...bundle.reader import Bundle
 from ...engines.store import find_engines
 from ...errors import InputError
 from ..command import argument_parser, read_text
 from ..command import run as run_command
+from ..engine_options import add_engine_options
 from .perplexity import Quality, measure, windows
 
 _WINDOW, _TOKENS = 1024, 8192
@@ -35,17 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         "--tokens", type=int, default=_TOKENS, metavar="N", help=f"tokens of the text (default: {_TOKENS})"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument(
-        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: each bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
-    )
+    add_engine_options(parser, bundle="each bundle")
     args = parser.parse_args(argv)
     return run_command(lambda: _run(args))
 

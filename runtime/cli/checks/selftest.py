@@ -19,12 +19,12 @@ import numpy as np
 from ...api.generation import Generation
 from ...api.loader import load
 from ...api.model import Model
-from ...backends import DEVICES, NAMES
 from ...backends import backend as make_backend
 from ...engines.store import find_engines
 from ...errors import InputError
 from ..command import argument_parser
 from ..command import run as run_command
+from ..engine_options import add_engine_options
 from .lossless import Difference, differences, near_margin
 from .rows_alone import rows_alone
 
@@ -186,17 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--draws", type=int, default=4000, metavar="N", help="texts to sample for the chi-squared test (default: 4000)"
     )
-    parser.add_argument(
-        "--backend", default="", help=f"backend to run: {', '.join(NAMES)} (default: the bundle's first)"
-    )
-    parser.add_argument("--device", default="", help=DEVICES)
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads of the engines (default: as many as compiling found fastest)",
-    )
+    add_engine_options(parser)
     parser.add_argument("--quick", action="store_true", help="check only samples of large files instead of every byte")
     args = parser.parse_args(argv)
 

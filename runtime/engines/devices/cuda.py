@@ -117,9 +117,8 @@ class Cuda(Accelerator):
         if not self.stream:
             return
         self.enter()
-        rt.cudaStreamSynchronize(
-            self._stream
-        )  # unchecked: an earlier failure was already reported, and memory is freed in any case
+        # unchecked: an earlier failure was already reported, and memory is freed in any case
+        rt.cudaStreamSynchronize(self._stream)
         for executable in self._recorded:
             rt.cudaGraphExecDestroy(executable)
         for address in self._allocated:

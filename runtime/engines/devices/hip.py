@@ -199,9 +199,8 @@ class Hip(Accelerator):
         if not self.stream:
             return
         self.enter()
-        self._hip.hipStreamSynchronize(
-            self.stream
-        )  # unchecked: an earlier failure was already reported, and memory is freed in any case
+        # unchecked: an earlier failure was already reported, and memory is freed in any case
+        self._hip.hipStreamSynchronize(self.stream)
         for address in self._allocated:
             self._hip.hipFree(address)
         for address in self._pinned:
