@@ -1,18 +1,18 @@
 """A server in this process, on a port of its own."""
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from openai import OpenAI
 
 from runtime import Model
 from runtime.serve.app import Limits, Server
 from runtime.serve.guard import Access
-from runtime.serve.idle import ImpatientProtocol
+from runtime.serve.http_server import HttpServer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>{{ style }}{{ reasoning_effort }}{{ "
@@ -25,21 +25,17 @@ def served(model: Model, limits: Limits | None = None, access: Access | None = N
     """The server's address."""
     limits = limits or Limits()
     app = Server(model, "demo", limits, access or Access(), **options).app()
-    protocol = type("Protocol", (ImpatientProtocol,), {"PATIENCE": limits.patience})
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, port=0, http=protocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=5
-        )
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = HttpServer(app, "demo", listening, limits.patience, grace=5)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def client(address: str, key: str = "none") -> OpenAI:

@@ -177,10 +177,10 @@ def test_those_who_wait_longest_come_first(threads: bool) -> None:
     assert order == [0, 1, 2, 3, 4]
     assert len(owners) == (1 if threads else 5)
     assert not loop.mine
-    assert loop.shared(0)
+    assert loop.contended(0)
     for number in range(5):
         loop.forget(number)
-    assert not loop.shared(0)
+    assert not loop.contended(0)
     loop.stop()
 
 

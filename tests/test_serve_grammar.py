@@ -215,10 +215,10 @@ def test_texts_with_grammars_leave_a_stream_to_others(model: Model) -> None:
     slots = Slots(model.streams, 10)
 
     async def run() -> None:
-        async with slots.turn([1], True), slots.turn([1], True):
-            third = asyncio.ensure_future(slots.turn([1], True).__aenter__())
+        async with slots.lease([1], True), slots.lease([1], True):
+            third = asyncio.ensure_future(slots.lease([1], True).__aenter__())
             for _ in range(3):
-                async with slots.turn([1], False):
+                async with slots.lease([1], False):
                     assert not third.done()
         await third
 

@@ -22,7 +22,7 @@ from runtime.backends import onnxruntime
 from runtime.backends.onnxruntime import Cpu
 from runtime.backends.onnxruntime_lanes import Lanes
 from runtime.bundle.reader import Bundle
-from runtime.engines.golden_replay import check_shared
+from runtime.engines.golden_replay import check_shared_passes
 from runtime.engines.memory_check import require
 from runtime.engines.store import find_engines
 from runtime.errors import DamageError, GumihoError, MisuseError
@@ -241,7 +241,7 @@ def test_closed(bundle: Path) -> None:
 def test_lanes_that_differ_fail_the_golden_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, made, real = Bundle(bundle), Cpu(""), Lanes.run
     folder = engines_here(read, made)
-    check_shared(read, made, folder)
+    check_shared_passes(read, made, folder)
 
     def wrong(lanes: Lanes, passes: Any) -> None:
         real(lanes, passes)
@@ -249,7 +249,7 @@ def test_lanes_that_differ_fail_the_golden_run(bundle: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Lanes, "run", wrong)
     with pytest.raises(GumihoError, match="the compiled shared engine is discarded"):
-        check_shared(read, made, folder)
+        check_shared_passes(read, made, folder)
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_bundles_without_the_graph_decode_by_turns(bundle: Path, tmp_path: Path)
     assert gumiho.main(["compile", str(tmp_path / "old")]) == 0
     prompts = [[5, 6, 7], list(range(3, 90))]
     with load(tmp_path / "old", streams=2) as old, load(bundle) as new:
-        assert not old._loaded.shares
+        assert not old._loaded.joins_passes
         found: dict[int, list[int]] = {}
         run(*(lambda n=n: found.update({n: finished(old.streams[n], prompts[n], 20, {})}) for n in (0, 1)))
         assert [found[n] for n in (0, 1)] == [finished(new, prompt, 20, {}) for prompt in prompts]

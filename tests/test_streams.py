@@ -213,8 +213,8 @@ def test_a_long_prompt_lets_other_streams_decode(by_turns: Model, monkeypatch: p
 
 def test_passes_over_a_prompt_shrink_while_others_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = model.decoder
-    for shares, speed, expected in ((False, 0, 128), (True, 0, 8), (True, 3, 8), (True, 50, 50), (True, 10**6, 128)):
-        monkeypatch.setattr(decoder, "shares", shares)
+    for contended, speed, expected in ((False, 0, 128), (True, 0, 8), (True, 3, 8), (True, 50, 50), (True, 10**6, 128)):
+        monkeypatch.setattr(decoder, "contended", contended)
         monkeypatch.setattr(decoder, "_rows_in_time", speed)
         assert decoder._chunk() == expected == min(expected, decoder.form.chunk)
 

@@ -242,7 +242,7 @@ class Bench:
                 program.worker = None
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles of the pair, compiled for the CPU")
     parser.add_argument(
@@ -296,6 +296,11 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="only recreate the table and plots from OUT/bench.json, which a run saves after every prompt",
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
     args = parser.parse_args(argv)
     sizes = {n: getattr(args, n) for n in ("count", "new_tokens", "threads", "rounds", "longest")}
     for name, value in (sizes | {"contexts": min(args.contexts or [1])}).items():

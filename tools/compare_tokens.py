@@ -14,11 +14,13 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runtime import Model, load
+from runtime import Model, Stream, load
 from runtime.cli.command import run
 from tools.load import read_prompts
 from tools.replay import Checks, Verdict, start
@@ -65,48 +67,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(lambda: compare(args))
 
 
+class Results:
+    """The results of texts, a line of a file each. Threads may share it."""
+
+    def __init__(self, file: Path, wanted: int) -> None:
+        """wanted: tokens to compare, those in the file included."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+        known = {line["number"] for line in self.lines}
+        self._numbers = (number for number in count() if number not in known)
+        self._file, self._lock = file.open("a", encoding="utf-8"), threading.Lock()
+        self._wanted, self._decoded = wanted, sum(line["tokens"] for line in self.lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def next_number(self) -> int | None:
+        """A text's number, None if enough is decoded."""
+        with self._lock:
+            return next(self._numbers) if self._decoded < self._wanted else None
+
+    def decoded(self, tokens: int) -> None:
+        with self._lock:
+            self._decoded += tokens
+
+    def add(self, number: int, verdict: Verdict) -> None:
+        line = {
+            "number": number,
+            "tokens": verdict.tokens,
+            "near": list(verdict.margins),
+            "differs": list(verdict.differs),
+        }
+        with self._lock:
+            self.lines.append(line)
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def total(self) -> Verdict:
+        return sum((Verdict(line["tokens"], line["near"], line["differs"]) for line in self.lines), Verdict(0))
+
+
 def compare(args: argparse.Namespace) -> int:
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.exists() else []
-    known, tokens = {line["number"] for line in lines}, sum(line["tokens"] for line in lines)
-    numbers = (number for number in count() if number not in known)
-    lock = threading.Lock()
     failures = list[BaseException]()
     prompts = read_prompts(args.prompts, 80)
     with (
         load(args.bundle, streams=args.streams) as model,
-        args.out.open("a", encoding="utf-8") as out,
+        closing(Results(args.out, args.tokens)) as results,
         Checks(args.bundle) as checks,
     ):
 
-        def write(number: int, verdict: Verdict) -> None:
-            with lock:
-                lines.append(
-                    {
-                        "number": number,
-                        "tokens": verdict.tokens,
-                        "near": list(verdict.margins),
-                        "differs": list(verdict.differs),
-                    }
-                )
-                out.write(json.dumps(lines[-1]) + "\n")
-                out.flush()
-
-        def work(stream: Model) -> None:
-            nonlocal tokens
+        def work(stream: Stream) -> None:
             try:
-                while not failures:
-                    with lock:
-                        if tokens >= args.tokens:
-                            return
-                        number = next(numbers)
+                while not failures and (number := results.next_number()) is not None:
                     asked = request(model, prompts, number, args.new_tokens)
                     generation = start(stream, asked)
                     for _ in generation:
                         pass
-                    with lock:
-                        tokens += len(generation.ids)
-                    checks.add(asked, generation.ids, lambda verdict, number=number: write(number, verdict))  # type: ignore[misc]
+                    results.decoded(len(generation.ids))
+                    checks.add(asked, generation.ids, partial(results.add, number))
             except BaseException as error:
                 failures.append(error)
 
@@ -118,13 +136,13 @@ def compare(args: argparse.Namespace) -> int:
         if failures:
             raise failures[0]
         checks.verdict()
-    total = sum((Verdict(line["tokens"], line["near"], line["differs"]) for line in lines), Verdict(0))
+    total = results.total()
     ties = (
         f"{len(total.margins)} near-ties, the widest {max(total.margins):.1e} of the largest logit"
         if total.margins
         else "no near-ties"
     )
-    print(f"{total.tokens} tokens in {len(lines)} texts: {ties}, {len(total.differs)} other differences")
+    print(f"{total.tokens} tokens in {len(results.lines)} texts: {ties}, {len(total.differs)} other differences")
     print("\n".join(total.differs), end="")
     return int(bool(total.differs))
 

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from runtime import Generation, Model, load
+from runtime import Generation, Model, Stream, load
 from runtime.cli.checks.lossless import Difference, compare_with_plain, differences
 
 _model: Model | None = None  # of this process
@@ -26,7 +26,7 @@ class Verdict:
         return Verdict(self.tokens + other.tokens, [*self.margins, *other.margins], [*self.differs, *other.differs])
 
 
-def start(model: Model, request: Mapping[str, Any], speculate: bool = True) -> Generation:
+def start(model: Stream, request: Mapping[str, Any], speculate: bool = True) -> Generation:
     """Starts the generation of a request. request: ``messages`` or ``prompt`` (token ids), ``max_tokens``, and
     settings."""
     options = {name: value for name, value in request.items() if name not in ("messages", "prompt", "max_tokens")}
@@ -34,7 +34,7 @@ def start(model: Model, request: Mapping[str, Any], speculate: bool = True) -> G
     return model.generate(prompt, request["max_tokens"], speculate, **options)
 
 
-def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
+def check(model: Stream, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
     """Compares the text of a request (see ``start``) with plain decoding. found: the text, or its token ids."""
     plain = start(model, request, speculate=False)
     text = "".join(plain)

@@ -19,7 +19,9 @@ from .options import asked
 if TYPE_CHECKING:
     import torch
 
+    from .batches import Features
     from .loop import Settings
+    from .model import Drafter
     from .store import Text
 
 
@@ -132,12 +134,9 @@ def _trained(
     work: Path,
     stopped: Callable[[], bool],
 ) -> bool:
-    import torch
-
-    from . import loop, parallel, state
-    from .batches import Features, usable
+    from . import loop, state
+    from .batches import usable
     from .drafters import made
-    from .drafters.gumiho import Gumiho
     from .evaluate import Evaluation
     from .vocabulary import vocabulary
 
@@ -145,10 +144,7 @@ def _trained(
     drafter = made(kind, layers, heads, model)
     if not len(usable(text, drafter.depths, training=True)):
         raise InputError(f"'{text.folder}' has no text that is long enough to train on: write some first (--only text)")
-    if not config.no_hidden_cache:
-        _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(drafter.taps)))
-    kept = "-".join(map(str, ("hidden", *drafter.taps)))
-    features = Features(None if config.no_hidden_cache else work / kept, text, model.model, drafter.taps)
+    features = _features(config, text, model, drafter, work)
     file = work / "state" / f"{kind}.pt"
     known = {
         "target": text.target,
@@ -163,13 +159,8 @@ def _trained(
     drafter = drafter.to(embed.device)
     if config.shard_target and not features.fill(stopped, _say):
         return False
-    # without their help, the others get these weights
-    if stored is None and (config.shard_target or not parallel.rank()):
-        torch.manual_seed(config.seed)
-        if config.init and isinstance(drafter, Gumiho):
-            drafter.from_checkpoint(config.init)
-        else:
-            drafter.begin(model, text, features, _say)
+    if stored is None:
+        _begin(config, drafter, model, text, features)
     if config.shard_target:
         del model.model.layers  # their hidden states are on disk
     settings = _settings(config, model.config.hidden_size, embed.dtype)
@@ -187,6 +178,34 @@ def _trained(
     if done:
         _say(f"{config.out}: try gumiho export --ckpt {config.out} --target {config.target}")
     return done
+
+
+def _features(config: TrainConfig, text: "Text", model: Any, drafter: "Drafter", work: Path) -> "Features":
+    """The hidden states that the drafter reads. Raises UnavailableError if the disk does not hold them."""
+    from .batches import Features
+
+    kept = None
+    if not config.no_hidden_cache:
+        _require_space(work, text.tokens * model.config.hidden_size * 2 * (1 + len(drafter.taps)))
+        kept = work / "-".join(map(str, ("hidden", *drafter.taps)))
+    return Features(kept, text, model.model, drafter.taps)
+
+
+def _begin(config: TrainConfig, drafter: "Drafter", model: Any, text: "Text", features: "Features") -> None:
+    """The drafter's weights before the first step. Of several processes, those that need not help with it get them from
+    the first one."""
+    import torch
+
+    from . import parallel
+    from .drafters.gumiho import Gumiho
+
+    if not config.shard_target and parallel.rank():
+        return
+    torch.manual_seed(config.seed)
+    if config.init and isinstance(drafter, Gumiho):
+        drafter.from_checkpoint(config.init)
+    else:
+        drafter.begin(model, text, features, _say)
 
 
 def _settings(config: TrainConfig, hidden: int, dtype: "torch.dtype") -> "Settings":

@@ -161,61 +161,81 @@ def write(
     implementation = model.config._attn_implementation
     model.config._attn_implementation = "gumiho_slots"
     try:
-        slots = Slots(model, groups(batch, window))
-        limits = [capacity for count, capacity in slots.sizes for _ in range(count)]
-        generator = torch.Generator().manual_seed(seed + text.tokens)
-
-        def next_talk(slot: int) -> Conversation | None:
-            talk = script.next(limits[slot], window)
-            slots.restart(slot)
-            if talk and not shared and len(talk.ids) > batch:  # fewer take no longer beside the other slots
-                talk.read = min(len(talk.ids), talk.limit) - 1
-                if len(talk.ids) < talk.limit:  # else there is no room for an answer
-                    slots.read(slot, talk.ids[: talk.read])
-            return talk
-
-        talks = [next_talk(slot) for slot in range(len(limits))]
-        finished: list[tuple[NDArray[Any], int]] = []
-        device, begun, flushed, before = model.lm_head.weight.device, time.monotonic(), time.monotonic(), text.tokens
-        pending = 0
-
-        def append() -> None:
-            text.append(parallel.gathered(finished))
-            parallel.wait()
-            text.refresh()
-
+        writer = _Writer(model, text, script, batch, window, seed, shared)
+        begun, flushed, before = time.monotonic(), time.monotonic(), text.tokens
         while not stopped():
             due = not parallel.rank() and time.monotonic() - flushed > _FLUSH
-            waiting, busy, flush = parallel.total(pending, any(talks), due)
+            waiting, busy, flush = parallel.total(writer.pending, writer.busy, due)
             if text.tokens + waiting >= wanted or not busy:
                 break
             if flush:
-                append()
-                finished, pending, flushed = [], 0, time.monotonic()
+                writer.flush()
+                flushed = time.monotonic()
                 report(progress(text.tokens, wanted, (text.tokens - before) / (flushed - begun)))
-            # An idle slot reads the same token over and over, so that processes which share a target call it together.
-            tokens = torch.tensor([talk.ids[talk.read] if talk else 0 for talk in talks], device=device)
-            positions = torch.tensor([talk.read if talk else 0 for talk in talks], device=device)
-            logits = slots.step(tokens, positions)
-            heat = torch.tensor([talk.heat if talk else 0.0 for talk in talks], device=device)
-            chosen = choose(logits, heat, generator).tolist()
-            for slot, talk in enumerate(talks):
-                if talk and _advance(talk, chosen[slot], script):
-                    finished.append((talk.record(), talk.source))
-                    pending += len(finished[-1][0])
-                    talks[slot] = next_talk(slot)
-        append()
+            writer.step()
+        writer.flush()
     finally:
         model.config._attn_implementation = implementation
 
 
-def _advance(talk: Conversation, token: int, script: Script) -> bool:
-    """One token further. Returns whether the conversation is over."""
-    talk.read += 1
-    if not (talk.add(token, script.decode) if talk.choosing else talk.read >= talk.limit - 1):
-        return False
-    script.over(talk)
-    return True
+class _Writer:
+    """Conversations under way, one in each slot. pending: tokens of the finished ones that are not in ``text`` yet."""
+
+    def __init__(
+        self, model: Any, text: Text, script: Script, batch: int, window: int, seed: int, shared: bool
+    ) -> None:
+        """See ``write``."""
+        self._text, self._script, self._batch, self._window, self._shared = text, script, batch, window, shared
+        self._device, self._generator = model.lm_head.weight.device, torch.Generator().manual_seed(seed + text.tokens)
+        self._slots = Slots(model, groups(batch, window))
+        self._limits = [capacity for count, capacity in self._slots.sizes for _ in range(count)]
+        self._finished: list[tuple[NDArray[Any], int]] = []
+        self.pending = 0
+        self._talks = [self._next(slot) for slot in range(len(self._limits))]
+
+    @property
+    def busy(self) -> bool:
+        return any(self._talks)
+
+    def _next(self, slot: int) -> Conversation | None:
+        """Begins the slot's next conversation, if the script has one."""
+        talk = self._script.next(self._limits[slot], self._window)
+        self._slots.restart(slot)
+        if talk and not self._shared and len(talk.ids) > self._batch:  # fewer take no longer beside the other slots
+            talk.read = min(len(talk.ids), talk.limit) - 1
+            if len(talk.ids) < talk.limit:  # else there is no room for an answer
+                self._slots.read(slot, talk.ids[: talk.read])
+        return talk
+
+    def step(self) -> None:
+        """One token of every conversation."""
+        # An idle slot reads the same token over and over, so that processes which share a target call it together.
+        talks, device = self._talks, self._device
+        tokens = torch.tensor([talk.ids[talk.read] if talk else 0 for talk in talks], device=device)
+        positions = torch.tensor([talk.read if talk else 0 for talk in talks], device=device)
+        logits = self._slots.step(tokens, positions)
+        heat = torch.tensor([talk.heat if talk else 0.0 for talk in talks], device=device)
+        chosen = choose(logits, heat, self._generator).tolist()
+        for slot, talk in enumerate(talks):
+            if talk and self._over(talk, chosen[slot]):
+                self._finished.append((talk.record(), talk.source))
+                self.pending += len(self._finished[-1][0])
+                talks[slot] = self._next(slot)
+
+    def _over(self, talk: Conversation, token: int) -> bool:
+        """One token further. Returns whether the conversation is over."""
+        talk.read += 1
+        if not (talk.add(token, self._script.decode) if talk.choosing else talk.read >= talk.limit - 1):
+            return False
+        self._script.over(talk)
+        return True
+
+    def flush(self) -> None:
+        """Appends the finished conversations, of all processes, to ``text``."""
+        self._text.append(parallel.gathered(self._finished))
+        parallel.wait()
+        self._text.refresh()
+        self._finished, self.pending = [], 0
 
 
 def progress(tokens: int, wanted: int, rate: float) -> str:

@@ -89,55 +89,72 @@ def quantized(
     slices are quantized; for 8-bit codes only. Input-major codes are held in memory as a whole, because each of their
     rows needs values of every slice.
     """
-    shapes = scheme.shapes(source.shape)
-    small = {scale_of(name): (shapes[1], dtype)}
-    if scheme.zeros:
-        small[zero_of(name)] = scheme.zeros_shape(source.shape), scheme.codes
-    rows, kept = max(1, _SLICE_ELEMENTS // source.shape[-1]), dict[str, Tensor]()
+    one = _Quantization(source, name, scheme, dtype, importance, errors)
+    rest = {key: Source(shape, partial(one.read, key), own) for key, (shape, own) in one.small.items()}
+    return {name: Source(scheme.shapes(source.shape)[0], one.codes, scheme.codes), **rest}
 
-    def quantized_part(part: Tensor) -> tuple[tuple[Tensor, ...], float, float]:
+
+class _Quantization:
+    """A matrix that is quantized slice by slice. small: shape and type of its scales and zero points."""
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        importance: Tensor | None,
+        errors: Rounding | None,
+    ) -> None:
+        self._source, self._name, self._scheme, self._dtype = source, name, scheme, dtype
+        self._importance, self._errors = importance, errors
+        self.small = {scale_of(name): (scheme.shapes(source.shape)[1], dtype)}
+        if scheme.zeros:
+            self.small[zero_of(name)] = scheme.zeros_shape(source.shape), scheme.codes
+        self._kept = dict[str, Tensor]()
+
+    def _part(self, part: Tensor) -> tuple[tuple[Tensor, ...], float, float]:
         """With its largest error and magnitude, if they are wanted."""
-        found = quantize(part, scheme, dtype, importance)
-        if errors is None:
+        found = quantize(part, self._scheme, self._dtype, self._importance)
+        if self._errors is None:
             return found, 0.0, 0.0
-        off = dequantize(found[0], found[1], scheme.bits).float() - part
+        off = dequantize(found[0], found[1], self._scheme.bits).float() - part
         return found, float(off.abs().max()), float(part.abs().max())
 
-    def parts() -> Iterator[Tensor]:
+    def _parts(self) -> Iterator[Tensor]:
+        """The codes of all slices. Keeps their scales and zero points."""
         # One tensor for all of a kind: small ones between freed large blocks would fragment the heap.
-        kept.update({part: torch.empty(shape, dtype=own) for part, (shape, own) in small.items()})
-        filled, worst, largest = dict.fromkeys(small, 0), 0.0, 0.0
-        for (codes, *others), error, magnitude in ahead(
-            quantized_part, (p for v in source.slices() for p in v.split(rows))
-        ):
-            for key, found in zip(small, others, strict=True):
+        kept = self._kept = {key: torch.empty(shape, dtype=own) for key, (shape, own) in self.small.items()}
+        filled, worst, largest = dict.fromkeys(kept, 0), 0.0, 0.0
+        rows = max(1, _SLICE_ELEMENTS // self._source.shape[-1])
+        slices = (part for values in self._source.slices() for part in values.split(rows))
+        for (codes, *others), error, magnitude in ahead(self._part, slices):
+            for key, found in zip(kept, others, strict=True):
                 kept[key].view(-1)[filled[key] : filled[key] + found.numel()] = found.reshape(-1)
                 filled[key] += found.numel()
             worst, largest = max(worst, error), max(largest, magnitude)
             yield codes
-        if errors is not None:
-            errors[name] = worst, largest
-        if dtype == torch.float16:
-            require_fp16(kept[scale_of(name)], f"a scale of the quantized '{name}'")
+        if self._errors is not None:
+            self._errors[self._name] = worst, largest
+        if self._dtype == torch.float16:
+            require_fp16(kept[scale_of(self._name)], f"a scale of the quantized '{self._name}'")
 
-    def codes() -> Iterator[Tensor]:
-        if not scheme.input_major:
-            yield from parts()
+    def codes(self) -> Iterator[Tensor]:
+        if not self._scheme.input_major:
+            yield from self._parts()
             return
-        whole, filled = torch.empty(shapes[0], dtype=scheme.codes), 0
-        for part in parts():
+        whole, filled = torch.empty(self._scheme.shapes(self._source.shape)[0], dtype=self._scheme.codes), 0
+        for part in self._parts():
             whole[:, filled : filled + part.shape[1]] = part
             filled += part.shape[1]
-        yield from whole.split(max(1, _SLICE_ELEMENTS // source.shape[0]))
+        yield from whole.split(max(1, _SLICE_ELEMENTS // self._source.shape[0]))
 
-    def read(key: str) -> Iterator[Tensor]:
-        if key not in kept:  # an interrupted run has packed what comes before
-            for _ in codes():
+    def read(self, key: str) -> Iterator[Tensor]:
+        """The scales or zero points, of which nothing is kept once they are read."""
+        if key not in self._kept:  # an interrupted run has packed what comes before
+            for _ in self.codes():
                 pass
-        yield kept.pop(key)
-
-    rest = {key: Source(shape, partial(read, key), own) for key, (shape, own) in small.items()}
-    return {name: Source(shapes[0], codes, scheme.codes), **rest}
+        yield self._kept.pop(key)
 
 
 def carried(source: Source, name: str, scheme: Scheme, dtype: torch.dtype) -> dict[str, Source]:

@@ -207,10 +207,22 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
     is random instead of drafted, since the drafter needs the prompt's hidden rows. Raises DamageError for outputs with
     NaN or infinity.
     """
+    run, path = _target_passes(target, drafter.ahead if drafter else 0, tree, dtype)
+    _require_finite(run)  # before drafting: a choice among logits with NaN is not a token
+    drafted = {} if drafter is None else _draft_passes(drafter, tree, dtype, run, path)
+    _require_finite(drafted)
+    return {name: value.numpy() for name, value in (run | drafted).items()}
+
+
+def _target_passes(
+    target: Target, ahead: int, tree: TreeConfig, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The target's part of the run: the passes "prompt" and "verify", and the longest path of the verified tree. ahead:
+    see ``Drafter``."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.embed_tokens.vocabulary
     # No longer than the tree: a pass of that many rows fits every backend.
-    capacity = target.capacity - (drafter.ahead if drafter else 0)
+    capacity = target.capacity - ahead
     n = min(_PROMPT, capacity // 2, tree.rows)
     depths, ancestors, path = _tree(min(tree.rows, capacity - n), tree.depth, generator)
     tokens = torch.randint(0, vocabulary, (n + len(depths),), generator=generator)
@@ -233,42 +245,39 @@ def record(target: Target, drafter: Drafter | None, tree: TreeConfig, dtype: tor
                 "top_logits": top.values[part].float(),
             }.items()
         }
-
     starts = [part.start for part in target.returns.parts(target.norm.weight.shape[0])]
     run["prompt.parts"] = torch.tensor([*starts, hidden.shape[1]])
-    _require_finite(run)  # before drafting: a choice among logits with NaN is not a token
-    if drafter is None:
-        return {name: value.numpy() for name, value in run.items()}
+    return run, path
 
+
+def _draft_passes(
+    drafter: Drafter, tree: TreeConfig, dtype: torch.dtype, run: Mapping[str, Tensor], path: Tensor
+) -> dict[str, Tensor]:
+    """The drafter's part of the run: the passes "tree", after the prompt, and "next", after an accepted path. run: the
+    target's part."""
+    drafted: dict[str, Tensor] = {}
     drawn = torch.from_numpy(noise(tree.depth, drafter.drafted)) if drafter.noisy else None
 
     def draft_pass(
-        name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor]
+        name: str, read: Tensor, path: Tensor, hidden: Tensor, past: int, caches: list[Tensor], drawn: Tensor | None
     ) -> list[Tensor]:
         with _log_probs(drafter) if tree.is_chain else nullcontext() as levels:
-            outputs = drafter(
-                read,
-                hidden,
-                path,
-                torch.tensor([len(read)]),
-                torch.tensor([past]),
-                caches,
-                drawn if name == "next" else None,
-            )
-        run.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
+            outputs = drafter(read, hidden, path, torch.tensor([len(read)]), torch.tensor([past]), caches, drawn)
+        drafted.update({f"{name}.{part}": value for part, value in zip(TREE, outputs, strict=False)})
         if levels:
             best = torch.cat(levels).topk(min(_TOP, levels[0].shape[1]), dim=-1)
             ids = best.indices if drafter.token_ids is None else drafter.token_ids[best.indices]
-            run.update({f"{name}.top_ids": ids, f"{name}.top_scores": run[f"{name}.score"][:-1, None] + best.values})
+            scores = drafted[f"{name}.score"][:-1, None] + best.values
+            drafted.update({f"{name}.top_ids": ids, f"{name}.top_scores": scores})
         return list(outputs[len(TREE) :])  # the caches follow the tree
 
-    # The pending token is the tree's root.
-    caches = draft_pass("tree", tokens[1 : n + 1], torch.arange(n), hidden[:n], 0, empty(drafter, dtype))
-    run |= {"tree.read": tokens[n : n + 1], "tree.path": torch.tensor([n - 1])}
-    draft_pass("next", choice[n:][path], path, hidden[n:], n, caches)
-    run |= {"next.read": choice[n:][path], "next.path": path}
-    _require_finite(run)
-    return {name: value.numpy() for name, value in run.items()}
+    prompt, pending = run["prompt.tokens"], run["verify.tokens"][:1]  # the pending token is the tree's root
+    n, accepted = len(prompt), run["verify.choice"][path]
+    read = torch.cat((prompt[1:], pending))
+    caches = draft_pass("tree", read, torch.arange(n), run["prompt.hidden"], 0, empty(drafter, dtype), None)
+    drafted |= {"tree.read": pending, "tree.path": torch.tensor([n - 1])}
+    draft_pass("next", accepted, path, run["verify.hidden"], n, caches, drawn)
+    return drafted | {"next.read": accepted, "next.path": path}
 
 
 def _require_finite(run: Mapping[str, Tensor]) -> None:

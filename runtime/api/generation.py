@@ -121,14 +121,14 @@ class Generation:
         return _Pieces(self._pieces(watch), self._pieces_lock)
 
     def _pieces(self, watch: Callable[[Cycle], object] | None) -> Generator[str, None, None]:
-        shared = self._selector.stream
-        stream = shared or self._read_again()
-        if not shared:
+        selecting = self._selector.stream  # takes every token already, for stop strings
+        stream = selecting or self._read_again()
+        if not selecting:
             stream.take()  # the text of cycles that were read earlier
         for cycle in self.cycles():
             if watch:
                 watch(cycle)
-            for token in () if shared else cycle.tokens:
+            for token in () if selecting else cycle.tokens:
                 stream.push(token)
             if piece := stream.take():
                 yield piece

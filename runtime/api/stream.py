@@ -244,13 +244,13 @@ class Stream:
 
             def step(_: bool = False) -> Cycle | None:
                 nonlocal begun
-                begun, self.decoder.shares = True, self._loaded.loop.shared(self._number)
+                begun, self.decoder.contended = True, self._loaded.loop.contended(self._number)
                 return next(steps, _END)
 
             try:
                 while cycle is None:
-                    # Where passes are shared, they wait in the queue each, and the rest runs beside those of others.
-                    cycle = step() if self._loaded.shares else self._loaded.loop.run(self._number, step)
+                    # Where streams' passes are joined, each pass waits in the queue; a cycle's other work does not.
+                    cycle = step() if self._loaded.joins_passes else self._loaded.loop.run(self._number, step)
             except BaseException as error:
                 generation.broken = begun
                 if begun and isinstance(error, KeyboardInterrupt):

@@ -34,7 +34,7 @@ _FEWEST_READ = 8  # rows of such a pass in any case: fewer hardly take less time
 class Decoder:
     """Drives the engines of one bundle, one generation at a time.
 
-    shares: whether other streams want passes now; set by whoever drives the decoder. planners: of likeliest and of
+    contended: whether other streams want passes now; set by whoever drives the decoder. planners: of likeliest and of
     drawn texts, which accept differently; None without costs. text: the token ids whose rows the caches hold: a prompt,
     and what was emitted after it, which still grows. valid_target_length: rows of the target's cache, from the first,
     that are as in plain decoding.
@@ -61,7 +61,7 @@ class Decoder:
         padded = 0 if self.target.splits else form.chunk
         shape = manifest.depth, padded, manifest.has_drafter, form.static
         self.planners = [Planner(costs, *shape) if costs else None for _ in range(2)]
-        self.shares = False
+        self.contended = False
         self._draws = False  # whether the running text is drawn
         self._rows_in_time = 0  # of a pass over a prompt that takes _PATIENCE_NS, as far as the last one shows
         self.selector: TokenSelector | None = None
@@ -239,7 +239,7 @@ class Decoder:
 
     def _chunk(self) -> int:
         """How many tokens of a prompt the next pass reads: fewer if other streams would wait for it too long."""
-        return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self.shares else self.form.chunk
+        return min(self.form.chunk, max(_FEWEST_READ, self._rows_in_time)) if self.contended else self.form.chunk
 
     def feed(self, tokens: Sequence[int], last: bool = False) -> int:
         """One causal pass of the target over at most a chunk of tokens; commits all of them. last: see

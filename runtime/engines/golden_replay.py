@@ -204,7 +204,7 @@ def check(bundle: Bundle, backend: Backend, folder: Path) -> dict[str, float]:
         close(engines, device)
 
 
-def check_shared(bundle: Bundle, backend: Backend, folder: Path) -> None:
+def check_shared_passes(bundle: Bundle, backend: Backend, folder: Path) -> None:
     """Replays the golden run through the graph ``shared``, in all lanes at once. Raises GumihoError as ``replay``
     does."""
     form = backend.form(bundle, folder).of("")

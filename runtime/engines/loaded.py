@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class LoadedBundle:
     """The engines of a bundle by graph name, their device, and by drafter the measured prices of their passes, if any.
 
-    choices: which drafter a text gets that names none, for likeliest and for drawn texts. shares: whether passes of the
-    target take rows of several streams; otherwise each stream has the engines for a whole step, a cycle or a part of
-    its prompt. numbers: of streams to come. closed: the engines are freed.
+    choices: which drafter a text gets that names none, for likeliest and for drawn texts. joins_passes: whether a pass
+    of the target takes rows of several streams; otherwise each stream has the engines for a whole step, a cycle or a
+    part of its prompt. numbers: of streams to come. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -45,7 +45,7 @@ class LoadedBundle:
     device: Device
     costs: Mapping[str, Costs | None] = field(default_factory=dict)
     backend: Backend | None = None
-    shares: bool = False
+    joins_passes: bool = False
     loop: EngineLoop = field(default_factory=EngineLoop)
     numbers: Iterator[int] = field(default_factory=count)
     closed: bool = False
@@ -54,9 +54,9 @@ class LoadedBundle:
         weakref.finalize(self, self.loop.stop)
 
     def use_thread(self) -> None:
-        """From now on the loop's own threads use the engines: to share passes, and since recordings of an accelerator
+        """From now on the loop's own threads use the engines: to join passes, and since recordings of an accelerator
         belong to a thread."""
-        if self.shares or not isinstance(self.device, Host):
+        if self.joins_passes or not isinstance(self.device, Host):
             self.loop.start()
 
     def require_stream(self) -> None:
@@ -81,7 +81,7 @@ class LoadedBundle:
 
     def engines_of(self, stream: int) -> Mapping[str, Engine]:
         """The engines as a stream uses them, by graph name. stream: its number."""
-        if not self.shares:
+        if not self.joins_passes:
             return self.engines
         return {
             name: QueuedTarget(cast("Lanes", engine), self.loop, stream)

@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 class Work:
     """What a stream wants of the engines, once.
 
-    call: does it, given whether other streams are active. part: a pass that can be run together with those of other
-    streams, in place of ``call``. With neither, the waiting thread gets the engines for itself. result, error: what
-    came of it.
+    call: does it, given whether other streams want the engines too. part: a pass that can be run together with those of
+    other streams, in place of ``call``. With neither, the waiting thread gets the engines for itself. result, error:
+    what came of it.
     """
 
     __slots__ = "call", "done", "error", "part", "ready", "result", "stream", "thread"
@@ -81,7 +81,7 @@ class EngineLoop:
             try:
                 self._last[stream] = monotonic()
                 self._take()
-                return call(self.shared(stream))
+                return call(self.contended(stream))
             finally:
                 self._give()
         work = Work(stream, None if part else call, part)
@@ -135,7 +135,7 @@ class EngineLoop:
                 work.ready.acquire()  # the engines use the stream's buffers
             raise
 
-    def shared(self, stream: int) -> bool:
+    def contended(self, stream: int) -> bool:
         """Whether other streams than this one have wanted something lately."""
         return len(self._last) > 1 and any(other != stream for other in self._active())
 
@@ -181,9 +181,9 @@ class EngineLoop:
         started, first = monotonic(), batch[0]
         try:
             if self._lanes and first.part:
-                self._lanes.run([work.part for work in batch if work.part], self.shared(first.stream))
+                self._lanes.run([work.part for work in batch if work.part], self.contended(first.stream))
             elif first.call:
-                first.result = first.call(self.shared(first.stream))
+                first.result = first.call(self.contended(first.stream))
         except BaseException as error:
             first.error = error
         self._hand_back(batch, monotonic() - started)

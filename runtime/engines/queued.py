@@ -45,9 +45,9 @@ class QueuedEngine:
         own, run, stream = self._engine.bind(buffers), self._loop.run, self._stream
         beside = getattr(own, "beside", None) or own
 
-        def timed(shared: bool) -> float:
+        def timed(contended: bool) -> float:
             started = perf_counter_ns()
-            (beside if shared else own)()
+            (beside if contended else own)()
             return perf_counter_ns() - started
 
         return lambda: run(stream, timed)

@@ -147,7 +147,7 @@ def _prove(bundle: Bundle, backend: Backend, folder: Path, progress: Callable[[s
         most, comparable = (text_time(decoders[0]), not others.in_the_way) if cores > 1 else (0.0, False)
     if SHARED in form.graphs:
         progress("replaying the golden run in passes of several streams")
-        golden.check_shared(bundle, backend, folder)
+        golden.check_shared_passes(bundle, backend, folder)
 
     @contextmanager
     def opened(threads: int) -> Iterator[Sequence[Decoder]]:

@@ -17,7 +17,7 @@ from ..decoding.settings import Settings
 from ..decoding.stats import Stats
 from .answers import Part, Usage
 from .metrics import Metrics
-from .slots import Slots, Turn
+from .slots import Lease, Slots
 
 # Text decoded within this time is sent together, except a choice's first part: each part wakes threads that take cores
 # from passes.
@@ -73,11 +73,11 @@ class Completions:
         self, request: Request, prompt: Sequence[int], settings: Settings, first: bool
     ) -> AsyncGenerator[Part, None]:
         """Decodes one choice. first: whether it is its prompt's first choice; the prompt's tokens are counted once."""
-        async with self._slots.turn(prompt, settings.grammar is not None) as turn:
-            generation = await turn.run(lambda: turn.stream.start(prompt, settings, resume=True))
+        async with self._slots.lease(prompt, settings.grammar is not None) as lease:
+            generation = await lease.run(lambda: lease.stream.start(prompt, settings, resume=True))
             began: float | None = None
             try:
-                async with aclosing(self._parts(turn, generation, settings)) as parts:
+                async with aclosing(self._parts(lease, generation, settings)) as parts:
                     async for part in parts:
                         began = began or perf_counter()
                         yield part
@@ -90,7 +90,7 @@ class Completions:
                 request.stats.add(stats)
                 self._metrics.count(stats, request.begun, began)
 
-    async def _parts(self, turn: Turn, generation: Generation, settings: Settings) -> AsyncGenerator[Part, None]:
+    async def _parts(self, lease: Lease, generation: Generation, settings: Settings) -> AsyncGenerator[Part, None]:
         """Yields a choice's parts. The next part is decoded while one is sent."""
         cycles: list[Cycle] = []
         pieces = generation.pieces(cycles.append)
@@ -114,11 +114,11 @@ class Completions:
 
         async def next_part() -> tuple[Part, bool]:
             if self._slots.wanted and fair.used_up:
-                turn.end()
-                await turn.begin([*generation.prompt, *generation.ids], again=True)
-                await turn.run(lambda: generation.move(turn.stream))
+                lease.end()
+                await lease.begin([*generation.prompt, *generation.ids], again=True)
+                await lease.run(lambda: generation.move(lease.stream))
                 fair.begin()
-            return await turn.run(step)
+            return await lease.run(step)
 
         sent = False
         coming = asyncio.ensure_future(next_part())

@@ -1,7 +1,6 @@
 """Serves a bundle over HTTP with OpenAI's API."""
 
 import argparse
-import asyncio
 import logging
 import os
 import socket
@@ -9,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..api.loader import load
 from ..cli.command import argument_parser, read_text
@@ -21,9 +20,7 @@ from .allocator import share_arena
 if TYPE_CHECKING:
     from .guard import Access
 
-_log = logging.getLogger("gumiho.serve")
 _SWITCH_SECONDS = 0.0002
-_AFTER_GRACE = 5  # seconds for aborted requests to send their last message
 _KEY = "GUMIHO_API_KEY"
 _LONGEST = 1_000_000  # seconds, within what timers of the event loop accept
 
@@ -215,10 +212,8 @@ def serve(args: argparse.Namespace) -> int:
     _check(args)
     keys = _keys(args)
     try:
-        import uvicorn
-
         from .app import Limits, Server
-        from .idle import ImpatientProtocol
+        from .http_server import HttpServer
     except ImportError as error:
         raise UnavailableError(f"serving needs {error.name or error}: pip install '.[serve]'") from None
     share_arena()
@@ -236,41 +231,5 @@ def serve(args: argparse.Namespace) -> int:
     ):
         name = args.model_name or Path(args.bundle).resolve().name
         app = Server(model, name, limits, access, args.log_prompts).app()
-        ImpatientProtocol.PATIENCE = args.patience
-
-        class Uvicorn(uvicorn.Server):
-            def handle_exit(self, sig: int, frame: Any) -> None:
-                super().handle_exit(sig, frame)
-                # Otherwise uvicorn would raise the signals again, and the process would end with their status.
-                self._captured_signals.clear()
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                host, port = listening.getsockname()[:2]
-                address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                _log.info("%s on %s, OpenAI's API on %s/v1", name, address, address)
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                ending = asyncio.get_running_loop().call_later(args.grace, self._break_off)
-                await super().shutdown(sockets)
-                ending.cancel()
-
-            def _break_off(self) -> None:
-                """Ends each request with a message. uvicorn would log a traceback for each."""
-                _log.warning("--grace %d is over: %d requests are broken off", args.grace, len(self.server_state.tasks))
-                for task in self.server_state.tasks:
-                    task.cancel()
-
-        config = uvicorn.Config(
-            app,
-            http=ImpatientProtocol,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=max(5, int(args.patience)),
-            timeout_graceful_shutdown=args.grace + _AFTER_GRACE,
-        )
-        Uvicorn(config).run(sockets=[listening])
+        HttpServer(app, name, listening, args.patience, args.grace).run(sockets=[listening])
     return 0

@@ -36,8 +36,8 @@ class Slot:
         self._thread.shutdown()
 
 
-class Turn:
-    """A text's turn on a slot, which it may give way to another text and get again."""
+class Lease:
+    """A text's right to a slot. It may end before the text does, for another text, and begin again on any slot."""
 
     def __init__(self, slots: "Slots", guided: bool) -> None:
         self._slots, self._guided = slots, guided
@@ -120,15 +120,15 @@ class Slots:
         return ended
 
     @asynccontextmanager
-    async def turn(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Turn]:
-        """A text's turn, when a slot is free for it. Its slot is freed once its thread is idle. guided: whether it
+    async def lease(self, prompt: Sequence[int], guided: bool) -> AsyncIterator[Lease]:
+        """A slot for a text, once one is free for it. Its slot is freed once its thread is idle. guided: whether it
         follows a grammar."""
-        turn = Turn(self, guided)
+        lease = Lease(self, guided)
         try:
-            await turn.begin(prompt)
-            yield turn
+            await lease.begin(prompt)
+            yield lease
         finally:
-            turn.end()
+            lease.end()
 
     async def take(self, waiting: _Waiting) -> Slot:
         self._waiting.append(waiting)
@@ -148,7 +148,7 @@ class Slots:
         self._grant()
 
     def _grant(self) -> None:
-        """Gives the free slots to those who wait, in turn."""
+        """Gives the free slots to those who wait, the first ones first."""
         for waiting in sorted(self._waiting, key=lambda one: one.again):
             if self._free and not waiting.slot.done() and (self._guided or not waiting.guided):
                 self._waiting.remove(waiting)
