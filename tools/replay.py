@@ -34,7 +34,7 @@ def start(model: Stream, request: Mapping[str, Any], speculate: bool = True) -> 
     return model.generate(prompt, request["max_tokens"], speculate, **options)
 
 
-def check(model: Stream, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
+def check(model: Model, request: Mapping[str, Any], found: str | Sequence[int]) -> Verdict:
     """Compares the text of a request (see ``start``) with plain decoding. found: the text, or its token ids."""
     plain = start(model, request, speculate=False)
     text = "".join(plain)
