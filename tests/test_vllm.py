@@ -509,7 +509,7 @@ def test_the_lines_name_the_folders_whatever_they_are_called(
     pair = Pair(Checkpoint(f"./{name}/target", "target"), Checkpoint(f"./{name}/drafter", "drafter"))
     assert spoken(pair, Path(name)) == {
         "target": str(tmp_path / name / "target"),
-        "method": "gumiho",
+        "method": "eagle",
         "model": str(tmp_path / name),
         "num_speculative_tokens": 4,
     }

@@ -1,4 +1,5 @@
-"""Writes a drafter in the layout that vLLM's Gumiho method reads.
+"""Writes a drafter in the layout that vLLM's Gumiho method reads, and so does our plugin for released vLLMs
+(``gumiho_vllm``).
 
 The layout follows vLLM pull request 43544 (open; commit 7f27511) and, where marked *, vLLM's main branch; all paths are
 under ``vllm/``:
@@ -36,6 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gumiho_vllm import RELEASES
 from runtime.errors import InputError
 
 from ..weights.source import require_fp16
@@ -201,12 +203,14 @@ def lines(pair: Pair, out: Path) -> list[str]:
     target = str(local.absolute()) if local.is_dir() else pair.target.source
     # Absolute paths: vLLM takes a name with a dot and no slash for a Python class, and other relative paths for hub
     # ids.
-    drafter = {"method": "gumiho", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
+    drafter = {"method": "eagle", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
     name, text = (json.dumps(value, ensure_ascii=False) for value in (target, drafter))
     messages = [
         f"LLM(model={name}, speculative_config={text})",
         f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(text)}",
-        "note: this needs a vLLM with the method 'gumiho' (pull request 43544), on its V1 model runner",
+        f"note: this needs vLLM {' or '.join(RELEASES)} with the plugin of gumiho-export, on its V1 model runner: "
+        "pip install --no-deps gumiho-export where vLLM is installed",
+        "note: a vLLM with pull request 43544 takes the method 'gumiho' instead of 'eagle', without the plugin",
     ]
     if _trimmed(pair):
         shape = list(pair.drafter.shape("lm_head.weight"))

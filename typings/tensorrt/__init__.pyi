@@ -1,4 +1,5 @@
-# What this project uses of TensorRT's Python API: NVIDIA/TensorRT 11.1.0.106, python/src/{infer,parsers}; all of it is in 10.15 too.
+# What this project uses of TensorRT's Python API: NVIDIA/TensorRT 11.1.0.106, python/src/{infer,parsers}; all of it is in 10.15 too. What is
+# marked RTX is of TensorRT for RTX (tensorrt_rtx_bindings) only.
 
 from builtins import bool as _bool  # the module has a member called bool
 from collections.abc import Iterable, Iterator, Sequence
@@ -149,6 +150,7 @@ class BuilderFlag(_Enum):
     REFIT_IDENTICAL: ClassVar[BuilderFlag]
     REFIT_INDIVIDUAL: ClassVar[BuilderFlag]
     WEIGHT_STREAMING: ClassVar[BuilderFlag]
+    REQUIRE_USER_ALLOCATION: ClassVar[BuilderFlag]  # RTX
     STRICT_NANS: ClassVar[BuilderFlag]
     MONITOR_MEMORY: ClassVar[BuilderFlag]
     DIRECT_IO: ClassVar[BuilderFlag]
@@ -178,6 +180,29 @@ class ExecutionContextAllocationStrategy(_Enum):
 
 class NetworkDefinitionCreationFlag(_Enum):
     STRONGLY_TYPED: ClassVar[NetworkDefinitionCreationFlag]  # 11: always on, the flag is deprecated
+
+class ComputeCapability(_Enum):  # RTX
+    SM75: ClassVar[ComputeCapability]
+    SM80: ClassVar[ComputeCapability]
+    SM86: ClassVar[ComputeCapability]
+    SM89: ClassVar[ComputeCapability]
+    SM120: ClassVar[ComputeCapability]
+    SM121: ClassVar[ComputeCapability]
+
+class DynamicShapesKernelSpecializationStrategy(_Enum):  # RTX
+    LAZY: ClassVar[DynamicShapesKernelSpecializationStrategy]
+    EAGER: ClassVar[DynamicShapesKernelSpecializationStrategy]
+    NONE: ClassVar[DynamicShapesKernelSpecializationStrategy]
+
+class IRuntimeCache:  # RTX
+    def serialize(self) -> IHostMemory: ...
+    def deserialize(self, serialized_cache: Buffer) -> _bool: ...
+
+class IRuntimeConfig:  # RTX
+    dynamic_shapes_kernel_specialization_strategy: DynamicShapesKernelSpecializationStrategy
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None: ...
+    def create_runtime_cache(self) -> IRuntimeCache: ...
+    def set_runtime_cache(self, cache: IRuntimeCache) -> _bool: ...
 
 class LayerInformationFormat(_Enum):
     ONELINE: ClassVar[LayerInformationFormat]
@@ -260,6 +285,8 @@ class IBuilderConfig:
     hardware_compatibility_level: HardwareCompatibilityLevel
     profiling_verbosity: ProfilingVerbosity
     tiling_optimization_level: TilingOptimizationLevel
+    num_compute_capabilities: int  # RTX
+    def set_compute_capability(self, compute_capability: ComputeCapability, index: int) -> _bool: ...  # RTX
     progress_monitor: IProgressMonitor | None
     def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None: ...
     def get_memory_pool_limit(self, pool: MemoryPoolType) -> int: ...
@@ -400,9 +427,15 @@ class ICudaEngine:
     def get_tensor_format_desc(self, name: str) -> str: ...
     def is_shape_inference_io(self, name: str) -> _bool: ...
     def get_aliased_input_tensor(self, name: str) -> str | None: ...  # name: of an output
+    @overload
     def create_execution_context(
         self, strategy: ExecutionContextAllocationStrategy = ...
     ) -> IExecutionContext | None: ...
+    @overload
+    def create_execution_context(self, runtime_config: IRuntimeConfig) -> IExecutionContext | None: ...  # RTX
+    def create_runtime_config(self) -> IRuntimeConfig: ...  # RTX
+    @property
+    def num_optimization_profiles(self) -> int: ...
     def create_engine_inspector(self) -> EngineInspector: ...
     def serialize(self) -> IHostMemory: ...
 
@@ -424,3 +457,4 @@ class IExecutionContext:
     def infer_shapes(self) -> list[str]: ...  # inputs that still lack a shape or value
     def set_aux_streams(self, aux_streams: list[int]) -> None: ...
     def execute_async_v3(self, stream_handle: int) -> _bool: ...
+    def is_stream_capturable(self, stream_handle: int) -> _bool: ...  # RTX
