@@ -187,6 +187,7 @@ def test_what_is_missing_is_named(
     chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "runtime.serve.http_server", raising=False)
     assert main([str(chat_bundle)]) == 1
     assert "pip install '.[serve]'" in capsys.readouterr().err
 
