@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from exporter.writing.summary import report
 from runtime.backends import NAMES, backend
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks import doctor
+from runtime.cli.checks.recommendation import recommendation
 from runtime.decoding.prices import Costs
 from runtime.engines import summary
 from runtime.engines.store import find_engines
@@ -20,11 +22,12 @@ from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 
 def test_says_of_every_backend_whether_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, *lines, last = capsys.readouterr().out.splitlines()
     assert all(package in first for package in ("Python", "onnxruntime", "numpy"))
     assert [line.partition(":")[0] for line in lines] == list(NAMES)
     assert all(line.partition(": ")[2].startswith(("runs: ", "cannot run: ")) for line in lines)
     assert "cpu: runs: onnxruntime" in lines[0]
+    assert last.startswith("recommended: ")
 
 
 def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,10 +35,10 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     capsys.readouterr()  # of the export
     assert doctor.main([str(made)]) == 0
     out = capsys.readouterr().out
-    assert "made for cpu, migraphx, tensorrt, cuda" in out
+    assert "made for cpu, migraphx, tensorrt, tensorrt-rtx, cuda" in out
     assert "engines/cpu-" in out
     assert "is current" in out
-    assert out.count("memory-bound estimate: speed-up = tau / ") == 4
+    assert out.count("memory-bound estimate: speed-up = tau / ") == 5
 
     copy = tmp_path / "bundle"
     shutil.copytree(made, copy, ignore=shutil.ignore_patterns("engines"))
@@ -43,6 +46,34 @@ def test_says_how_a_bundle_stands(make_bundle: MakeBundle, tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert f"gumiho compile {copy} --backend cpu" in out
     assert "  cuda: " not in out  # of which nobody asked
+
+
+@pytest.mark.parametrize(
+    ("files", "runs", "expected"),
+    [
+        ({}, (), "recommended: cpu: gumiho export --target MODEL --backend cpu"),
+        ({"dev/nvidia0": ""}, ("cuda",), "cuda, for the NVIDIA GPU: gumiho export --target MODEL --backend cuda"),
+        ({"dev/nvidia0": ""}, (), "cuda, for the NVIDIA GPU, once it runs (see above); until then cpu: gumiho export"),
+        ({"etc/nv_tegra_release": "", "dev/nvidia0": ""}, ("cuda", "tensorrt"), "tensorrt, for the Jetson: gumiho"),
+        (
+            {
+                "sys/class/kfd/kfd/topology/nodes/0/properties": "cpu_cores_count 16\ngfx_target_version 0\n",
+                "sys/class/kfd/kfd/topology/nodes/1/properties": "simd_count 64\ngfx_target_version 110501\n",
+            },
+            ("migraphx",),
+            "migraphx, for the AMD GPU: gumiho export --target MODEL --backend migraphx",
+        ),
+        ({"sys/class/kfd/kfd/topology/nodes/0/properties": "gfx_target_version 0\n"}, (), "recommended: cpu: gumiho"),
+    ],
+)
+def test_recommends_the_backend_for_the_hardware(
+    tmp_path: Path, files: dict[str, str], runs: tuple[str, ...], expected: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    available: Any = {name: object() if name in (*runs, "cpu") else None for name in NAMES}
+    assert expected in recommendation(available, None, tmp_path)
 
 
 def test_the_export_and_the_doctor_say_the_same_of_a_bundle(

@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from ...backends import DEVICES, NAMES, Backend, backend
 from ...bundle.reader import Bundle
 from ...engines import summary
-from ...engines.store import find_engines
+from ...engines.store import find_engines, read_record
 from ...errors import GumihoError
 from ..command import argument_parser, run
+from .recommendation import recommendation
 
 _PACKAGES = (
     "gumiho-export",
@@ -23,6 +24,7 @@ _PACKAGES = (
     "jinja2",
     "cuda-bindings",
     "tensorrt",
+    "tensorrt-rtx-cu13-bindings",
 )
 
 
@@ -73,6 +75,8 @@ def examine(
                 folder = find_engines(bundle, device, quick)
                 ready = True
                 notes.append(f"{folder.relative_to(bundle.path)} is current")
+                if not read_record(folder).proven:
+                    notes.append(f"built without a device: run `gumiho compile {bundle.path} --backend {name}`")
                 costs = summary.measured(bundle, folder)
                 for drafter, own in costs.items():
                     if own and drafter == manifest.each[0]:
@@ -109,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
         if bundle:
             lines, ready = examine(bundle, available, devices, args.quick)
             print("\n".join(lines))
+        if not args.backend:
+            print(recommendation(available, bundle))
         return 0 if ready else 1
 
     return run(work)
