@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from runtime.backends import NAMES
+from runtime.backends.rtx_cards import card
 from runtime.errors import InputError
 
 from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
 from .staging import unfinished
 
 DEFAULT_CAPACITY = 2048  # positions, at most
+RTX = "tensorrt-rtx"
 VLLM = "vllm"  # writes only the drafter, in vLLM's format
 DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
 TARGET = (*DRAFTER, "w8a8")
@@ -84,7 +86,8 @@ class ExportConfig:
 
     ckpt: the drafters, folders or hub ids; none for a target only. target: a folder, a GGUF file or a hub id; None for
     the one that a released drafter is known to belong to. out: the folder to write; None for NAME-BACKEND. capacity: in
-    positions. draft_tree: see ``DraftTree``. norm_before_residual: None for what the drafter's config.json says.
+    positions. gpu: the kinds of cards to build plans of TensorRT for RTX for, see ``runtime.backends.rtx_cards.card``.
+    draft_tree: see ``DraftTree``. norm_before_residual: None for what the drafter's config.json says.
     validate: raises DamageError, with the bundle in its place, if its engines are further from PyTorch than allowed.
 
     Raises InputError for values that no export has.
@@ -97,6 +100,7 @@ class ExportConfig:
     overwrite: bool = False
     backend: tuple[str, ...] = ("cpu",)
     device: str = ""
+    gpu: tuple[str, ...] = ()
     preset: str | None = None
     dtype: str | None = None
     weights: str | None = None
@@ -115,7 +119,7 @@ class ExportConfig:
     validate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ckpt", "backend", "taps", "draft_text"):
+        for name in ("ckpt", "backend", "gpu", "taps", "draft_text"):
             if not isinstance(getattr(self, name), tuple):
                 raise InputError(f"{name} is {getattr(self, name)!r}: give a tuple")
         if not self.ckpt and self.target is None:
@@ -150,6 +154,10 @@ class ExportConfig:
         if not self.ckpt:
             self._require_no_drafting()
         _ = self.folder
+        if self.gpu and RTX not in self.backend:
+            raise InputError(f"--gpu is for --backend {RTX}: leave it out, or export for that backend too")
+        for name in self.gpu:
+            card(name)
         if VLLM in self.backend:
             self._require_vllm()
         elif self.device and len(self.backend) > 1:

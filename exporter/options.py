@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.backends import DEVICES, NAMES
+from runtime.backends.rtx_cards import CARDS
 from runtime.cli.command import argument_parser
 
 from .config import CHOICES, DEFAULT_CAPACITY, POLICIES, DraftTree, ExportConfig
@@ -52,7 +53,9 @@ def parser(every: bool = False) -> argparse.ArgumentParser:
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
     _sources(parser.add_argument_group("sources and output"))
-    _precision(parser.add_argument_group("backends and precision"))
+    numbers = parser.add_argument_group("backends and precision")
+    _backends(numbers)
+    _precision(numbers)
     _tree(parser.add_argument_group("the tree"))
     _eagle_3(
         parser.add_argument_group(
@@ -94,8 +97,8 @@ def _sources(files: argparse._ArgumentGroup) -> None:
     files.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
 
-def _precision(numbers: argparse._ArgumentGroup) -> None:
-    numbers.add_argument(
+def _backends(where: argparse._ArgumentGroup) -> None:
+    where.add_argument(
         "--backend",
         nargs="+",
         choices=CHOICES["backend"],
@@ -104,7 +107,18 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         help=f"backends to export for, one or more of {', '.join(NAMES)}; or vllm, which writes only the drafter, in "
         "vLLM's format (default: cpu)",
     )
-    numbers.add_argument("--device", default="", help=DEVICES)
+    where.add_argument("--device", default="", help=DEVICES)
+    where.add_argument(
+        "--gpu",
+        nargs="+",
+        default=[],
+        metavar="CARD",
+        help="with --backend tensorrt-rtx: build plans for these kinds of cards, on any machine; compute capabilities "
+        f"({', '.join(CARDS)}) or cards, such as rtx-4090 (default: compile on the device)",
+    )
+
+
+def _precision(numbers: argparse._ArgumentGroup) -> None:
     numbers.add_argument(
         "--preset",
         choices=CHOICES["preset"],
@@ -123,11 +137,11 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         "--weights",
         choices=CHOICES["weights"],
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they "
-        "also round activations to 8 bits; int8 is not for tensorrt. fp8: only for tensorrt. w8a8: only for the CPU, "
-        "on x86 with VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied in integers, "
-        f"so that verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and scales of a "
-        "target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else as-is on the "
-        "CPU if the target holds most matrices so, or none)",
+        "also round activations to 8 bits; int8 is not for tensorrt and tensorrt-rtx. fp8: only for these. w8a8: only "
+        "for the CPU, on x86 with VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied "
+        f"in integers, so that verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and "
+        "scales of a target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else "
+        "as-is on the CPU if the target holds most matrices so, or none)",
     )
     numbers.add_argument(
         "--other-weights",

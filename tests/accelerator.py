@@ -93,7 +93,8 @@ class LazyEngine:
                 bind(name, "cpu", 0, place.dtype, place.shape, place.address)
             self.device.queue.append(lambda: self.session.run_with_iobinding(binding))
 
-        return Staging(self.device, buffers, self.inputs, self.outputs, launch, self.capturable)
+        capturable = (lambda: True) if self.capturable else None
+        return Staging(self.device, buffers, self.inputs, self.outputs, launch, capturable)
 
     def close(self) -> None:
         pass

@@ -22,6 +22,7 @@ from runtime.bundle.locks import locked
 from runtime.errors import UnavailableError
 from tests.pairs import RandomPair
 from tests.processor_time import pytest_addoption, pytest_configure  # noqa: F401
+from tests.rtx import every_graph_is_parsed
 
 if TYPE_CHECKING:
     from exporter.training.store import Text
@@ -54,7 +55,7 @@ MakeBundle = Callable[..., Path]
 
 # The demo pair for every backend: several tests share what this exports to.
 SIZES = ("--dtype", "fp32", "--rows", "8", "--capacity", "200")
-ALL = ("--backend", "cpu", "migraphx", "tensorrt", "cuda", *SIZES)
+ALL = ("--backend", "cpu", "migraphx", "tensorrt", "tensorrt-rtx", "cuda", *SIZES)
 EVERY_BACKEND = (*ALL, "--heads", "2")
 ODD = RandomPair({"head_dim": 24, "attention_bias": True}, layers=3, heads=1, seed=11)
 
@@ -108,6 +109,13 @@ def one_thread() -> Iterator[None]:
     options = onnxruntime.session_options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnxruntime, "session_options", lambda bundle, threads: options(bundle, threads or 1))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_graphs() -> Iterator[None]:
+    """Every graph that a test writes for TensorRT is read by NVIDIA's own parser, where that is installed."""
+    with every_graph_is_parsed():
         yield
 
 

@@ -43,10 +43,10 @@ def client(address: str, key: str = "none") -> OpenAI:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
+def logged(name: str = "gumiho.serve") -> Iterator[list[str]]:
     """The lines of the server's log."""
     lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("gumiho.serve")
+    handler, log = logging.Handler(), logging.getLogger(name)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     level = log.level
     log.addHandler(handler)

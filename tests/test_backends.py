@@ -195,7 +195,7 @@ def test_half_precision_differs_at_near_ties_only(
 
 def test_the_key_names_all_that_engines_depend_on(running: tuple[str, str], bundle: Path) -> None:
     read, here = Bundle(bundle), made(*running)
-    parts = key(read, here)
+    parts = key(read, here.NAME, here.versions())
     assert parts["backend"] == running[0]
     assert parts.keys() >= here.versions().keys() | {"weights/target.bin", "weights/draft.bin"}
     assert {graph.file for graph in read.manifest.form(running[0]).graphs.values()} <= parts.keys()

@@ -23,24 +23,26 @@ from typing import Any
 
 import pytest
 
-from runtime import GumihoError, InputError, Model, load
+from runtime import GumihoError, InputError, Model, UnavailableError, load
 from runtime.backends import backend, close
 from runtime.backends.migraphx_compile import Job
 from runtime.backends.migraphx_compile import _compile as compile_job
 from runtime.bundle import hashes as bundle_hashes
 from runtime.bundle.reader import Bundle
-from runtime.engines.store import compile_engines, find_engines
+from runtime.engines.plans_without_device import build_plans
+from runtime.engines.store import compile_engines, find_engines, read_record
 from runtime.serve.slots import Slots
 from tests import test_backends as promises
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
 from tests.end_to_end.test_quantized import fp8_bundle
 from tests.seal import edit
+from tests.serving import logged
 from tests.stand_ins.sessions import KEPT
 from tests.weights_inside import as_older_exports_wrote_it
 
 IMPORTERS = (
     "runtime.backends.tensorrt",
-    "runtime.backends.tensorrt_compile",
+    "runtime.backends.tensorrt_rtx",
     "runtime.backends.migraphx",
     "runtime.backends.onnxruntime_cuda",
     "runtime.engines.devices.cuda",
@@ -772,6 +774,111 @@ def test_a_failed_run_of_migraphx_is_told(amd: ModuleType, bundle: Path, monkeyp
             ids(model, [5, 6], 4)
     with pytest.raises(GumihoError, match=told):
         load(bundle, "migraphx")  # which makes every call once
+
+
+@pytest.fixture
+def rtx(nvidia: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in for TensorRT for RTX, on a GeForce RTX 40; ``nvidia`` has its settings."""
+    monkeypatch.setattr(nvidia.cuda.Properties, "major", 8)
+    monkeypatch.setattr(nvidia.cuda.Properties, "minor", 9)
+    library = fresh(monkeypatch, "tensorrt_rtx")
+    put(monkeypatch, {"tensorrt_rtx_bindings": library})
+    return library
+
+
+def test_tensorrt_for_rtx_gives_the_cpus_tokens(
+    rtx: ModuleType, nvidia: ModuleType, bundle: Path, expected: list[list[int]]
+) -> None:
+    """Kernels that one process has compiled are there for the next, and with an unreadable file for none."""
+    folder, _ = compiled(bundle, "tensorrt-rtx")
+    assert json.loads((folder / "attention.json").read_text()) == {"attention": "fused", "reason": ""}
+    rtx.COMPILED.clear()
+    for damaged, kernels in ((False, 0), (True, 3)):
+        if damaged:
+            for file in (bundle / "engines/kernels").iterdir():
+                file.write_bytes(b"nothing that was compiled")
+        with load(bundle, "tensorrt-rtx") as model:
+            assert list(model.decoder.form.targets) == [1, 2, 8, 128]
+            for prompt, wanted in zip(PROMPTS, expected, strict=True):
+                assert ids(model, *prompt) == wanted
+                assert ids(model, *prompt, speculate=False) == wanted
+        assert len(rtx.COMPILED) == kernels
+    keeps_its_promises(bundle, "tensorrt-rtx")
+    assert nvidia.cuda.CALLS["capture"]
+
+
+def test_tensorrt_for_rtx_tells_what_can_be_recorded(
+    rtx: ModuleType, nvidia: ModuleType, bundle: Path, expected: list[list[int]]
+) -> None:
+    compiled(bundle, "tensorrt-rtx")
+    rtx.CAPTURABLE = False
+    nvidia.cuda.CALLS.clear()
+    with load(bundle, "tensorrt-rtx") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+    assert not nvidia.cuda.CALLS["capture"]
+
+
+def test_plans_that_were_built_elsewhere_are_used_until_compiled(
+    rtx: ModuleType, nvidia: ModuleType, bundle: Path, expected: list[list[int]]
+) -> None:
+    """Those of other cards are not. Once the golden run was replayed here, those engines are used, whichever is
+    newer."""
+    opened = Bundle(bundle)
+    build_plans(opened, "sm86")
+    with pytest.raises(UnavailableError, match="were compiled for capability sm86, and here it is sm89: run `gumiho"):
+        load(bundle, "tensorrt-rtx")
+    ahead = build_plans(opened, "rtx-4090")
+    record = read_record(ahead)
+    assert not record.proven
+    assert "device" not in record.key
+    with logged("gumiho.model") as lines, load(bundle, "tensorrt-rtx") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+    assert "have not been checked on it: run `gumiho compile" in lines[0]
+    here, _ = compiled(bundle, "tensorrt-rtx")
+    later = (here / "engine.json").stat().st_mtime_ns + 10**9
+    os.utime(ahead / "engine.json", ns=(later, later))
+    assert find_engines(opened, backend("tensorrt-rtx")) == here
+    with logged("gumiho.model") as lines, load(bundle, "tensorrt-rtx") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+    assert not any("have not been checked" in line for line in lines)
+
+
+def test_tensorrt_for_rtx_falls_back_to_decomposed_attention(
+    rtx: ModuleType, nvidia: ModuleType, bundle: Path, expected: list[list[int]]
+) -> None:
+    nvidia.WRONG.add("fused")
+    folder, _ = compiled(bundle, "tensorrt-rtx")
+    assert json.loads((folder / "attention.json").read_text())["attention"] == "decomposed"
+    with load(bundle, "tensorrt-rtx") as model:
+        assert ids(model, *PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: {**weight, "shape": [*weight["shape"][:-1], 5]}, r"takes '.*' as \[.*\], but in the bundle"),
+        (lambda weight: {**weight, "dtype": "float16"}, r"takes '.*' as \('float32', .*\), but in the bundle"),
+        (lambda weight: None, "it takes '.*', which the bundle does not have"),
+    ],
+)
+def test_a_plan_with_other_inputs_than_the_manifests_is_refused(
+    rtx: ModuleType, bundle: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    def edited(raw: Any) -> None:
+        weights = raw["forms"]["tensorrt-rtx"]["weights"]["target"]
+        if (weight := change(weights.pop("norm.weight"))) is not None:
+            weights["norm.weight"] = weight
+
+    edit(bundle, edited)
+    with pytest.raises(GumihoError, match=message):
+        compiled(bundle, "tensorrt-rtx")
+    assert not kept(bundle)
+
+
+def test_tensorrt_for_rtx_refuses_other_devices(rtx: ModuleType, nvidia: ModuleType) -> None:
+    nvidia.cuda.Properties.major, nvidia.cuda.Properties.minor = 9, 0
+    with pytest.raises(UnavailableError, match=r"Stand-in GPU \(sm_90\): TensorRT for RTX is not for .* \(Hopper\)"):
+        backend("tensorrt-rtx")
 
 
 @pytest.mark.parametrize("name", ["migraphx", "tensorrt", "cuda"])

@@ -17,7 +17,16 @@ from exporter import cli
 from runtime import Generation, Grammar, GumihoError, InputError, Model, load
 from runtime.backends.onnxruntime import Cpu
 from runtime.backends.onnxruntime_engine import Engine
-from runtime.bundle.manifest import BOUND_WEIGHTS, NOISE, PASS_SIZES, SHARED_PASSES, TARGET_ONLY, WANTED_ROWS, Manifest
+from runtime.bundle.manifest import (
+    BOUND_WEIGHTS,
+    NOISE,
+    PASS_SIZES,
+    RTX,
+    SHARED_PASSES,
+    TARGET_ONLY,
+    WANTED_ROWS,
+    Manifest,
+)
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks.doctor import main as doctor
@@ -302,7 +311,7 @@ def test_device_check(quantized: Callable[[str], Path], tmp_path: Path, monkeypa
 def test_what_the_manifest_says(bundle: Path, target: Path, demo_bundle: Path) -> None:
     manifest = Bundle(bundle).manifest
     assert (manifest.rows, manifest.depth, manifest.tree) == (8, 7, None)
-    assert manifest.requires == (TARGET_ONLY, WANTED_ROWS, SHARED_PASSES, PASS_SIZES, BOUND_WEIGHTS)
+    assert manifest.requires == (TARGET_ONLY, WANTED_ROWS, SHARED_PASSES, PASS_SIZES, BOUND_WEIGHTS, RTX)
     assert not manifest.has_drafter
     assert manifest.sources == {"target": str(target)}
     for form in manifest.forms.values():

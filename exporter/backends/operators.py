@@ -26,6 +26,7 @@ PARSERS: Mapping[str, Parser] = {
         "MIGraphX 2.16", range(13, 20), "fhil" + "bBc", MIG_ANY, MIGRAPHX, empty=False, positional=True, floating=True
     ),
     "tensorrt": Parser("TensorRT 10.15", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False),
+    "tensorrt-rtx": Parser("TensorRT for RTX 1.7", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False),
     "tensorrt-basic": Parser("TensorRT 10.3", range(13, 21), ANY, ANY, TENSORRT_10_3, empty=True, positional=False),
 }
 

@@ -105,6 +105,20 @@ BACKENDS: Mapping[str, BackendSpec] = {
         block=64,
         profiles=True,
     ),
+    # The same parser and compiler, without weights in plans.
+    "tensorrt-rtx": BackendSpec(
+        Standard,
+        rows=64,
+        static=True,
+        dtypes=_BF16,
+        quantized=("int4", "fp8"),
+        spare=(Decomposed,),
+        codes=SIGNED,
+        block=64,
+        bound=_BF16,
+        bound_codes=True,
+        profiles=True,
+    ),
 }
 
 

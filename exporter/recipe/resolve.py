@@ -56,6 +56,7 @@ def recipe_of(config: ExportConfig) -> Recipe:
     dtype = precision.dtype(config)
     precision.require_codes(config, pair, dtype)
     precision.require_linkable(config)
+    precision.require_rtx(config, dtype)
     recipe = Recipe(config, pair, tree, capacity, dtype, precision.quantized(config))
     if len(config.ckpt) > 1:
         recipe = with_further(recipe)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import GumihoError
 
+from ..config import RTX
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class Compiled:
     """A backend's engines, or the reason why there are none.
 
     backend: None if it cannot run here. folder: name of the engines' folder. errors: by check, ``golden run`` or
-    ``validation``, then by output.
+    ``validation``, then by output. plans: folders of plans that were built for other devices.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Compiled:
     folder: str = ""
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     problem: str = ""
+    plans: tuple[str, ...] = ()
 
 
 def compile_here(name: str, recipe: "Recipe", folder: Path, progress: Progress) -> Compiled:
@@ -36,11 +38,12 @@ def compile_here(name: str, recipe: "Recipe", folder: Path, progress: Progress) 
     from runtime.engines.memory_check import require
     from runtime.engines.store import MEASURING, compile_engines
 
+    plans = _plans(recipe, folder, progress) if name == RTX else ()
     try:
         device = backend(name, recipe.config.device)
         require(Bundle(folder), device, compiling=True)
     except GumihoError as error:
-        return Compiled(name, problem=str(error))
+        return Compiled(name, plans=plans, problem=str(error))
 
     def step(text: str) -> None:
         if text == MEASURING:
@@ -55,4 +58,14 @@ def compile_here(name: str, recipe: "Recipe", folder: Path, progress: Progress) 
 
         progress.start(f"validating on {name}")
         checks["validation"] = validate(recipe, folder, name, recipe.config.device)
-    return Compiled(name, device, engines.name, checks)
+    return Compiled(name, device, engines.name, checks, plans=plans)
+
+
+def _plans(recipe: "Recipe", folder: Path, progress: Progress) -> tuple[str, ...]:
+    """Builds the plans that ``--gpu`` asks for. Returns the names of their folders."""
+    from runtime.bundle.reader import Bundle
+    from runtime.engines.plans_without_device import build_plans
+
+    if recipe.config.gpu:
+        progress.start(f"building plans for {', '.join(recipe.config.gpu)}")
+    return tuple(build_plans(Bundle(folder), card, progress.tell).name for card in recipe.config.gpu)

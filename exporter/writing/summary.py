@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import AS_IS
+from ..config import AS_IS, RTX
 from ..recipe.precision import recommendation, unrunnable
 
 if TYPE_CHECKING:
@@ -188,7 +188,9 @@ def report(
 ) -> str:
     """What was made, how exact and how fast it is, and the next command. rounding: what ``bundle.write`` returned.
     cost: of quantizing, "" if it was not measured."""
+    from runtime.backends.rtx_cards import CARDS
     from runtime.engines import summary
+    from runtime.engines.store import read_record
 
     manifest = bundle.manifest
     lines = [
@@ -200,6 +202,9 @@ def report(
     for one in engines:
         costs = summary.measured(bundle, bundle.path / "engines" / one.folder) if one.folder else {}
         notes = summary.performance(bundle, one.name, costs)
+        for plans in one.plans:
+            capability = read_record(bundle.path / "engines" / plans).key["capability"]
+            notes.append(f"engines/{plans} holds plans for {capability} ({CARDS[capability].cards}), not run yet")
         if one.backend is not None:
             notes += [*summary.memory(bundle, one.backend), f"engines/{one.folder} is current"]
             for check, errors in one.errors.items():
@@ -208,6 +213,8 @@ def report(
                 ]
         else:
             notes.append(f"not compiled here, since {one.problem}")
+            if one.name == RTX and not one.plans:
+                notes.append(f"plans can be built here: gumiho compile {bundle.path} --backend {RTX} --gpu CARD")
         lines += [f"  {one.name}: {note}" for note in notes]
     lines += [f"note: {line}" for line in recommendation(recipe.config)]
     return "\n".join([*lines, *_next(bundle.path, engines, recipe.config.device)])

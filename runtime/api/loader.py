@@ -49,6 +49,14 @@ def load(bundle: str | Path, backend_name: str = "", device: str = "", threads: 
     except BaseException:
         loaded.close()
         raise
+    if not loaded.proven:
+        _log.warning(
+            "the engines of %s were built without this device and have not been checked on it: run `gumiho compile %s "
+            "--backend %s`",
+            opened.path,
+            opened.path,
+            name,
+        )
     prices = "measured" if all(loaded.costs.values()) else "no"
     _log.info("loaded %s for %s in %.2f s, with %s prices", opened.path, name, perf_counter() - started, prices)
     return model

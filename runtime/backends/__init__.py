@@ -90,11 +90,12 @@ _MODULES = {
     "cuda": "onnxruntime_cuda:Cuda",
     "migraphx": "migraphx:MIGraphX",
     "tensorrt": "tensorrt:TensorRT",
+    "tensorrt-rtx": "tensorrt_rtx:TensorRTForRTX",
 }
 NAMES = tuple(_MODULES)
 DEVICES = (
-    "device of the backend: 0, 1, … for cuda and tensorrt; gpu, gpu:1, … or ref (MIGraphX's CPU reference) for "
-    "migraphx (default: the first)"
+    "device of the backend: 0, 1, … for cuda, tensorrt and tensorrt-rtx; gpu, gpu:1, … or ref (MIGraphX's CPU "
+    "reference) for migraphx (default: the first)"
 )
 
 

@@ -302,7 +302,7 @@ class Engine:
                 _require_layout(results[i].get_shape(), arrays[name], name)
                 device.copy(arrays[name].address, results[i].data_ptr(), arrays[name].nbytes)
 
-        call = Staging(device, buffers, self._inputs, set(self._outputs), launch, capturable=False)
+        call = Staging(device, buffers, self._inputs, set(self._outputs), launch)
         arguments = dict(self._weights)
         for parameter, name in ({name: name for name in self._inputs} | self._output_parameters).items():
             shape = self._shapes[parameter]

@@ -177,7 +177,7 @@ class Engine:
         # addresses.
         unused = [output for output in self._output_specs if output.name not in buffers]
         dropped = {output.name: self._device.zeros(tuple(map(int, output.shape)), output.dtype) for output in unused}
-        call = Staging(self._device, {**buffers, **dropped}, self._inputs, self._outputs, launch, capturable=False)
+        call = Staging(self._device, {**buffers, **dropped}, self._inputs, self._outputs, launch)
         for name, array in call.buffers.items():
             bind = binding.bind_input if name in self._inputs else binding.bind_output
             bind(name, "cuda", index, array.dtype, array.shape, array.address)

@@ -80,7 +80,9 @@ def _copied(
 ) -> Iterator[tuple[tuple[str, int], int]]:
     """Copies weights to the device and yields their file, offset and address. Reading a block overlaps with copying the
     previous one."""
-    address = device.allocate(max(1, sum(_padded(length) for _, _, length in places)))
+    if not places:
+        return
+    address = device.allocate(sum(_padded(length) for _, _, length in places))
     staging = device.pinned((2, _STAGING), np.uint8)
     pieces = 0
     for name, offset, length in places:

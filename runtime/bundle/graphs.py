@@ -26,6 +26,16 @@ GraphName = Annotated[
     ),
 ]
 T = TypeVar("T")
+# Bits of an element of weights that graphs take as inputs; numpy knows not all of these types.
+_BITS = {
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "int8": 8,
+    "uint8": 8,
+    "float8_e4m3fn": 8,
+    "int4": 4,
+}
 
 
 def of_drafter(named: Mapping[str, T], suffix: str) -> dict[str, T]:
@@ -139,14 +149,19 @@ class Graph:
 class Weight:
     """A weight that graphs take as an input. file: path relative to the bundle; offset: of its bytes there."""
 
-    dtype: Annotated[str, OneOf(("float32", "float16", "int8", "uint8"))]
+    dtype: Annotated[str, OneOf(tuple(_BITS))]
     shape: tuple[Size, ...]
     file: str
     offset: Count
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
+        return -(-prod(self.shape) * _BITS[self.dtype] // 8)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element, of the smallest whole number of bytes."""
+        return -(-_BITS[self.dtype] // 8)
 
 
 @dataclass(frozen=True)

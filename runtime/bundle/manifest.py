@@ -15,8 +15,9 @@ GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
 PASS_SIZES, BOUND_WEIGHTS, SHARED_PASSES = "pass-sizes", "bound-weights", "shared-passes"
 STATELESS, SEVERAL, NOISE = "stateless-drafter", "several-drafters", "draft-noise"
+RTX = "tensorrt-rtx"
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
-Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt"))]
+Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt", "tensorrt-rtx"))]
 ModelName = Annotated[str, OneOf(("target", "draft"))]
 DrafterName = Annotated[str, Pattern(NAME, "the name of a drafter")]
 
@@ -168,4 +169,5 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     STATELESS: ("a form has the graph 'draft' and not 'extend'", lambda manifest: manifest.stateless),
     NOISE: ("a drafter has the input 'noise'", lambda manifest: manifest.noisy),
     BOUND_WEIGHTS: ("a form has weights", lambda manifest: any(form.weights for form in manifest.forms.values())),
+    RTX: ("a form is for tensorrt-rtx", lambda manifest: RTX in manifest.forms),
 }

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-
 from ..errors import DamageError, InputError
 from . import contract
 from .graphs import SHARED, Form
@@ -117,7 +115,7 @@ def _check_weights(manifest: Manifest, form: Form, at: str) -> None:
                 raise Damage(f"{at}.{model}.{name} names {shown(weight.file)}, which is not among the files")
             if weight.offset + weight.nbytes > manifest.files[weight.file].size:
                 raise Damage(f"{at}.{model}.{name} ends behind {shown(weight.file)}")
-            if weight.offset % np.dtype(weight.dtype).itemsize:
+            if weight.offset % weight.itemsize:
                 raise Damage(f"{at}.{model}.{name} begins at {weight.offset}, which no {weight.dtype} does")
             if name in taken:
                 raise Damage(f"{at}.{model} has '{shown(name)}', which is an input or output of a graph")

@@ -2,10 +2,14 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 
 from ..backends import backend, require
+from ..backends.rtx_cards import card
 from ..bundle.reader import Bundle
+from ..engines.plans_without_device import build_plans
 from ..engines.store import compile_engines
+from ..errors import InputError
 from .command import argument_parser, run
 from .engine_options import add_engine_options
 
@@ -17,6 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", action="store_true", help="search longer for faster kernels (only migraphx and tensorrt)"
     )
+    parser.add_argument(
+        "--gpu",
+        nargs="+",
+        default=[],
+        metavar="CARD",
+        help="with tensorrt-rtx: build plans for these kinds of cards, such as sm89 or rtx-4090, on any machine",
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -27,12 +38,26 @@ def main(argv: list[str] | None = None) -> int:
             name = args.backend or bundle.manifest.default
             require(name)
             bundle.manifest.form(name)
-            folder, errors = compile_engines(
-                bundle, backend(name, args.device), args.tune, lambda step: print(f"{step} ...", file=sys.stderr)
-            )
+            if args.gpu:
+                return _build(bundle, name, args.gpu)
+            folder, errors = compile_engines(bundle, backend(name, args.device), args.tune, _tell)
         finally:
             signal.signal(signal.SIGTERM, previous)
         print(f"{folder}: golden run replayed, largest error {', '.join(f'{n} {e:.1e}' for n, e in errors.items())}")
         return 0
 
     return run(work, interrupted="earlier engines are unchanged, and no new ones were kept")
+
+
+def _tell(step: str) -> None:
+    print(f"{step} ...", file=sys.stderr)
+
+
+def _build(bundle: Bundle, name: str, cards: Sequence[str]) -> int:
+    if name != "tensorrt-rtx":
+        raise InputError(f"--gpu is for backend tensorrt-rtx, and this is {name}: leave it out, or give --backend")
+    for kind in cards:
+        card(kind)
+    for kind in cards:
+        print(f"{build_plans(bundle, kind, _tell)}: plans for {card(kind).name}, not run yet")
+    return 0

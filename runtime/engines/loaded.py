@@ -22,7 +22,7 @@ from .devices import Device, Host
 from .loop import EngineLoop
 from .memory_check import require, require_stream
 from .queued import QueuedEngine, QueuedTarget
-from .store import find_engines
+from .store import find_engines, read_record
 
 if TYPE_CHECKING:
     from ..backends.onnxruntime_lanes import Lanes
@@ -36,7 +36,7 @@ class LoadedBundle:
 
     choices: which drafter a text gets that names none, for likeliest and for drawn texts. joins_passes: whether a pass
     of the target takes rows of several streams; otherwise each stream has the engines for a whole step, a cycle or a
-    part of its prompt. numbers: of streams to come. closed: the engines are freed.
+    part of its prompt. numbers: of streams to come. proven: see ``store.Record``. closed: the engines are freed.
     """
 
     bundle: Bundle
@@ -48,6 +48,7 @@ class LoadedBundle:
     joins_passes: bool = False
     loop: EngineLoop = field(default_factory=EngineLoop)
     numbers: Iterator[int] = field(default_factory=count)
+    proven: bool = True
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +127,7 @@ class LoadedBundle:
                 shares = streams > 1 and SHARED in form.graphs
                 loop = EngineLoop(cast("Lanes", engines["target"]) if shares else None)
                 loaded = LoadedBundle(bundle, form, engines, device, costs, backend, shares, loop)
+                loaded.proven = read_record(folder).proven
                 if streams > 1:
                     loaded.use_thread()
                 return loaded

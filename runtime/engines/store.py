@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ..backends import Backend, Engine, close
+from ..backends import NAMES, Backend, Engine, close
 from ..backends.memory import size
 from ..backends.processor import physical_cores
 from ..bundle.files import read_regular
@@ -37,28 +37,32 @@ _SHOWN = 80  # characters of a key's value that a message quotes
 
 @dataclass(frozen=True)
 class Record:
-    """Describes a folder of engines. key: see the function ``key``. files: all other files in the folder."""
+    """Describes a folder of engines.
+
+    key: see the function ``key``. files: all other files in the folder. proven: whether the golden run was replayed;
+    plans that were built without a device are not proven, and are for every device of their capability.
+    """
 
     key: Mapping[str, str]
     files: Mapping[Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", "the name of a file")], File]
+    proven: bool = True
 
 
-def key(bundle: Bundle, backend: Backend) -> dict[str, str]:
+def key(bundle: Bundle, backend: str, versions: Mapping[str, str]) -> dict[str, str]:
     """Everything that engines depend on, except the options of compiling: if a value changes, they must be compiled
-    again."""
-    files = [
-        graph.file for graphs in bundle.manifest.form(backend.NAME).variants().values() for graph in graphs.values()
-    ]
+    again. versions: see ``Backend.versions``."""
+    form = bundle.manifest.form(backend)
+    files = [graph.file for graphs in form.variants().values() for graph in graphs.values()]
     files += [name for name in bundle.manifest.files if name.startswith("weights/")]
     hashes = {name: bundle.manifest.files[name] for name in files}
     found = {
-        "backend": backend.NAME,
-        **backend.versions(),
+        "backend": backend,
+        **versions,
         **{n: file.sha256 or file.sample for n, file in hashes.items()},
     }
     # where in those files engines find what they take as inputs
-    if weights := bundle.manifest.form(backend.NAME).weights:
-        places = {model: {name: asdict(weight) for name, weight in of.items()} for model, of in weights.items()}
+    if form.weights:
+        places = {model: {name: asdict(weight) for name, weight in of.items()} for model, of in form.weights.items()}
         found["weights"] = hashlib.sha256(json.dumps(places, sort_keys=True).encode()).hexdigest()
     return found
 
@@ -75,15 +79,32 @@ def compile_engines(
     the largest error of every graph in the replay. Raises UnavailableError if memory or disk space is missing, and
     GumihoError if compiling or the golden run fails.
     """
-    full_key = key(bundle, backend) | {"tune": str(tune)}
-    digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:12]
-    root, name = bundle.path / "engines", f"{backend.NAME}-{digest}"
+    full_key = key(bundle, backend.NAME, backend.versions()) | {"tune": str(tune)}
     need = require(bundle, backend, compiling=True)
     progress(
         f"needs about {size(need.host)} of memory" + (f" and {size(need.device)} on the device" if need.device else "")
     )
     progress("checking the bundle's files")
     bundle.verify()
+    with new_folder(bundle, full_key, progress) as (partial, keep):
+        try:
+            backend.compile(bundle, partial, tune, progress, lambda: golden.check(bundle, backend, partial))
+        except GumihoError:
+            _require_room(partial)  # on a full disk, libraries fail with unrelated messages
+            raise
+        progress("replaying the golden run")
+        errors = _prove(bundle, backend, partial, progress)
+        return keep(True), errors
+
+
+@contextmanager
+def new_folder(
+    bundle: Bundle, full_key: Mapping[str, str], progress: Callable[[str], object]
+) -> Iterator[tuple[Path, Callable[[bool], Path]]]:
+    """An empty folder for engines, and what gives it its place and returns that, given whether they are proven. Without
+    that it is removed. Raises UnavailableError if it cannot be written."""
+    digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:12]
+    root, name = bundle.path / "engines", f"{full_key['backend']}-{digest}"
     try:
         root.mkdir(exist_ok=True)
         with locked(
@@ -92,18 +113,15 @@ def compile_engines(
             for abandoned in root.glob(".*.partial-*"):  # by a killed process, since a running one would hold the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
+
+            def keep(proven: bool) -> Path:
+                files = {file.name: File.of(file) for file in sorted(partial.iterdir())}
+                (partial / RECORD).write_text(sealed(asdict(Record(full_key, files, proven))), "utf-8")
+                return _install(partial, root, name)
+
             try:
                 partial.chmod(0o755)
-                try:
-                    backend.compile(bundle, partial, tune, progress, lambda: golden.check(bundle, backend, partial))
-                except GumihoError:
-                    _require_room(partial)  # on a full disk, libraries fail with unrelated messages
-                    raise
-                progress("replaying the golden run")
-                errors = _prove(bundle, backend, partial, progress)
-                files = {file.name: File.of(file) for file in sorted(partial.iterdir())}
-                (partial / RECORD).write_text(sealed(asdict(Record(full_key, files))), "utf-8")
-                return _install(partial, root, name), errors
+                yield partial, keep
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -189,6 +207,7 @@ def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device:
 
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
     """The folder of the current engines, checked for damage; the newest one if they were compiled with several options.
+    Those that are proven come before plans that were built without a device.
 
     quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or
     only ones that were compiled for something else, and DamageError if they are damaged.
@@ -205,7 +224,7 @@ def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
 def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], quick: bool) -> Path:
     """``find_engines`` among some folders."""
     kind: type[GumihoError] = UnavailableError
-    current, reason = key(bundle, backend), ""
+    current, reason, unproven = key(bundle, backend.NAME, backend.versions()), "", None
     command = f"run `gumiho compile {bundle.path} --backend {backend.NAME}`"
     for folder in folders:
         try:
@@ -214,21 +233,29 @@ def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], qu
             if not reason:
                 reason, kind = f"{folder / RECORD} is damaged ({error})", DamageError
             continue
-        if part := next((part for part in current if record.key.get(part) != current[part]), None):
+        parts = [part for part in current if record.proven or part != "device"]
+        if part := next((part for part in parts if record.key.get(part) != current[part]), None):
             recorded = str(record.key.get(part))[:_SHOWN]
             reason = (
                 reason or f"the engines in {folder} were compiled for {part} {recorded}, and here it is {current[part]}"
             )
         elif damaged := first_damaged(folder, record.files, quick):
             reason, kind = f"{folder / damaged} is missing or damaged", DamageError
-        else:
+        elif record.proven:
             return folder
+        else:
+            unproven = unproven or folder
+    if unproven:
+        return unproven
     raise kind(f"{reason or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")
 
 
 def _newest_first(root: Path, backend: str) -> list[Path]:
     times = {}
+    longer = tuple(f"{name}-" for name in NAMES if name.startswith(f"{backend}-"))
     for folder in root.glob(f"{backend}-*"):
+        if folder.name.startswith(longer):  # another backend's
+            continue
         with suppress(OSError):  # another process has just replaced it
             times[folder] = (folder / RECORD).stat().st_mtime_ns
     return sorted(times, key=lambda folder: -times[folder])

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -105,16 +105,20 @@ def _swallowing(method: Callable[..., Any], *arguments: object) -> Any:
         return False
 
 
+class DataType(_Enum):
+    FLOAT, HALF, INT64, BOOL = range(4)
+
+
 _TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(bool)": np.bool_,
+    "tensor(float)": DataType.FLOAT,
+    "tensor(float16)": DataType.HALF,
+    "tensor(int64)": DataType.INT64,
+    "tensor(bool)": DataType.BOOL,
 }
 
 
-def nptype(dtype: type) -> type:
-    return dtype
+def nptype(dtype: DataType) -> type:
+    return {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}[dtype.name]
 
 
 def volume(shape: list[int]) -> int:
@@ -147,6 +151,7 @@ class ITensor:
 
 class INetworkDefinition:
     graph: bytes
+    folder: str  # of the weights
 
     def _inputs(self) -> list[ITensor]:
         graph = onnx.load_model_from_string(self.graph).graph
@@ -217,6 +222,8 @@ class IBuilderConfig:
 
 
 class Builder:
+    FLAGS: ClassVar[set[Any]] = {BuilderFlag.STRIP_PLAN, BuilderFlag.REFIT_IDENTICAL}
+
     def __init__(self, logger: ILogger) -> None:
         self.logger = _use(logger)
         self.network = INetworkDefinition()
@@ -232,7 +239,7 @@ class Builder:
         return IOptimizationProfile()
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
-        assert config.flags == {BuilderFlag.STRIP_PLAN, BuilderFlag.REFIT_IDENTICAL}
+        assert config.flags == self.FLAGS
         monitor, attention = config.progress_monitor, _attention(network.graph)
         symbolic = {tensor.name for tensor in network._inputs() if -1 in tensor.shape}
         if symbolic and not config.profiles:
@@ -255,8 +262,11 @@ class Builder:
             self.logger.log(Severity.ERROR, f"no kernel for {attention} attention\n")
             return None
         BUILT.append(attention)
-        profiles = json.dumps([profile.shapes for profile in config.profiles]).encode()
-        return b"plan" + profiles + b"\n" + network.graph
+        about = {"profiles": [profile.shapes for profile in config.profiles], **self.about(network, config)}
+        return b"plan" + json.dumps(about).encode() + b"\n" + network.graph
+
+    def about(self, network: INetworkDefinition, config: IBuilderConfig) -> dict[str, Any]:
+        return {}
 
 
 class OnnxParser:
@@ -269,7 +279,7 @@ class OnnxParser:
         assert os.path.isdir(os.path.join(os.path.dirname(path), "weights")), (
             "weights are named relative to the path's folder"
         )
-        self.network.graph = graph
+        self.network.graph, self.network.folder = graph, os.path.dirname(path)
         if _is_graph(graph) and _old() and _attention(graph) != "basic":
             self.logger.log(Severity.ERROR, "no importer for TensorScatter")
             return False
@@ -281,11 +291,14 @@ class Runtime:
         self.logger = _use(logger)
 
     def deserialize_cuda_engine(self, plan: bytes) -> "ICudaEngine | None":
-        profiles, _, graph = plan[4:].partition(b"\n")
+        about, _, graph = plan[4:].partition(b"\n")
         if plan[:4] != b"plan" or not _is_graph(graph):
             self.logger.log(Severity.ERROR, "the magic tag does not match")
             return None
-        return ICudaEngine(graph, json.loads(profiles))
+        return self.engine(graph, json.loads(about))
+
+    def engine(self, graph: bytes, about: dict[str, Any]) -> "ICudaEngine | None":
+        return ICudaEngine(graph, about["profiles"])
 
 
 class ICudaEngine:
@@ -319,7 +332,11 @@ class ICudaEngine:
             return TensorIOMode.INPUT
         return TensorIOMode.OUTPUT if name in self.outputs else TensorIOMode.NONE
 
-    def get_tensor_dtype(self, name: str) -> type:
+    @property
+    def num_optimization_profiles(self) -> int:
+        return max(1, len(self.profiles))
+
+    def get_tensor_dtype(self, name: str) -> DataType:
         return _TYPES[self.tensors[name].type]
 
     def get_tensor_shape(self, name: str) -> list[int]:
@@ -404,7 +421,7 @@ class IExecutionContext:
         assert address % cuda.ALIGNMENT == 0, f"'{name}' is not aligned"
         if name not in self.engine.tensors:
             return False
-        nbytes = volume(self.get_tensor_shape(name)) * np.dtype(self.engine.get_tensor_dtype(name)).itemsize
+        nbytes = volume(self.get_tensor_shape(name)) * np.dtype(nptype(self.engine.get_tensor_dtype(name))).itemsize
         assert cuda.allocated(address, nbytes), f"'{name}' is not where the device reaches it"
         self.addresses[name], self.ran = address, False
         return True
@@ -426,7 +443,7 @@ class IExecutionContext:
             bind = binding.bind_input if name in engine.inputs else binding.bind_output
             shape = self.get_tensor_shape(name)
             assert -1 not in shape, f"'{name}' has no shape yet"
-            bind(name, "cpu", 0, np.dtype(engine.get_tensor_dtype(name)), shape, address)
+            bind(name, "cpu", 0, np.dtype(nptype(engine.get_tensor_dtype(name))), shape, address)
         stream.put(lambda: own.run_with_iobinding(binding))
         if engine.attention in WRONG and (logits := self.addresses.get("logits")):
             stream.put(lambda: ctypes.memset(logits, 0, 4 * volume(self.get_tensor_shape("logits"))))

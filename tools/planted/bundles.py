@@ -138,4 +138,33 @@ FAULTS = (
         "stop=self.stop[1:],",
         "tests/test_serve.py::test_settings",
     ),
+    # --- plans for NVIDIA's cards
+    Fault(
+        "matrices-apart-that-the-compiler-fails-on",
+        "exporter/recipe/recipe.py",
+        '{"cpu", "cuda", RTX}',
+        '{"cpu", "cuda"}',
+        "tests/test_tensorrt_rtx.py::test_plans_are_built_without_a_gpu",
+    ),
+    Fault(
+        "node-names-collide-with-the-parsers",
+        "exporter/tracing/capture.py",
+        'return name if count == 1 else f"{name}.{count}"',
+        'return f"{name.rpartition(chr(46))[2]}_{count}"',
+        "tests/test_tensorrt_rtx.py::test_codes_meet_their_products",
+    ),
+    Fault(
+        "plans-take-weights-that-the-bundle-lacks",
+        "runtime/backends/tensorrt_plans.py",
+        "if foreign := modes.keys() - known.keys():",
+        "if foreign := set[str]():",
+        "tests/test_stand_ins.py::test_a_plan_with_other_inputs_than_the_manifests_is_refused",
+    ),
+    Fault(
+        "plans-built-elsewhere-before-proven-engines",
+        "runtime/engines/store.py",
+        "elif record.proven:",
+        "elif record:",
+        "tests/test_stand_ins.py::test_plans_that_were_built_elsewhere_are_used_until_compiled",
+    ),
 )

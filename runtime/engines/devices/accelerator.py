@@ -164,12 +164,13 @@ class Staging:
         inputs: set[str],
         outputs: set[str],
         launch: Callable[[Mapping[str, DeviceArray]], None],
-        capturable: bool,
+        capturable: Callable[[], bool] | None = None,
     ) -> None:
         """buffers: a numpy array or DeviceArray by name; names that the engine does not have are ignored. capturable:
-        whether ``launch`` may be recorded and replayed. Raises DamageError if an input has no buffer."""
+        tells after the first run whether ``launch`` may be recorded and replayed; None if it never may. Raises
+        DamageError if an input has no buffer."""
         require_buffers(inputs, buffers)
-        self.device, self.launch, self.capturable = device, launch, capturable
+        self.device, self.launch = device, launch
         bound = {name: buffer for name, buffer in buffers.items() if name in inputs | outputs}
         host = {name: buffer for name, buffer in bound.items() if isinstance(buffer, np.ndarray)}
         self.buffers: dict[str, DeviceArray] = {name: buffer for name, buffer in bound.items() if name not in host}
@@ -177,7 +178,7 @@ class Staging:
         self._host_outputs, self._download = self._block(
             {name: array for name, array in host.items() if name in outputs}
         )
-        self._run = Recorded(device) if capturable else None
+        self._run = Recorded(device, capturable) if capturable else None
         self._mirrored = [array for name, array in self.buffers.items() if name in outputs and array.mirror is not None]
 
     def _block(
@@ -237,10 +238,13 @@ class Staging:
 
 
 class Recorded:
-    """Work for the stream that the first run records, and later runs replay in one launch."""
+    """Work for the stream that the first run records, and later runs replay in one launch.
 
-    def __init__(self, device: Accelerator) -> None:
-        self._device = device
+    capturable: whether it can be recorded; asked after the first run, which also sets engines up.
+    """
+
+    def __init__(self, device: Accelerator, capturable: Callable[[], bool] = lambda: True) -> None:
+        self._device, self._capturable = device, capturable
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, enqueue: Callable[[], None]) -> None:
@@ -248,6 +252,6 @@ class Recorded:
         if self._replay is None:
             enqueue()  # an engine's first run also sets it up, which must not be recorded
             self._device.synchronize()
-            self._replay = self._device.capture(enqueue)
+            self._replay = self._device.capture(enqueue) if self._capturable() else enqueue
         else:
             self._replay()
