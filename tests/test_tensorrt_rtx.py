@@ -157,6 +157,20 @@ def test_plans_are_built_without_a_gpu(
 
 
 @needs_library
+def test_one_profile_for_all_sizes_builds_a_smaller_plan(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.backends import tensorrt_rtx
+
+    made, sizes = Bundle(coded(make_bundle)), []
+    targets = [graph for name, graph in made.manifest.form("tensorrt-rtx").graphs.items() if name.startswith("target")]
+    for ranged in (False, True):
+        monkeypatch.setattr(tensorrt_rtx, "RANGED", ranged)
+        sizes.append(len(tensorrt_rtx._build(made, targets, CARDS["sm89"], lambda _: None)))
+    assert sizes[1] < sizes[0]
+
+
+@needs_library
 def test_an_export_builds_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And says that they have not run, and what is to be typed on the device. Heads of 8 numbers get decomposed
     attention."""

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _LIBRARIES = 2 << 30  # approximate bytes of host memory that CUDA and TensorRT for RTX use
 _KERNELS = "kernels"  # folder beside the engines
+# Whether the target's plan has one profile from its smallest to its largest size, which takes half of the time to build
+# and a third of the space; only a device can tell what it costs in a pass.
+RANGED = False
 
 
 class TensorRTForRTX(Plans):
@@ -134,4 +137,4 @@ def _build(bundle: Bundle, graphs: list[Graph], card: Card, progress: Callable[[
         config.set_compute_capability(getattr(trt.ComputeCapability, card.name.upper()), 0)
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # as NVIDIA asks for runs that are recorded
 
-    return build(TensorRTForRTX.LIBRARY, bundle, graphs, configure, progress)
+    return build(TensorRTForRTX.LIBRARY, bundle, graphs, configure, progress, RANGED)
