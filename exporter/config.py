@@ -7,13 +7,13 @@ from typing import Any
 
 from runtime.backends import NAMES
 from runtime.backends.rtx_cards import card
+from runtime.bundle.manifest import RTX
 from runtime.errors import InputError
 
 from .checkpoints.families import EAGLE, EAGLE_3, GUMIHO, HYDRA, MEDUSA, SMALL
 from .staging import unfinished
 
 DEFAULT_CAPACITY = 2048  # positions, at most
-RTX = "tensorrt-rtx"
 VLLM = "vllm"  # writes only the drafter, in vLLM's format
 DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
 TARGET = (*DRAFTER, "w8a8")

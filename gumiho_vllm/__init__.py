@@ -6,6 +6,8 @@ FOLDER is what ``gumiho export --backend vllm`` writes. vLLM drafts chains, so N
 """
 
 RELEASES = ("0.32.0",)  # those of vLLM that this was run with
+SERIAL_STEPS = 2
+RESIDUAL_BLOCKS = 5  # of a head, after the block that joins two rows
 
 
 def register() -> None:

@@ -20,9 +20,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker import gpu_model_runner
 
+from . import RESIDUAL_BLOCKS, SERIAL_STEPS
+
 ARCHITECTURE = "GumihoLlamaForCausalLM"
-_SERIAL = 2  # steps of the serial layers
-_BLOCKS = 6  # of a head: one that joins two rows, and five residual ones
 
 
 class GumihoConfig(EAGLEConfig):
@@ -41,7 +41,7 @@ class Head(nn.Module):
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        widths = [2 * hidden, *[hidden] * (_BLOCKS - 1)]
+        widths = [2 * hidden, *[hidden] * RESIDUAL_BLOCKS]
         self.blocks = nn.ModuleList(nn.Linear(width, hidden, dtype=dtype) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class GumihoLlamaForCausalLM(EagleLlamaForCausalLM):
             self.model.fc = ReplicatedLinear(
                 2 * hidden, hidden, bias=True, params_dtype=dtype, quant_config=None, return_bias=False, prefix="fc"
             )
-        heads = vllm_config.speculative_config.num_speculative_tokens - _SERIAL
+        heads = vllm_config.speculative_config.num_speculative_tokens - SERIAL_STEPS
         self.heads = nn.ModuleList(Head(hidden, dtype) for _ in range(max(0, heads)))
 
     def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ class GumihoLlamaForCausalLM(EagleLlamaForCausalLM):
                 serial.append((name.removeprefix("model."), weight))
         if missing:
             held = {name.partition(".")[0] for name in missing}
-            most = _SERIAL + len(self.heads) - len(held)
+            most = SERIAL_STEPS + len(self.heads) - len(held)
             raise ValueError(
-                f"num_speculative_tokens is {_SERIAL + len(self.heads)}: this Gumiho drafts at most {most}"
+                f"num_speculative_tokens is {SERIAL_STEPS + len(self.heads)}: this Gumiho drafts at most {most}"
             )
         super().load_weights(serial)
 
@@ -101,15 +101,15 @@ class GumihoProposer(EagleProposer):
     @torch.inference_mode()
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor:
         gumiho = ARCHITECTURE in self.draft_model_config.hf_config.architectures
-        if not gumiho or num_speculative_tokens <= _SERIAL:
+        if not gumiho or num_speculative_tokens <= SERIAL_STEPS:
             return super().propose(num_speculative_tokens, **inputs)
-        tokens = super().propose(_SERIAL, **inputs)
+        tokens = super().propose(SERIAL_STEPS, **inputs)
         self.num_speculative_tokens = num_speculative_tokens
         batch, metadata, probs = len(tokens), inputs["sampling_metadata"], self._last_draft_probs
         # The buffers still hold the second step's inputs: the first draft token, and the row that it was chosen from.
         first, second = self.hidden_states[:batch], self._last
         joined = torch.cat((self.model.fuse(tokens[:, 0], first), self.model.fuse(tokens[:, 1], second)), dim=-1)
-        heads = self.model.heads[: num_speculative_tokens - _SERIAL]
+        heads = self.model.heads[: num_speculative_tokens - SERIAL_STEPS]
         drawn = [super(GumihoProposer, self)._sample_draft_tokens(head(joined), metadata) for head in heads]
         if probs is not None:
             more = torch.stack([one for _, one in drawn if one is not None], 1)

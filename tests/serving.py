@@ -26,7 +26,7 @@ def served(model: Model, limits: Limits | None = None, access: Access | None = N
     limits = limits or Limits()
     app = Server(model, "demo", limits, access or Access(), **options).app()
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = HttpServer(app, "demo", listening, limits.patience, grace=5)
+        server = HttpServer(app, "demo", limits.patience, grace=5)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

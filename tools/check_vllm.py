@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from exporter import DraftTree, ExportConfig, export
+from gumiho_vllm import SERIAL_STEPS
 from runtime import load
 from runtime.cli.command import run
 from tools.load import read_prompts
 
 _POSITIONS = 1024
 _PROMPT = 200  # tokens; of longer prompts our drafter reads the ends only (docs/decoding.md)
-_SERIAL = 2
 _BATCH = 4  # texts at once
 _DRAWN, _FIRST = 600, 3  # texts that are drawn each way, and their tokens
 _LEAST = 5  # a cell of the test has at least this many expected texts
@@ -130,11 +130,11 @@ def distribution(plain: Sequence[Draft], drafted: Sequence[Draft]) -> str:
 def exported(args: argparse.Namespace) -> tuple[Path, Path]:
     """The drafter for vLLM, and the pair for the CPU."""
     files: dict[str, Any] = {"ckpt": (args.pair / "drafter",), "target": args.pair / "target", "overwrite": True}
-    chain = DraftTree(policy="chain", serial_steps=_SERIAL, heads=args.heads)
+    chain = DraftTree(policy="chain", serial_steps=SERIAL_STEPS, heads=args.heads)
     own: dict[str, Any] = {"weights": "none", "draft_weights": "none", "draft_tree": chain, "capacity": _POSITIONS}
     return (
         export(ExportConfig(**files, backend=("vllm",), out=args.out / "vllm")),
-        export(ExportConfig(**files, **own, rows=1 + _SERIAL + args.heads, out=args.out / "cpu")),
+        export(ExportConfig(**files, **own, rows=1 + SERIAL_STEPS + args.heads, out=args.out / "cpu")),
     )
 
 
@@ -160,14 +160,14 @@ def greedy(
 def compare(args: argparse.Namespace) -> int:
     os.environ.update(_ENVIRONMENT)
     drafter, bundle = exported(args)
-    target, most, wrong = args.pair / "target", _SERIAL + args.heads, list[str]()
+    target, most, wrong = args.pair / "target", SERIAL_STEPS + args.heads, list[str]()
     with load(bundle) as model:
         prompts = [model.encode(text)[:_PROMPT] for text in read_prompts(args.prompts, args.count)]
     with vllm(target) as llm:
         plain = texts(llm, prompts, args.new_tokens)
         drawn = texts(llm, [prompts[0]] * _DRAWN, _FIRST, temperature=1.0)
     drafts = list[list[Draft]]()
-    for drafted in dict.fromkeys((1, _SERIAL, most)):
+    for drafted in dict.fromkeys((1, SERIAL_STEPS, most)):
         with vllm(target, drafter, drafted) as llm:
             found = list(greedy(llm, prompts, plain, args.new_tokens))
         wrong += [one for one in found if isinstance(one, str)]

@@ -6,6 +6,7 @@ Whether a device computes a parsed graph correctly is checked when it is compile
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -18,6 +19,7 @@ from .ranges import LIMIT, ranges
 from .rules import ANY, INTS, Facts, Parser, Rule, Use, dtypes, named
 from .tensorrt import TENSORRT, TENSORRT_10_3
 
+_TENSORRT = Parser("TensorRT 10.15", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False)
 PARSERS: Mapping[str, Parser] = {
     # Of numpy's types, src/py/migraphx_py.cpp passes all of these, bool as bool, but not bfloat16. From tensors without
     # elements, Expand makes one (common.cpp uses the larger size), and most other operators an undefined value.
@@ -25,8 +27,8 @@ PARSERS: Mapping[str, Parser] = {
     "migraphx": Parser(
         "MIGraphX 2.16", range(13, 20), "fhil" + "bBc", MIG_ANY, MIGRAPHX, empty=False, positional=True, floating=True
     ),
-    "tensorrt": Parser("TensorRT 10.15", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False),
-    "tensorrt-rtx": Parser("TensorRT for RTX 1.7", range(13, 25), ANY, ANY, TENSORRT, empty=True, positional=False),
+    "tensorrt": _TENSORRT,
+    "tensorrt-rtx": replace(_TENSORRT, label="TensorRT for RTX 1.7"),
     "tensorrt-basic": Parser("TensorRT 10.3", range(13, 21), ANY, ANY, TENSORRT_10_3, empty=True, positional=False),
 }
 

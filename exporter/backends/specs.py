@@ -1,7 +1,7 @@
 """What each backend requires of the graphs: their dialect, dtypes, quantization and static sizes."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,8 @@ class BackendSpec:
     of quantized weights. spare: dialects to fall back on if the device or the installed release does not support the
     first. codes, block: of int4 and int8 weights, see ``Scheme``. aligned: whether weights need aligned addresses.
     zeros: whether int4 targets have zero points, and 8 bits in their lm_head. drafter: default format of the drafter's
-    weights, the best one measured, or ``none`` if nothing was measured.
+    weights, the best one measured, or ``none`` if nothing was measured. joins: whether quantized matrices that read the
+    same rows are joined for it; the compilers of the others join them where that pays.
     """
 
     dialect: type[Plain]
@@ -64,6 +65,7 @@ class BackendSpec:
     bound: tuple[torch.dtype, ...] = ()
     bound_codes: bool = False
     profiles: bool = False
+    joins: bool = False
 
 
 # ONNX Runtime's CUDA provider has a fast TopK kernel for up to 32 entries; the paper uses 35.
@@ -73,6 +75,19 @@ CUDA_TOP_K = 32
 INT4_ROWS = 16
 _GPU = (torch.float16, torch.float32)
 _BF16 = (*_GPU, torch.bfloat16)
+# TensorRT's documentation of quantized types lists only blocks of 64 and 128 for int4.
+# Releases before 10.15 support neither attention nor caches in place.
+_TENSORRT = BackendSpec(
+    Standard,
+    rows=64,
+    static=True,
+    dtypes=_BF16,
+    quantized=("int4", "fp8"),
+    spare=(Decomposed, Basic),
+    codes=SIGNED,
+    block=64,
+    profiles=True,
+)
 BACKENDS: Mapping[str, BackendSpec] = {
     # On a CPU more rows take longer: a pass of 8 fp32 rows takes 1.4 times as long as one of 1 row, of 64 rows 4 times.
     "cpu": BackendSpec(
@@ -83,42 +98,19 @@ BACKENDS: Mapping[str, BackendSpec] = {
         quantized=("int4", "int8", "w8a8"),
         zeros=True,
         drafter="int4",
+        joins=True,
     ),
     # CUDA graphs need static shapes. Weights are read from addresses that are multiples of 256 bytes. The fast product
     # of int4 and fp16 takes codes that were rearranged when the session was made, so they must be constants.
-    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True, bound=_GPU),
+    "cuda": BackendSpec(Standard, rows=64, static=True, dtypes=_GPU, aligned=True, zeros=True, bound=_GPU, joins=True),
     # It supports MatMulNBits only with 4 bits, and 4 bits as an input only with MatMulNBits. Its Python module cannot
     # pass bfloat16.
     "migraphx": BackendSpec(
         Basic, rows=64, static=True, dtypes=_BF16, codes=Codes(torch.uint8, torch.int8), bound=_GPU, bound_codes=True
     ),
-    # TensorRT's documentation of quantized types lists only blocks of 64 and 128 for int4.
-    # Releases before 10.15 support neither attention nor caches in place.
-    "tensorrt": BackendSpec(
-        Standard,
-        rows=64,
-        static=True,
-        dtypes=_BF16,
-        quantized=("int4", "fp8"),
-        spare=(Decomposed, Basic),
-        codes=SIGNED,
-        block=64,
-        profiles=True,
-    ),
-    # The same parser and compiler, without weights in plans.
-    "tensorrt-rtx": BackendSpec(
-        Standard,
-        rows=64,
-        static=True,
-        dtypes=_BF16,
-        quantized=("int4", "fp8"),
-        spare=(Decomposed,),
-        codes=SIGNED,
-        block=64,
-        bound=_BF16,
-        bound_codes=True,
-        profiles=True,
-    ),
+    "tensorrt": _TENSORRT,
+    # Its compiler, with weights as inputs of the plans; it fails on an int4 draft of matrices that are not joined.
+    "tensorrt-rtx": replace(_TENSORRT, spare=(Decomposed,), bound=_BF16, bound_codes=True, joins=True),
 }
 
 

@@ -37,7 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gumiho_vllm import RELEASES
+from gumiho_vllm import RELEASES, RESIDUAL_BLOCKS, SERIAL_STEPS
 from runtime.errors import InputError
 
 from ..weights.source import require_fp16
@@ -48,8 +48,6 @@ from .pair import Pair
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 # metadata of the weight file, by which ``is_export`` recognizes it
 _MARK = {"format": "pt", "written_by": "gumiho-export"}
-_RESIDUAL_BLOCKS = 5
-_SERIAL_STEPS = 2
 _SLICE_ELEMENTS = 16 << 20
 _OVERHEAD = 1 << 20  # bytes reserved for config.json and the header
 _SAFETENSORS_NAMES = {
@@ -84,10 +82,10 @@ def _tensors(pair: Pair, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """The dtypes of the tensors to write, by the checkpoint's names. Raises InputError for a drafter that vLLM cannot
     run."""
     reader = _reader(pair)
-    if reader.heads and reader.blocks != _RESIDUAL_BLOCKS:
+    if reader.heads and reader.blocks != RESIDUAL_BLOCKS:
         raise InputError(
             f"drafter '{pair.drafter.source}' has heads of {reader.blocks} residual blocks, but vLLM supports only "
-            f"{_RESIDUAL_BLOCKS}: export it for another --backend"
+            f"{RESIDUAL_BLOCKS}: export it for another --backend"
         )
     drafter, dtypes = pair.drafter, dict[str, torch.dtype]()
     names = drafter.names() - ({"lm_head.weight"} if _trimmed(pair) else set())
@@ -203,7 +201,7 @@ def lines(pair: Pair, out: Path) -> list[str]:
     target = str(local.absolute()) if local.is_dir() else pair.target.source
     # Absolute paths: vLLM takes a name with a dot and no slash for a Python class, and other relative paths for hub
     # ids.
-    drafter = {"method": "eagle", "model": str(out.absolute()), "num_speculative_tokens": _SERIAL_STEPS + pair.heads}
+    drafter = {"method": "eagle", "model": str(out.absolute()), "num_speculative_tokens": SERIAL_STEPS + pair.heads}
     name, text = (json.dumps(value, ensure_ascii=False) for value in (target, drafter))
     messages = [
         f"LLM(model={name}, speculative_config={text})",

@@ -6,10 +6,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from runtime.backends.processor import overflows, vnni
-from runtime.backends.rtx_cards import card, lacking, refusal
+from runtime.backends.rtx_cards import card, refusal
+from runtime.bundle.manifest import RTX
 from runtime.errors import GumihoError, InputError
 
-from ..config import AS_IS, DRAFTER, RTX, TARGET, ExportConfig
+from ..config import AS_IS, DRAFTER, TARGET, ExportConfig
 
 if TYPE_CHECKING:
     import torch
@@ -174,8 +175,9 @@ def quantized(config: ExportConfig) -> dict[str, str]:
 def require_rtx(config: ExportConfig, dtype: "torch.dtype") -> None:
     """Raises InputError if TensorRT for RTX cannot build plans of the weights' formats, for a kind of card that is
     asked for or at all, and UnavailableError if plans are to be built and the library is missing."""
-    # Its compiler fails on a draft of matrices that read the same rows, which are joined in bundles for these only.
-    apart = [name for name in config.backend if name not in ("cpu", "cuda", RTX)]
+    from ..backends.specs import BACKENDS
+
+    apart = [name for name in config.backend if not BACKENDS[name].joins]
     if RTX in config.backend and apart and quantized(config).get("draft") == "int4":
         raise InputError(
             f"--draft-weights int4 is not for {RTX} and {apart[0]} in one bundle: export for {RTX} in a run of its "
@@ -185,8 +187,8 @@ def require_rtx(config: ExportConfig, dtype: "torch.dtype") -> None:
         import_module("runtime.backends.tensorrt_rtx")
     formats = [*quantized(config).values(), str(dtype).removeprefix("torch.")]
     for name in config.gpu:
-        if how := lacking(card(name), formats):
-            raise InputError(refusal(card(name), how))
+        if refused := refusal(card(name), formats):
+            raise InputError(refused)
 
 
 def require_linkable(config: ExportConfig) -> None:

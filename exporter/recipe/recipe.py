@@ -15,7 +15,7 @@ from runtime.errors import InputError
 
 from ..backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
 from ..checkpoints.pair import Pair
-from ..config import AS_IS, RTX, ExportConfig
+from ..config import AS_IS, ExportConfig
 from ..weights.joined import joined
 from ..weights.packer import ALIGNMENT
 from ..weights.quantize import Rounding, carried, quantized, scale_of, signed
@@ -116,9 +116,8 @@ class Recipe:
 
     @property
     def joined(self) -> bool:
-        """Whether quantized matrices that read the same rows are one. ONNX Runtime and TensorRT for RTX do not join
-        them themselves; the compilers of other backends do where that pays."""
-        return set(self.backends) <= {"cpu", "cuda", RTX}
+        """Whether quantized matrices that read the same rows are one: if that is so for all backends."""
+        return all(BACKENDS[name].joins for name in self.backends)
 
     @cached_property
     def blocks(self) -> Mapping[int, int]:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.bundle.manifest import RTX
 from runtime.errors import GumihoError
 
-from ..config import RTX
 from ..progress import Progress
 
 if TYPE_CHECKING:

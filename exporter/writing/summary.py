@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import AS_IS, RTX
+from runtime.bundle.manifest import RTX
+
+from ..config import AS_IS
 from ..recipe.precision import recommendation, unrunnable
 
 if TYPE_CHECKING:

@@ -1,9 +1,11 @@
 """The cards that TensorRT for RTX builds plans for, by compute capability and by name."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..bundle.manifest import RTX
 from ..errors import InputError, UnavailableError
 
 if TYPE_CHECKING:
@@ -83,22 +85,21 @@ def card_of(capability: tuple[int, int], device: str) -> Card:
         raise UnavailableError(f"{device}: {error}") from None
 
 
-def lacking(kind: Card, formats: "tuple[str, ...] | list[str]") -> str:
-    """The first of some formats of weights that a kind of card has no kernels for, "" if it has all."""
-    return next((how for how in formats if kind.capability < _FORMATS.get(how, 0)), "")
-
-
-def require(kind: Card, bundle: "Bundle") -> None:
-    """Raises UnavailableError if a kind of card has no kernels for a format of the bundle's weights."""
-    graphs = bundle.manifest.form("tensorrt-rtx").graphs.values()
-    formats = [how.partition(",")[0] for how in bundle.manifest.weights.values()]
-    if how := lacking(kind, [*formats, *(graph.precision for graph in graphs)]):
-        raise UnavailableError(refusal(kind, how))
-
-
-def refusal(kind: Card, how: str) -> str:
+def refusal(kind: Card, formats: Iterable[str]) -> str:
+    """Says which of some formats of weights a kind of card has no kernels for, "" if it has them for all."""
+    how = next((how for how in formats if kind.capability < _FORMATS.get(how, 0)), "")
+    if not how:
+        return ""
     first = next(one for one in CARDS.values() if one.capability >= _FORMATS[how])
     return (
         f"{kind.name} ({kind.cards}) has no kernels for {how}, which {first.name} and newer have: export with other "
         "--weights, --draft-weights or --dtype, or leave that card out"
     )
+
+
+def require(kind: Card, bundle: "Bundle") -> None:
+    """Raises UnavailableError if a kind of card has no kernels for a format of the bundle's weights."""
+    graphs = bundle.manifest.form(RTX).graphs.values()
+    formats = [how.partition(",")[0] for how in bundle.manifest.weights.values()]
+    if refused := refusal(kind, [*formats, *(graph.precision for graph in graphs)]):
+        raise UnavailableError(refused)

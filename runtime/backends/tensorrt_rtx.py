@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ..bundle.graphs import Graph
+from ..bundle.hashes import sample_hash
+from ..bundle.manifest import RTX
 from ..bundle.reader import Bundle
 from ..errors import UnavailableError
 from .memory import MemoryNeeds, Space, buffers
@@ -45,7 +47,7 @@ RANGED = False
 class TensorRTForRTX(Plans):
     """Devices: the index of an NVIDIA GPU."""
 
-    NAME: ClassVar[str] = "tensorrt-rtx"
+    NAME: ClassVar[str] = RTX
     LIBRARY: ClassVar[Library] = Library(trt, "TensorRT for RTX")
     ASKS: ClassVar[bool] = True
 
@@ -71,9 +73,9 @@ class TensorRTForRTX(Plans):
         """Plans lack no weights: they take them as inputs."""
 
     def contexts(self, plan: trt.ICudaEngine, file: Path) -> Contexts:
-        found = hashlib.sha256("\n".join((self._device.name, self._device.details()["driver"])).encode())
-        found.update(file.read_bytes())
-        return _CachedContexts(self.LIBRARY, plan, file.parent.parent / _KERNELS / f"{found.hexdigest()[:16]}.bin")
+        depends_on = sample_hash(file), self._device.name, self._device.details()["driver"]
+        name = hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:16]
+        return _CachedContexts(self.LIBRARY, plan, file.parent.parent / _KERNELS / f"{name}.bin")
 
 
 class _CachedContexts(Contexts):
@@ -122,13 +124,13 @@ def build_for(bundle: Bundle, card: Card, folder: Path, progress: Callable[[str]
 def _spellings(bundle: Bundle, card: Card) -> dict[str, Mapping[str, Graph]]:
     """See ``Plans.spellings``."""
     require(card, bundle)
-    form = bundle.manifest.form(TensorRTForRTX.NAME)
+    form = bundle.manifest.form(RTX)
     return {FUSED: form.graphs, **form.spares}
 
 
 def versions(card: Card) -> dict[str, str]:
     """What plans for a kind of card depend on; see ``Backend.versions``."""
-    return {"tensorrt-rtx": trt.__version__, "capability": card.name}
+    return {RTX: trt.__version__, "capability": card.name}
 
 
 def _build(bundle: Bundle, graphs: list[Graph], card: Card, progress: Callable[[str], object]) -> bytes:

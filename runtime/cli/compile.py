@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..backends import backend, require
 from ..backends.rtx_cards import card
+from ..bundle.manifest import RTX
 from ..bundle.reader import Bundle
 from ..engines.plans_without_device import build_plans
 from ..engines.store import compile_engines
@@ -54,8 +55,8 @@ def _tell(step: str) -> None:
 
 
 def _build(bundle: Bundle, name: str, cards: Sequence[str]) -> int:
-    if name != "tensorrt-rtx":
-        raise InputError(f"--gpu is for backend tensorrt-rtx, and this is {name}: leave it out, or give --backend")
+    if name != RTX:
+        raise InputError(f"--gpu is for backend {RTX}, and this is {name}: leave it out, or give --backend")
     for kind in cards:
         card(kind)
     for kind in cards:

@@ -22,7 +22,7 @@ from .devices import Device, Host
 from .loop import EngineLoop
 from .memory_check import require, require_stream
 from .queued import QueuedEngine, QueuedTarget
-from .store import find_engines, read_record
+from .store import find_record
 
 if TYPE_CHECKING:
     from ..backends.onnxruntime_lanes import Lanes
@@ -117,7 +117,7 @@ class LoadedBundle:
         while True:
             # first, since a machine that lacks what it takes cannot compile engines either
             require(bundle, backend, streams=streams)
-            folder = find_engines(bundle, backend)
+            folder, record = find_record(bundle, backend)
             try:
                 form, manifest = backend.form(bundle, folder), bundle.manifest
                 costs = {name: Costs.load(folder, manifest.rows, manifest.suffix(name)) for name in manifest.each}
@@ -126,8 +126,7 @@ class LoadedBundle:
                 engines, device = backend.open(bundle, folder, threads or measured, streams)
                 shares = streams > 1 and SHARED in form.graphs
                 loop = EngineLoop(cast("Lanes", engines["target"]) if shares else None)
-                loaded = LoadedBundle(bundle, form, engines, device, costs, backend, shares, loop)
-                loaded.proven = read_record(folder).proven
+                loaded = LoadedBundle(bundle, form, engines, device, costs, backend, shares, loop, proven=record.proven)
                 if streams > 1:
                     loaded.use_thread()
                 return loaded

@@ -206,8 +206,13 @@ def _decoders(bundle: Bundle, form: Form, engines: Mapping[str, Engine], device:
 
 
 def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
-    """The folder of the current engines, checked for damage; the newest one if they were compiled with several options.
-    Those that are proven come before plans that were built without a device.
+    """The folder of ``find_record``."""
+    return find_record(bundle, backend, quick)[0]
+
+
+def find_record(bundle: Bundle, backend: Backend, quick: bool = True) -> tuple[Path, Record]:
+    """The folder of the current engines, checked for damage, and its record; the newest one if they were compiled with
+    several options. Those that are proven come before plans that were built without a device.
 
     quick: read only samples of large files, see ``Bundle.verify``. Raises UnavailableError if there are no engines or
     only ones that were compiled for something else, and DamageError if they are damaged.
@@ -221,8 +226,8 @@ def find_engines(bundle: Bundle, backend: Backend, quick: bool = True) -> Path:
                 raise  # otherwise another process has just replaced them
 
 
-def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], quick: bool) -> Path:
-    """``find_engines`` among some folders."""
+def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], quick: bool) -> tuple[Path, Record]:
+    """``find_record`` among some folders."""
     kind: type[GumihoError] = UnavailableError
     current, reason, unproven = key(bundle, backend.NAME, backend.versions()), "", None
     command = f"run `gumiho compile {bundle.path} --backend {backend.NAME}`"
@@ -242,9 +247,9 @@ def _first_current(bundle: Bundle, backend: Backend, folders: Iterable[Path], qu
         elif damaged := first_damaged(folder, record.files, quick):
             reason, kind = f"{folder / damaged} is missing or damaged", DamageError
         elif record.proven:
-            return folder
+            return folder, record
         else:
-            unproven = unproven or folder
+            unproven = unproven or (folder, record)
     if unproven:
         return unproven
     raise kind(f"{reason or f'bundle {bundle.path} has no engines for backend {backend.NAME!r}'}: {command}")

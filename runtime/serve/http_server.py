@@ -53,14 +53,15 @@ class ImpatientProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an ASGI application on a listening socket until SIGTERM or SIGINT, under a name for the log.
+    """Serves an ASGI application on the listening sockets of ``run`` until SIGTERM or SIGINT, under a name for the
+    log.
 
     patience: seconds within which a request's headers must come. grace: seconds that requests have to end once a signal
     has come.
     """
 
-    def __init__(self, app: Any, name: str, listening: socket.socket, patience: float, grace: int) -> None:
-        self._name, self._listening, self._grace = name, listening, grace
+    def __init__(self, app: Any, name: str, patience: float, grace: int) -> None:
+        self._name, self._grace = name, grace
         super().__init__(
             uvicorn.Config(
                 app,
@@ -82,9 +83,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        host, port = self._listening.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _log.info("%s on %s, OpenAI's API on %s/v1", self._name, address, address)
+        for listening in sockets or ():
+            host, port = listening.getsockname()[:2]
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            _log.info("%s on %s, OpenAI's API on %s/v1", self._name, address, address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.get_running_loop().call_later(self._grace, self._break_off)

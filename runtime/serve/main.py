@@ -231,5 +231,5 @@ def serve(args: argparse.Namespace) -> int:
     ):
         name = args.model_name or Path(args.bundle).resolve().name
         app = Server(model, name, limits, access, args.log_prompts).app()
-        HttpServer(app, name, listening, args.patience, args.grace).run(sockets=[listening])
+        HttpServer(app, name, args.patience, args.grace).run(sockets=[listening])
     return 0

@@ -141,9 +141,9 @@ FAULTS = (
     # --- plans for NVIDIA's cards
     Fault(
         "matrices-apart-that-the-compiler-fails-on",
-        "exporter/recipe/recipe.py",
-        '{"cpu", "cuda", RTX}',
-        '{"cpu", "cuda"}',
+        "exporter/backends/specs.py",
+        "bound_codes=True, joins=True),",
+        "bound_codes=True),",
         "tests/test_tensorrt_rtx.py::test_plans_are_built_without_a_gpu",
     ),
     Fault(

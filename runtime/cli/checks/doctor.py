@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ...backends import DEVICES, NAMES, Backend, backend
 from ...bundle.reader import Bundle
 from ...engines import summary
-from ...engines.store import find_engines, read_record
+from ...engines.store import find_record
 from ...errors import GumihoError
 from ..command import argument_parser, run
 from .recommendation import recommendation
@@ -72,10 +72,10 @@ def examine(
         else:
             try:
                 notes += summary.memory(bundle, device)
-                folder = find_engines(bundle, device, quick)
+                folder, record = find_record(bundle, device, quick)
                 ready = True
                 notes.append(f"{folder.relative_to(bundle.path)} is current")
-                if not read_record(folder).proven:
+                if not record.proven:
                     notes.append(f"built without a device: run `gumiho compile {bundle.path} --backend {name}`")
                 costs = summary.measured(bundle, folder)
                 for drafter, own in costs.items():
