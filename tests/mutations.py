@@ -259,7 +259,7 @@ class Hang(BaseException):
 
 
 @contextlib.contextmanager
-def deadline(seconds: int) -> Iterator[None]:
+def deadline(seconds: float) -> Iterator[None]:
     """Raises Hang after so many seconds of the processor, or ten times as many by the clock, for what waits; where not
     even that gets through, ends the process with every thread's stack."""
 

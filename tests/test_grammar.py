@@ -233,7 +233,7 @@ REWOUND = [
 
 
 @pytest.mark.parametrize("grammar", REWOUND, ids=lambda g: g.text[:20])
-@settings(max_examples=25)
+@examples(40)
 @given(seed=st.integers(0, 2**32))
 def test_rewinding_leads_to_the_same_masks(grammar: Grammar, seed: int) -> None:
     matcher, path, random = TINY.start(grammar), [], Random(seed)

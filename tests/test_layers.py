@@ -18,7 +18,9 @@ from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import FP8, Scheme, Schemes
 from graphs.dialects.standard import Standard
+from graphs.features import NORMED, Features
 from graphs.layer import LlamaShape
+from graphs.shared_target import SharedTarget
 from graphs.target import Target
 
 LAYERS = 4
@@ -28,11 +30,17 @@ BIASED = LlamaShape(
 )
 QWEN3 = replace(SHAPE, qk_norm=True)
 STATIC, HALF = {"rows": 8}, torch.float16
+INT4 = Scheme(32, torch.uint8)
+ODD = {f"layers.0.self_attn.{name}_proj.weight": Scheme(32, torch.uint8, 8) for name in "qkv"}
 # Every dialect as the backends have it, and every kind of codes.
-FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Scheme | None]] = {
+FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Scheme | Schemes | None]] = {
     "cpu": (SHAPE, Contrib, torch.float32, {}, None),
     "cpu, odd heads": (SHAPE, Standard, torch.float32, {}, None),
-    "cpu, int4": (SHAPE, Exact, torch.float32, {}, Scheme(32, torch.uint8)),
+    "cpu, int4": (SHAPE, Exact, torch.float32, {}, INT4),
+    "cpu, int4, another first layer": (SHAPE, Exact, torch.float32, {}, Schemes(INT4, ODD)),
+    "cpu, several streams": (SHAPE, Exact, torch.float32, {}, INT4),
+    "cpu, taps": (SHAPE, Contrib, torch.float32, {}, None),
+    "cpu, another first layer, taps": (SHAPE, Exact, torch.float32, {}, Schemes(INT4, ODD)),
     "cpu, a key for every head, int8": (BIASED, Exact, torch.float32, {}, Scheme(32, torch.uint8, 8)),
     "cpu, w8a8": (SHAPE, Exact, torch.float32, {}, Scheme(0, torch.int8, 8)),
     "cpu, normed heads": (QWEN3, Contrib, torch.float32, {}, None),
@@ -48,11 +56,18 @@ FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Sch
 
 
 def traced(
-    shape: LlamaShape, ops: type[Plain], dtype: torch.dtype, sizes: dict[str, int], scheme: Scheme | None
+    shape: LlamaShape,
+    ops: type[Plain],
+    dtype: torch.dtype,
+    sizes: dict[str, int],
+    scheme: Scheme | Schemes | None,
+    kind: type[Target] = Target,
+    returns: Features = NORMED,
 ) -> ir.Model:
     """A target whose weights are nowhere."""
+    schemes = scheme if isinstance(scheme, Schemes) else Schemes(scheme)
     with torch.device("meta"):
-        module = Target(shape, 64, 128, ops, Schemes(scheme)).eval()
+        module = kind(shape, 128, 128, ops, schemes, returns).eval()
     places = dict[str, Location]()
     for i, (name, parameter) in enumerate(module.named_parameters()):
         numbers = parameter.dtype == torch.float32 and not name.startswith("rotary.")
@@ -107,19 +122,26 @@ def spelled(model: ir.Model) -> list[Any]:
     ]
 
 
-USUAL = ("cpu", "cpu, w8a8", "migraphx, normed heads", "tensorrt, int4", "tensorrt, spare, bfloat16")
+USUAL = {
+    "cpu",
+    "cpu, taps",
+    "cpu, another first layer, taps",
+    "cpu, w8a8",
+    "migraphx, normed heads",
+    "tensorrt, int4",
+    "tensorrt, spare, bfloat16",
+}
 
 
 @pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in FORMS])
 def test_repeated_layers_are_those_of_a_full_trace(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exporter.tracing.trace._capture", _traced)  # else the second were the first
-    repeated = traced(*FORMS[form])
+    kind = SharedTarget if "streams" in form else Target
+    returns = Features(False, (0, 1, 3, LAYERS)) if "taps" in form else NORMED
+    repeated = traced(*FORMS[form], kind, returns)
     monkeypatch.setattr("exporter.tracing.trace.shortened", lambda module: nullcontext(0))
-    whole = traced(*FORMS[form])
-    assert [value.name for value in repeated.graph.inputs][-2:] == [
-        f"past_key.{LAYERS - 1}",
-        f"past_value.{LAYERS - 1}",
-    ]
+    whole = traced(*FORMS[form], kind, returns)
+    assert repeated.graph.inputs[-1].name.endswith(f".{LAYERS - 1}")
     assert spelled(repeated) == spelled(whole)
     for names in (
         [node.name for node in repeated.graph],

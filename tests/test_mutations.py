@@ -84,7 +84,7 @@ def test_a_fault_is_found_and_told_with_its_mutation(
     kind.prepare, kind.attempt = whole, attempt  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tests.faulty", kind)
     monkeypatch.setitem(KINDS, "faulty", "tests.faulty")
-    monkeypatch.setattr(mutations, "SECONDS", 1)
+    monkeypatch.setattr(mutations, "SECONDS", 0.5)
     outcomes, faults = survey("faulty", [0], 1, tmp_path)
     assert outcomes == {"fine, untouched": 1, "FAULT": 1}
     assert faults[0].startswith("case 0, ")

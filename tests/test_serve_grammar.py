@@ -235,7 +235,7 @@ def test_a_grammar_that_takes_long_gives_way_to_texts_that_wait(model: Model, mo
     alone = ["".join(model.start(prompt, slow)) for prompt in ("def main(", "class A:")]
     answered = threading.Event()
     # Any of them alone takes longer than a quick text beside two of them.
-    slow = replace(slow, callback=lambda *_: answered.wait(0.01) and False)
+    slow = replace(slow, callback=lambda *_: answered.wait(0.05) and False)
     slots, order = Slots(model.streams, 10), list[str]()
     completions = Completions(model, slots, Metrics(slots))
 

@@ -154,7 +154,7 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
     cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]
     traced = 1 + int(cached[-1].rpartition(".")[2]) if cached else 0
     if layers > traced:
-        repeat(model.graph, layers, len(cached) // traced, getattr(module, "returns", NORMED))
+        repeat(model.graph, layers, traced, len(cached) // traced, getattr(module, "returns", NORMED))
     return model
 
 

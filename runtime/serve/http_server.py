@@ -71,7 +71,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=max(5, int(patience)),
+                timeout_keep_alive=max(1, int(patience)),
                 timeout_graceful_shutdown=grace + _AFTER_GRACE,
             )
         )
