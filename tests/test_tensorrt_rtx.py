@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from runtime.bundle.reader import Bundle
 from runtime.cli import compile as compile_command
 from runtime.engines.store import read_record
 from tests.conftest import DEMO, EVERY_BACKEND, MakeBundle
+from tests.eagle3 import RandomEagle3
 from tests.end_to_end.test_quantized import FP8_PAIR
 from tests.pairs import RandomPair
 from tests.rtx import MISSING, RTX, trt
@@ -154,6 +156,20 @@ def test_plans_are_built_without_a_gpu(
     assert json.loads((folder / "attention.json").read_text()) == {"attention": "fused", "reason": ""}
     plans = {file.stem for file in folder.glob("*.plan")}
     assert plans == {Path(graph.file).stem for graph in Bundle(made).manifest.form("tensorrt-rtx").graphs.values()}
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("how", "gpus"),
+    [("int4", ()), *(pytest.param(how, ["sm89"], marks=pytest.mark.exhaustive) for how in ("none", "int4", "fp8"))],
+)
+def test_a_drafter_with_a_part_of_the_vocabulary(how: str, gpus: Sequence[str], tmp_path: Path) -> None:
+    """EAGLE-3's graphs are read by the parser, as all are that are written here; with a card, plans are built too."""
+    argv = RandomEagle3(CODED, taps=(0, 1, 2), drafted=200).write(tmp_path)
+    argv += ["--backend", "tensorrt-rtx", "--capacity", "64", "--rows", "8", "--weights", how, "--draft-weights", how]
+    assert cli.main([*argv, *(["--gpu", *gpus] if gpus else []), "--out", str(tmp_path / "out")]) == 0
+    assert RTX.layers(graphs(tmp_path / "out", "tensorrt-rtx", "standard", "draft"))["GATHER"]
+    assert len(list((tmp_path / "out").glob("engines/*/draft*.plan"))) == len(gpus)
 
 
 @needs_library
