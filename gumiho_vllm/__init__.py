@@ -2,7 +2,8 @@
 
     LLM(TARGET, speculative_config={"method": "eagle", "model": FOLDER, "num_speculative_tokens": N})
 
-FOLDER is what ``gumiho export --backend vllm`` writes. vLLM drafts chains, so N is 1 to 2 + the heads of the drafter.
+FOLDER is what ``gumiho export --backend vllm`` writes. vLLM drafts chains, so N is 1 to 2 + the heads of the drafter. A
+drafter without heads, such as an EAGLE whose ``fc`` has a bias (vLLM itself ignores that), drafts any number.
 """
 
 RELEASES = ("0.32.0",)  # those of vLLM that this was run with

@@ -70,16 +70,20 @@ class GumihoLlamaForCausalLM(EagleLlamaForCausalLM):
         return self.model.fc(torch.cat((self.model.embed_tokens(tokens), hidden), dim=-1))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ValueError if the drafter has fewer heads than are to draft."""
-        serial, missing = list[tuple[str, Tensor]](), dict(self.heads.named_parameters())
+        """Raises ValueError if the drafter has fewer heads than are to draft. Without any, its layers draft all
+        tokens."""
+        serial, missing, headed = list[tuple[str, Tensor]](), dict(self.heads.named_parameters()), False
         for name, weight in weights:
             if name.startswith("mlp."):
+                headed = True
                 head, block, kind = name.removeprefix("mlp.").replace(".linear.", ".").split(".")
                 if (parameter := missing.pop(f"{head}.blocks.{block}.{kind}", None)) is not None:
                     parameter.data.copy_(weight)
             elif name != "token_map":
                 serial.append((name.removeprefix("model."), weight))
-        if missing:
+        if not headed:
+            self.heads = nn.ModuleList()
+        elif missing:
             held = {name.partition(".")[0] for name in missing}
             most = SERIAL_STEPS + len(self.heads) - len(held)
             raise ValueError(
@@ -89,7 +93,7 @@ class GumihoLlamaForCausalLM(EagleLlamaForCausalLM):
 
 
 class GumihoProposer(EagleProposer):
-    """EAGLE's, unless the drafter is a Gumiho: the steps after the second one are then its heads'."""
+    """EAGLE's, unless the drafter is a Gumiho with heads: the steps after the second one are then theirs."""
 
     _last_draft_probs: Tensor | None
     _last: Tensor  # the row that the latest draft token was chosen from
@@ -101,7 +105,7 @@ class GumihoProposer(EagleProposer):
     @torch.inference_mode()
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor:
         gumiho = ARCHITECTURE in self.draft_model_config.hf_config.architectures
-        if not gumiho or num_speculative_tokens <= SERIAL_STEPS:
+        if not gumiho or not self.model.heads:
             return super().propose(num_speculative_tokens, **inputs)
         tokens = super().propose(SERIAL_STEPS, **inputs)
         self.num_speculative_tokens = num_speculative_tokens

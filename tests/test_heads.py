@@ -330,6 +330,7 @@ def test_other_hydras_are_refused(fields: dict[str, Any], tmp_path: Path, capsys
         ("medusa", ("--backend", "vllm"), "is of the family medusa, which vLLM runs as it is"),
         ("hydra", ("--serial-steps", "5"), "has 4: give at most 4"),
         ("hydra", ("--heads", "1"), "has 0: give at most that many"),
+        ("hydra", ("--backend", "vllm"), "is of the family hydra, which vLLM does not run"),
     ],
 )
 def test_what_is_refused(

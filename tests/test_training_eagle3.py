@@ -91,9 +91,9 @@ def test_what_comes_out_exports_and_is_lossless(tmp_path: Path, monkeypatch: pyt
     out, pair = tmp_path / "drafter", ["--target", str(write_small_target(tmp_path / "target"))]
     arguments = [*pair, "--data", str(SOURCE), *SMALL, "--steps", "3", "--out", str(out), "--draft-vocab", "1500"]
     assert cli.main([*arguments, "--family", "eagle3"]) == 0
-    assert json.loads((out / "config.json").read_text())["eagle_config"] == {
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3]
-    }
+    said = json.loads((out / "config.json").read_text())
+    assert said["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    assert said["draft_vocab_size"] == 1500  # else vLLM expects an lm_head of the whole vocabulary
     opened = exporter.recipe.sources.open_pair(exporter.options.config_of(["--ckpt", str(out), *pair]))
     assert (opened.family, opened.returns.taps, opened.drafted) == ("eagle3", (1, 2, 3), 1500)
     assert exporter.cli.main(["--ckpt", str(out), *pair, "--out", str(tmp_path / "bundle")]) == 0

@@ -252,6 +252,7 @@ def test_the_bias_is_where_the_tensors_have_it(tmp_path: Path, bias: bool, said:
 @pytest.mark.parametrize(
     ("layers", "heads"),
     [
+        (1, 0),
         (2, 0),
         (2, 5),
         (1, 2),

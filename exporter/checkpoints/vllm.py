@@ -43,11 +43,20 @@ from runtime.errors import InputError
 from ..weights.source import require_fp16
 from .checkpoint import Checkpoint
 from .drafters.gumiho import GumihoReader
+from .families import EAGLE_3, HYDRA, MEDUSA, SMALL
 from .pair import Pair
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 # metadata of the weight file, by which ``is_export`` recognizes it
 _MARK = {"format": "pt", "written_by": "gumiho-export"}
+# What vLLM 0.32.0 does with the families that need no export. It reports none of what it leaves out of a Medusa.
+_OTHERS = {
+    EAGLE_3: "which vLLM runs as it is: give it to vLLM",
+    SMALL: "which vLLM runs as it is: give it to vLLM",
+    MEDUSA: "which vLLM runs as it is if it has lm_heads, since it does not use the target's, and without its biases "
+    "unless config.json has medusa_fc_bias: give it to vLLM",
+    HYDRA: "which vLLM does not run: export it for another --backend",
+}
 _SLICE_ELEMENTS = 16 << 20
 _OVERHEAD = 1 << 20  # bytes reserved for config.json and the header
 _SAFETENSORS_NAMES = {
@@ -72,9 +81,7 @@ def _trimmed(pair: Pair) -> bool:
 def _reader(pair: Pair) -> GumihoReader:
     """The drafter's. Raises InputError for one of another family than Gumiho's."""
     if not isinstance(pair.reader, GumihoReader):
-        raise InputError(
-            f"drafter '{pair.drafter.source}' is of the family {pair.family}, which vLLM runs as it is: give it to vLLM"
-        )
+        raise InputError(f"drafter '{pair.drafter.source}' is of the family {pair.family}, {_OTHERS[pair.family]}")
     return pair.reader
 
 

@@ -85,4 +85,7 @@ def write_checkpoint(
             torch.save(state, path)
 
     replace(folder / drafter.file, write)
-    replace(folder / "config.json", lambda path: path.write_text(json.dumps(drafter.about(), indent=2), "utf-8"))
+    about = drafter.about()
+    if "d2t" in state:  # other readers expect a row of lm_head per token of the target unless config.json says less
+        about |= {"draft_vocab_size": len(state["d2t"])}
+    replace(folder / "config.json", lambda path: path.write_text(json.dumps(about, indent=2), "utf-8"))
