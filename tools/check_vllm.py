@@ -184,7 +184,7 @@ def compare(drafter: Drafter, args: argparse.Namespace, prompts: Prompts, plain:
     others = [f"prompt {i}, {one}" for i, (several, _) in differing.items() for one in several]
     print(
         f"{compared} of our drafts, of {len(equal)} texts: {len(others)} are not vLLM's"
-        + f", and {unknown} are not because we do not draft all tokens" * (unknown > 0)
+        + f", besides {unknown} in which vLLM drafts a token that we do not" * (unknown > 0)
     )
     return [*wrong, *others, *(f"prompt {i}: our text is not vLLM's" for i in range(len(own)) if i not in equal)]
 

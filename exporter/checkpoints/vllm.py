@@ -49,12 +49,13 @@ from .pair import Pair
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 # metadata of the weight file, by which ``is_export`` recognizes it
 _MARK = {"format": "pt", "written_by": "gumiho-export"}
-# What vLLM 0.32.0 does with the families that need no export. It reports none of what it leaves out of a Medusa.
+# What vLLM 0.32.0 does with the other families. A Medusa without lm_heads drafts from uninitialized ones, and one whose
+# biases are not declared drafts without them; vLLM reports neither.
 _OTHERS = {
     EAGLE_3: "which vLLM runs as it is: give it to vLLM",
     SMALL: "which vLLM runs as it is: give it to vLLM",
-    MEDUSA: "which vLLM runs as it is if it has lm_heads, since it does not use the target's, and without its biases "
-    "unless config.json has medusa_fc_bias: give it to vLLM",
+    MEDUSA: "which vLLM runs as it is, but only with lm_heads (it does not use the target's), and with hidden_size "
+    "and, for biases, medusa_fc_bias in config.json: give it to vLLM",
     HYDRA: "which vLLM does not run: export it for another --backend",
 }
 _SLICE_ELEMENTS = 16 << 20
