@@ -16,7 +16,8 @@ from .staging import unfinished
 DEFAULT_CAPACITY = 2048  # positions, at most
 VLLM = "vllm"  # writes only the drafter, in vLLM's format
 DRAFTER = ("int8", "int4", "fp8")  # schemes of one backend or another
-TARGET = (*DRAFTER, "w8a8")
+INTEGERS = ("w8a8", "w8a8-unsigned")  # products of integers
+TARGET = (*DRAFTER, *INTEGERS)
 AS_IS = "as-is"  # the codes that the target's checkpoint holds
 POLICIES = ("dynamic", "chain", "static")
 _SPELLED = {"reference": "draft-tree reference"}  # options that have another name than their field

@@ -122,8 +122,9 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
     numbers.add_argument(
         "--preset",
         choices=CHOICES["preset"],
-        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, which on x86 "
-        "needs VNNI; --weights int4 on GPUs, where it was not measured yet); small: int4 for target and drafter; "
+        help="fast: what decodes fastest on the backend (--weights w8a8 --draft-weights int4 on the CPU, w8a8-unsigned "
+        "where this CPU lacks VNNI; --weights int4 on GPUs, where it was not measured yet); small: int4 for target and "
+        "drafter; "
         "full: the target is not quantized, so that the output is exactly the checkpoint's. --weights and "
         f"--draft-weights override it. Both fast and small change the output: {PERPLEXITIES} (default: full)",
     )
@@ -139,7 +140,8 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         help="quantize the target's matrices except the embedding. int8 and int4: weights only, but on the CPU they "
         "also round activations to 8 bits; int8 is not for tensorrt and tensorrt-rtx. fp8: only for these. w8a8: only "
         "for the CPU, on x86 with VNNI; int8 weights, with one scale per matrix row, and int8 activations, multiplied "
-        f"in integers, so that verifying more rows costs little. On the CPU, {PERPLEXITIES}. as-is: keep the codes and "
+        "in integers, so that verifying more rows costs little. w8a8-unsigned: the same numbers, stored so that x86 "
+        f"without VNNI multiplies them too; runs everywhere. On the CPU, {PERPLEXITIES}. as-is: keep the codes and "
         "scales of a target in GGUF (Q8_0, Q4_0), GPTQ, AWQ or compressed-tensors (default: what --preset says; else "
         "as-is on the CPU if the target holds most matrices so, or none)",
     )
@@ -160,7 +162,7 @@ def _precision(numbers: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="quantize the target by what the first 512 tokens of this UTF-8 text show to be large: for int4 on cpu "
-        "and cuda, and for int8 and w8a8 on the CPU alone (default: a page of English and code)",
+        "and cuda, and for int8 and w8a8 (either) on the CPU alone (default: a page of English and code)",
     )
 
 

@@ -1329,16 +1329,23 @@ def test_an_operator_that_the_backend_does_not_take_stops_the_export(
         (["--backend", "cpu", "cuda", "--preset", "small"], {"target": "int4", "draft": "int4"}),
     ],
 )
-def test_presets(pair: Path, more: list[str], weights: dict[str, str]) -> None:
+def test_presets(pair: Path, more: list[str], weights: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: False)
     made = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), *more]))
     assert dict(made.quantized) == weights
+
+
+def test_a_fast_export_is_what_this_cpu_can_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.recipe.precision.overflows", lambda: True)
+    made = recipe_of(config_of(["--ckpt", str(pair / "drafter"), "--target", str(pair / "target"), "--preset", "fast"]))
+    assert made.quantized["target"] == "w8a8-unsigned"
 
 
 def test_a_preset_that_means_two_things_is_refused(
     pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = options(pair, tmp_path / "out", "--backend", "cpu", "cuda", "--preset", "fast", "--dry-run")
-    refused(argv, capsys, "w8a8 for cpu and int4 for cuda", "--weights")
+    refused(argv, capsys, " for cpu and int4 for cuda", "--weights")
 
 
 @pytest.mark.parametrize(
@@ -1365,8 +1372,9 @@ def test_an_export_for_the_cpu_without_a_preset_is_advised(
 @pytest.mark.parametrize(
     ("more", "overflows", "told"),
     [
-        (["--preset", "fast"], True, True),
+        (["--preset", "fast"], True, False),
         (["--weights", "w8a8"], True, True),
+        (["--weights", "w8a8-unsigned"], True, False),
         (["--preset", "fast"], False, False),
         ([], True, False),
         (["--preset", "fast", "--weights", "int8"], True, False),

@@ -43,6 +43,7 @@ FORMS: dict[str, tuple[LlamaShape, type[Plain], torch.dtype, dict[str, int], Sch
     "cpu, another first layer, taps": (SHAPE, Exact, torch.float32, {}, Schemes(INT4, ODD)),
     "cpu, a key for every head, int8": (BIASED, Exact, torch.float32, {}, Scheme(32, torch.uint8, 8)),
     "cpu, w8a8": (SHAPE, Exact, torch.float32, {}, Scheme(0, torch.int8, 8)),
+    "cpu, w8a8-unsigned": (SHAPE, Exact, torch.float32, {}, Scheme(0, torch.uint8, 8)),
     "cpu, normed heads": (QWEN3, Contrib, torch.float32, {}, None),
     "migraphx, normed heads": (QWEN3, Basic, HALF, STATIC, None),
     "cuda": (SHAPE, Standard, HALF, STATIC, None),

@@ -44,6 +44,7 @@ from tests.pairs import RandomPair
 CODES = [torch.uint8, torch.int8]
 BLOCKS = [Scheme(block, codes, bits) for block in (32, 64) for codes in CODES for bits in (4, 8)]
 ROWS_OF_FP8, WHOLE = Scheme(0, FP8), Scheme(0, torch.int8, 8)
+OFFSET = Scheme(0, torch.uint8, 8)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -242,6 +243,10 @@ def test_whole_rows_of_int8(rows: int, width: int, pieces: int, size: float, see
     codes, scales = quantize(values, WHOLE, torch.float32)
     assert (codes.shape, scales.shape) == WHOLE.shapes((rows, width)) == ((width, rows), (rows,))
     assert codes.dtype == torch.int8
+    offset, same = quantize(values, OFFSET, torch.float32)
+    assert torch.equal(offset.int() - 128, codes.int())
+    assert torch.equal(same, scales)
+    assert torch.equal(dequantize(offset, same), dequantize(codes, scales))
     made = quantized(source(values, pieces), "w.weight", WHOLE, torch.float32)
     assert torch.equal(made["w.weight"].whole(), codes)
     assert torch.equal(made["w.scale"].whole(), scales)
@@ -252,22 +257,26 @@ def test_whole_rows_of_int8(rows: int, width: int, pieces: int, size: float, see
         assert (row - own).abs().max() <= 0.5001 * scale
 
 
-@pytest.mark.skipif(overflows(), reason="the processor cannot sum products of bytes")
+NEEDS_VNNI = pytest.mark.skipif(overflows(), reason="the processor cannot sum products of signed bytes")
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(WHOLE, marks=NEEDS_VNNI), OFFSET], ids=["signed", "unsigned"])
 @torch.inference_mode()
-def test_whole_products_round_each_row_alike(tmp_path: Path) -> None:
+def test_whole_products_round_each_row_alike(tmp_path: Path, scheme: Scheme) -> None:
     """To 127 steps of its largest number; a row of zeros stays one."""
     weight, bias = numbers(37, 128), numbers(37, seed=5)
 
     class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = Linear(128, 37, True, Exact, WHOLE)
+            self.linear = Linear(128, 37, True, Exact, scheme)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x)
 
     module = Product()
-    codes, scale = quantize(weight, WHOLE, torch.float32)
+    weight[:, :64] = 1 - 2 * (weight[:, :64] < 0).float()  # the largest codes, whose sums would overflow 16 bits
+    codes, scale = quantize(weight, scheme, torch.float32)
     module.load_state_dict({"linear.weight": codes.contiguous(), "linear.scale": scale, "linear.bias": bias})
     model = capture(module, [("x", torch.zeros(3, 128), {0: "rows"})], ["product"], Exact.opset)
     for name, value in model.graph.initializers.items():
@@ -277,6 +286,7 @@ def test_whole_products_round_each_row_alike(tmp_path: Path) -> None:
     for rows in (1, 4, 17, 64):
         x = numbers(rows, 128, seed=rows)
         x[rows // 2] *= 0 if rows > 1 else 1
+        x[0, :64] = weight[0, :64]
         (found,) = run(x)
         steps = (x / x.abs().amax(1, keepdim=True) * 127 + 0.5).floor().nan_to_num(0.0)
         wanted = (steps * x.abs().amax(1, keepdim=True) / 127).double() @ meant.T + bias
@@ -641,7 +651,7 @@ def test_what_a_backend_does_not_take(
     RandomPair(WIDE, heads=1).write(tmp_path)
     assert cli.main(argv(tmp_path, option, how, "--backend", *backends)) == 1
     name, said = backends[-1], capsys.readouterr().err
-    taken += ", w8a8" if (name, option) == ("cpu", "--weights") else ""
+    taken += ", w8a8, w8a8-unsigned" if (name, option) == ("cpu", "--weights") else ""
     assert f"{option} {how} is not for {name}, which takes {taken}: give one of these, or leave {name} out" in said
     assert not (tmp_path / "out").exists()
 

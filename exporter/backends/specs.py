@@ -17,6 +17,7 @@ from graphs.shared_target import LANES
 from graphs.tree import TreeConfig
 
 from ..checkpoints.pair import Pair
+from ..config import INTEGERS
 
 _CHUNK = 128
 _SPLIT = 8  # rows of a tree from which on a quarter of it has a graph of its own
@@ -95,7 +96,7 @@ BACKENDS: Mapping[str, BackendSpec] = {
         rows=8,
         static=False,
         dtypes=(torch.float32,),
-        quantized=("int4", "int8", "w8a8"),
+        quantized=("int4", "int8", *INTEGERS),
         zeros=True,
         drafter="int4",
         joins=True,

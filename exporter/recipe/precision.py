@@ -102,12 +102,14 @@ def _target_weights(preset: str, backend: str) -> str:
     verifying several rows costs less with w8a8 (README: 75.2 tokens per second, 52.1 with int4)."""
     from ..backends.specs import BACKENDS
 
-    return "w8a8" if preset == "fast" and "w8a8" in BACKENDS[backend].quantized else "int4"
+    if preset != "fast" or "w8a8" not in BACKENDS[backend].quantized:
+        return "int4"
+    return "w8a8-unsigned" if overflows() else "w8a8"
 
 
 def recommendation(config: ExportConfig) -> list[str]:
     """Advice for an export that decodes slowly only because nobody chose its precision. None for a CPU without VNNI,
-    where no format but fp32 has been measured."""
+    whose speeds are not those that it tells."""
     chosen = config.preset or config.weights
     return [] if chosen or config.backend != ("cpu",) or not vnni() else [RECOMMENDATION]
 
@@ -115,12 +117,11 @@ def recommendation(config: ExportConfig) -> list[str]:
 def unrunnable(config: ExportConfig) -> list[str]:
     """What this CPU lacks for the weights that the options choose; nothing slow is imported, so that it is said before
     any work."""
-    w8a8 = config.weights == "w8a8" or (config.weights is None and config.preset == "fast")
-    if not w8a8 or "cpu" not in config.backend or not overflows():
+    if config.weights != "w8a8" or "cpu" not in config.backend or not overflows():
         return []
     return [
         "w8a8 needs a CPU with VNNI, which this one lacks: the bundle will be written, but not compiled for this CPU; "
-        "to run it here, choose --weights int8, int4 or none"
+        "to run it here, choose --weights w8a8-unsigned, which holds the same numbers"
     ]
 
 

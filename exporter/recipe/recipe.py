@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from graphs.dialects.exact import BLOCK, MOST_ROWS
-from graphs.dialects.quantization import EMBEDDING, FP8, UNQUANTIZED, Scheme, Schemes, first_part
+from graphs.dialects.quantization import EMBEDDING, FP8, INTEGER_CODES, UNQUANTIZED, Scheme, Schemes, first_part
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
 
 from ..backends.specs import BACKENDS, Codes, TraceSpec, tables, trace_spec
 from ..checkpoints.pair import Pair
-from ..config import AS_IS, ExportConfig
+from ..config import AS_IS, INTEGERS, ExportConfig
 from ..weights.joined import joined
 from ..weights.packer import ALIGNMENT
 from ..weights.quantize import Rounding, carried, quantized, scale_of, signed
@@ -137,6 +137,7 @@ class Recipe:
         schemes = {
             "fp8": Scheme(0, FP8),
             "w8a8": Scheme(0, torch.int8, 8),
+            "w8a8-unsigned": Scheme(0, torch.uint8, 8),
             "int8": Scheme(self.blocks[8], codes.eight, 8),
             "int4": Scheme(self.blocks[4], codes.four),
         }
@@ -176,14 +177,14 @@ class Recipe:
     def calibrates(self) -> bool:
         """Whether the target's numbers depend on a text: its codes, or how its inputs are smoothed, if the CPU rounds
         them to 8 bits and no other backend shares the weights (docs/decisions.md)."""
-        return self.zeros or (self.quantized.get("target") in ("int8", "w8a8") and self.backends == ("cpu",))
+        return self.zeros or (self.quantized.get("target") in ("int8", *INTEGERS) and self.backends == ("cpu",))
 
     def how(self, model: str) -> str:
         """How a model's weights are quantized, for messages."""
         to = self.quantized[model]
         if to == AS_IS:
             to += ", " + " and ".join(sorted({f"int{coded.bits}" for coded in self.pair.coded().values()}))
-        if to in ("fp8", "w8a8"):
+        if to in ("fp8", *INTEGERS):
             return f"{to}, a scale a row"
         block = CODED_BLOCK if self.quantized[model] == AS_IS else self.blocks[int(to.removeprefix("int"))]
         return f"{to}, blocks of {block}" + (
@@ -333,7 +334,7 @@ class Recipe:
     def memory(self) -> int:
         """Bytes of memory at the export's peak, about. Codes stored input-major are packed a whole matrix at a time."""
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
-        coded = ((schemes[n], s) for n, s in self.sources()["weights/target.bin"].items() if s.fixed == torch.int8)
+        coded = ((schemes[n], s) for n, s in self.sources()["weights/target.bin"].items() if s.fixed in INTEGER_CODES)
         return _BASE_MEMORY + max(
             (s.nbytes(self.dtype) for scheme, s in coded if scheme and scheme.input_major), default=0
         )

@@ -51,7 +51,7 @@ def quantize(
         return (values.float() / scale.float()).clamp_(-largest, largest).to(FP8), scale[..., 0]
     if scheme.input_major:
         codes, scale = _quantize8(values.float(), dtype)
-        return codes.T, scale
+        return (flip_top_bits(codes, 8) if scheme.codes == torch.uint8 else codes).T, scale
     blocks = values.float().unflatten(-1, (-1, scheme.block))
     if scheme.bits == 4 and scheme.zeros:
         columns = None if importance is None else importance.unflatten(-1, (-1, scheme.block))

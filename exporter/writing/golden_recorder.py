@@ -90,7 +90,8 @@ class Weights:
             (raw, wide), stop = self._buffers(), start + rows
             stored = self._rows(weight, start, stop, raw)
             if scale is None or by_input:
-                return wide[: stored.numel()].view(stored.shape).copy_(stored)
+                numbers = wide[: stored.numel()].view(stored.shape).copy_(stored)
+                return numbers.sub_(128) if stored.dtype == torch.uint8 else numbers
             own = self._rows(scale, start, stop, wide)
             # The last quarter of the bytes is free: codes take at most a byte for each of half as many numbers as fit
             # into all.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.onnx import ops
 
 from ..tracing import is_traced
-from .quantization import FP8, bits_of, dequantize, input_major
+from .quantization import FP8, bits_of, centered, dequantize, input_major
 
 Cache = tuple[Tensor, Tensor]  # keys and values, each [1, kv heads, S, head dim]
 _SLICE_ELEMENTS = 16 << 20
@@ -141,7 +141,7 @@ class Plain:
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """x @ weight * scale. x: [n, K]; weight: input-major codes [K, N]; scale: [N] -> [n, N]."""
         columns = max(1, _SLICE_ELEMENTS // weight.shape[0])
-        return torch.cat([x @ part.to(x.dtype) for part in weight.split(columns, dim=1)], dim=-1) * scale
+        return torch.cat([x @ centered(part, x.dtype) for part in weight.split(columns, dim=1)], dim=-1) * scale
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

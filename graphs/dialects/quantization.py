@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
+INTEGER_CODES = torch.int8, torch.uint8
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Scheme:
     block: how many values of a row share a scale; 0 if the whole row does. codes: dtype of the codes.
 
     - torch.float8_e4m3fn, block 0: codes [..., N, K], scales [..., N].
-    - torch.int8, block 0, for integer products: codes [K, N], input-major, scales [N].
+    - torch.int8 or torch.uint8, block 0, for integer products: codes [K, N], input-major, scales [N]. uint8 codes are
+      offset by 128.
     - torch.int8 or torch.uint8 with a block: scales [..., N, K / block]; 8-bit codes [..., N, K / block, block], or
       4-bit codes
       [..., N, K / block, block / 2], two per byte, the first in the low bits. int8 codes are two's complement, for
@@ -34,7 +36,7 @@ class Scheme:
 
     @property
     def input_major(self) -> bool:
-        return not self.block and self.codes == torch.int8
+        return not self.block and self.codes in INTEGER_CODES
 
     def fits(self, inputs: int) -> bool:
         """Whether rows of ``inputs`` values consist of at least two whole blocks; other matrices are not quantized.
@@ -111,7 +113,12 @@ def bits_of(codes: Tensor, inputs: int) -> int:
 
 def input_major(codes: Tensor) -> bool:
     """Whether codes are an input-major matrix [K, N] for integer products."""
-    return codes.dtype == torch.int8 and codes.ndim == 2
+    return codes.dtype in INTEGER_CODES and codes.ndim == 2
+
+
+def centered(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """8-bit codes as numbers around zero."""
+    return codes.to(dtype) - 128 if codes.dtype == torch.uint8 else codes.to(dtype)
 
 
 def flip_top_bits(codes: Tensor, bits: int) -> Tensor:
@@ -131,7 +138,7 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int = 4, zero: Tensor | None 
     if codes.dtype == FP8:
         return codes.to(scale.dtype) * scale[..., None]
     if input_major(codes):
-        return codes.T.to(scale.dtype) * scale[:, None]
+        return centered(codes.T, scale.dtype) * scale[:, None]
     offset = flip_top_bits(codes, bits) if codes.dtype == torch.int8 else codes
     unpacked = offset if bits == 8 else unpack(offset)
     middle: Tensor | int = 2 ** (bits - 1)

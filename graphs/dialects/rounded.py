@@ -19,7 +19,8 @@ class Rounded(Standard):
     @staticmethod
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """When traced, each row is quantized to 127 steps of its largest magnitude, as unsigned bytes: ONNX Runtime's
-        fast kernels multiply unsigned by signed bytes."""
+        fast kernels multiply unsigned by signed bytes, or on x86 before VNNI, where sums of these could overflow,
+        unsigned ones by each other."""
         if not is_traced():
             return Plain._whole(x, weight, scale)
         largest = x.abs().amax(-1, keepdim=True)
@@ -28,7 +29,7 @@ class Rounded(Standard):
         steps = ops.symbolic(
             "QuantizeLinear", (x / largest, step, middle), {}, dtype=torch.uint8, shape=x.shape, version=21
         )
-        inputs = (steps, weight, step, scale, middle)
+        inputs = (steps, weight, step, scale, middle, *([middle] if weight.dtype == torch.uint8 else []))
         shape = [x.shape[0], weight.shape[1]]
         product = ops.symbolic("com.microsoft::MatMulIntegerToFloat", inputs, {}, dtype=x.dtype, shape=shape, version=1)
         return product * largest

@@ -106,9 +106,10 @@ class Cpu:
 
 
 def _require_bytes(bundle: Bundle) -> None:
-    """Raises UnavailableError if the target multiplies 8-bit integers (w8a8) and the processor cannot do so exactly."""
-    if bundle.manifest.weights.get("target", "").startswith("w8a8") and overflows():
+    """Raises UnavailableError if the target multiplies unsigned by signed bytes (w8a8) and the processor cannot do so
+    exactly."""
+    if bundle.manifest.weights.get("target", "").partition(",")[0] == "w8a8" and overflows():
         raise UnavailableError(
             "w8a8 weights need a processor that sums 8-bit products in 32 bits (VNNI), which this one lacks: "
-            "export with --weights int8"
+            "export with --weights w8a8-unsigned"
         )

@@ -26,6 +26,7 @@ from exporter.weights.quantize import quantize, scale_of, zero_of
 from exporter.writing.calibration import calibrated
 from graphs.dialects.quantization import FP8, Scheme, dequantize
 from runtime import GumihoError, Model, load
+from runtime.backends.processor import overflows
 from runtime.bundle.reader import Bundle
 from runtime.engines.golden_replay import TOLERANCE
 from runtime.engines.store import compile_engines
@@ -60,7 +61,8 @@ INT4, INT8, MORE_INT8 = (
     for how, forms in FORMS.items()
 )
 CPU4 = ("--capacity", "200", "--heads", "1", "--weights", "int4", "--draft-weights", "int4")
-WHOLE = ("--capacity", "510", "--heads", "1", "--weights", "w8a8", "--draft-weights", "int4")
+INTEGERS = "w8a8-unsigned" if overflows() else "w8a8"  # as this processor multiplies them
+WHOLE = ("--capacity", "510", "--heads", "1", "--weights", INTEGERS, "--draft-weights", "int4")
 ODD = RandomPair(
     {
         "hidden_size": 128,
