@@ -17,7 +17,6 @@ from graphs.shared_target import LANES
 from graphs.tree import TreeConfig
 
 from ..checkpoints.pair import Pair
-from ..config import INTEGERS
 
 _CHUNK = 128
 _SPLIT = 8  # rows of a tree from which on a quarter of it has a graph of its own
@@ -96,7 +95,7 @@ BACKENDS: Mapping[str, BackendSpec] = {
         rows=8,
         static=False,
         dtypes=(torch.float32,),
-        quantized=("int4", "int8", *INTEGERS),
+        quantized=("int4", "int8", "w8a8", "w8a8-unsigned"),
         zeros=True,
         drafter="int4",
         joins=True,
