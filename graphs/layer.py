@@ -84,9 +84,11 @@ def _project(
 
 
 def _projected(module: nn.Module, whole: str, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-    """The outputs of the layers that ``_project`` added, x [n, inputs] -> [n, width] for each part."""
+    """The outputs of the layers that ``_project`` added, x [n, inputs] -> [n, width] for each part, and then that of a
+    joined layer."""
     if hasattr(module, whole):
-        return module.get_submodule(whole)(x).split(widths, dim=-1)
+        joined = module.get_submodule(whole)(x)
+        return *joined.split(widths, dim=-1), joined
     return [module.get_submodule(part)(x) for part in JOINED[whole]]
 
 
@@ -137,17 +139,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, position: Tensor, dtype: torch.dtype) -> Rows:
         """x: [n, H], position: int64 [n], dtype: of the caches."""
-        q, k, v = _projected(self, "qkv_proj", x, self.widths)
-        q, k, v = (y.to(dtype) for y in (self._normed(q, self.q_norm), self._normed(k, self.k_norm), v))
-        return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin)
+        q, k, v, *joined = _projected(self, "qkv_proj", x, self.widths)
+        if self.q_norm and self.k_norm:
+            q, k, joined = self._normed(q, self.q_norm), self._normed(k, self.k_norm), []
+        q, k, v, *joined = (y.to(dtype) for y in (q, k, v, *joined))
+        return Rows(q, k, v, self.heads, self.kv_heads, position, rotary.cos, rotary.sin, *joined)
 
-    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Each head of x [n, heads * head dim] normed, if there is a norm."""
-        return (
-            x
-            if norm is None
-            else norm(x.reshape(-1, x.shape[1] // self.head_dim, self.head_dim)).reshape(-1, x.shape[1])
-        )
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """Each head of x [n, heads * head dim] normed."""
+        return norm(x.reshape(-1, x.shape[1] // self.head_dim, self.head_dim)).reshape(-1, x.shape[1])
 
 
 class MLP(nn.Module):
@@ -158,7 +158,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(shape.intermediate, shape.hidden, shape.mlp_bias, ops, schemes["down_proj.weight"])
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = _projected(self, "gate_up_proj", x, self.widths)
+        gate, up, *_ = _projected(self, "gate_up_proj", x, self.widths)
         return self.down_proj(F.silu(gate) * up)
 
 

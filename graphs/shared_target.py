@@ -11,7 +11,7 @@ from torch.onnx import ops
 
 from .dialects.plain import Rows, join_heads
 from .target import Target
-from .tracing import is_traced
+from .tracing import either, is_traced
 
 LANES = 4  # streams that a pass may have
 
@@ -45,7 +45,7 @@ class SharedTarget(Target):
         positions = [length + own for length, own in zip(past_lengths, depths, strict=True)]
         position, filled, width = _join(positions, depth), [count > 0 for count in counts.split(1)], 2 * len(masks)
         seen = [
-            self.ops.attention_mask(*lane)
+            self.ops.attention_mask(*lane, self.queries)
             for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)
         ]
         x = self.embed_tokens(tokens)
@@ -59,11 +59,11 @@ class SharedTarget(Target):
                 cache = own[2 * i], own[2 * i + 1]
                 lane = self.ops.attend_rotated(_rows(rows, *part), cache, past_lengths[i], seen[i])
                 # An empty lane returns its queries, of which there are none, and its caches.
-                lanes.append(lane if i < 2 else _either(filled[i], lane, (part[0], *cache)))
+                lanes.append(lane if i < 2 else either(filled[i], lane, (part[0], *cache)))
             several = [_join([lane[0] for lane in lanes], rows.q), *(cache for lane in lanes for cache in lane[1:])]
             first = _rows(rows, *(_first(y, masks[0]) for y in (rows.q, rows.k, rows.v, position)))
             alone = self.ops.attend_rotated(first, (own[0], own[1]), past_lengths[0], seen[0])
-            attended, *written = _either(filled[1], several, [*alone, *own[2:]])
+            attended, *written = either(filled[1], several, [*alone, *own[2:]])
             x = layer.finish(x, join_heads(attended))
             entering.append(x)
             present += written
@@ -105,14 +105,3 @@ def _axis(x: Tensor) -> int:
 
 def _shape(x: Tensor, rows: Any) -> list[Any]:
     return [rows if axis == _axis(x) else size for axis, size in enumerate(x.shape)]
-
-
-def _either(condition: Tensor, then: Sequence[Tensor], otherwise: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One of two sequences of values; only that one is computed (``exporter.tracing.branches``). condition: bool
-    [1]."""
-    if not is_traced():
-        return then if condition else otherwise
-    dtypes, shapes = [x.dtype for x in then], [list(x.shape) for x in then]
-    return ops.symbolic_multi_out(
-        "gumiho::Either", [condition, *then, *otherwise], {}, dtypes=dtypes, shapes=shapes, version=1
-    )

@@ -47,6 +47,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns
+        self.queries = shape.heads // shape.kv_heads  # per kv head
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -71,7 +72,7 @@ class Target(nn.Module):
         rows, ``hidden`` [R, features], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
-        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0])
+        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0], self.queries)
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

@@ -194,7 +194,7 @@ def test_what_is_missing_is_named(
 
 ARENAS = """
 import ctypes, sys, threading
-from runtime.serve.allocator import share_arena
+from runtime.backends.allocator import share_arena
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "shared":
@@ -227,7 +227,7 @@ def test_threads_share_one_memory_arena() -> None:
 GAPS = """
 import asyncio, ctypes, sys
 from pathlib import Path
-from runtime.serve import allocator
+from runtime.backends import allocator
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 blocks = [ctypes.c_void_p(library.malloc(100_000)) for _ in range(1000)]
@@ -257,3 +257,39 @@ def test_free_memory_between_used_one_goes_back() -> None:
         )
 
     assert (pages("kept") - pages("returned")) * os.sysconf("SC_PAGE_SIZE") > 70_000_000
+
+
+PASSES = """
+import ctypes, resource, sys
+from runtime.backends.allocator import keep_memory_of_passes
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "kept":
+    keep_memory_of_passes()
+def run():
+    blocks = [ctypes.c_void_p(library.malloc(1_500_000)) for _ in range(20)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1_500_000)
+    for block in blocks:
+        library.free(block)
+run()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+run()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_what_a_pass_frees_is_there_for_the_next() -> None:
+    def faults(how: str, **environment: str) -> int:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+        command = [sys.executable, "-c", PASSES, how]
+        return int(
+            subprocess.run(
+                command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=True
+            ).stdout
+        )
+
+    assert faults("kept") < 100 < 5000 < faults("as it is")
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="100000", MALLOC_MMAP_THRESHOLD_="100000") > 5000
+    assert faults("kept", GLIBC_TUNABLES="glibc.malloc.trim_threshold=100000:glibc.malloc.mmap_threshold=100000") > 5000

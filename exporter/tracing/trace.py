@@ -19,7 +19,7 @@ from runtime.bundle.graphs import Weight
 from runtime.errors import InputError
 
 from ..weights.source import Location
-from . import branches
+from . import branches, residual_norms
 from .capture import capture
 from .recording import DTYPES
 from .repeated_layers import repeat, shortened
@@ -177,6 +177,8 @@ def trace(
     _split_parts(model, locations, bundle)
     _name_codes(model)
     _simplify(model)
+    if module.ops.joins_norms:
+        residual_norms.join(model.graph)
     branches.make(model)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():

@@ -17,7 +17,9 @@ class Basic(Plain):
     appends = True
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
+    def attention_mask(
+        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+    ) -> Any:
         """Which rows each row attends to, bool [n, n]. It also attends to all cache positions below ``past_length``."""
         rows = position.shape[0]
         return torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril() if mask is None else mask

@@ -21,9 +21,12 @@ class Contrib(Standard):
 
     opset = 23  # the newest that the last ONNX Runtime for Python 3.10 supports
     accuracy_level = 4
+    joins_norms = True
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
+    def attention_mask(
+        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+    ) -> Any:
         """When traced, the mask as a bias, with zeros for past positions; None for causal rows."""
         if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)

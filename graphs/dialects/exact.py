@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.onnx import ops
 
-from ..tracing import is_traced
+from ..tracing import either, is_traced
 from .contrib import Contrib
 from .plain import Plain
 from .rounded import Rounded
@@ -36,17 +36,19 @@ class Seen:
     """The positions that the n rows of a pass attend to, out of S = blocks * BLOCK. A bias is 0, or so low that the
     exponential is 0.
 
-    few: bool [1], whether products sum all positions up to the last row in order. bias: fp32 [n, S]. any_settled: bool
-    [1], whether some row has a settled block. settled_bias: fp32 [blocks, n, 1]. begin: int64 [1], the first position
-    after the blocks that are settled for all rows. recent_bias: fp32 [n, m], for the m positions from ``begin`` to the
-    last row.
+    few: bool [1], whether products sum all positions up to the last row in order. any_settled: bool [1], whether some
+    row has a settled block. begin: int64 [1], the first position after the blocks that are settled for all rows.
+
+    Biases are repeated for the query heads of a kv head, n' = repeats * n. bias: fp32 [n', S], only if ``few``;
+    settled_bias: fp32 [blocks, n', 1], and recent_bias: fp32 [n', m], for the m positions from ``begin`` to the last
+    row, only if not.
     """
 
     few: Tensor
-    bias: Tensor
     any_settled: Tensor
-    settled_bias: Tensor
     begin: Tensor
+    bias: Tensor
+    settled_bias: Tensor
     recent_bias: Tensor
 
 
@@ -81,7 +83,9 @@ class Exact(Rounded):
     block = BLOCK
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
+    def attention_mask(
+        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+    ) -> Any:
         """When traced, a ``Seen``."""
         if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
@@ -100,26 +104,27 @@ class Exact(Rounded):
         unused = torch.cat((zero, zero, zero, positions - past_length - rows))
         recent = _range(begin, past_length + rows, rows)
         in_block = _symbolic("Less", (recent[None], (settled * BLOCK)[:, None]), torch.bool, [rows, rows])
-        return Seen(
-            past_length + rows <= _terms(cache.shape[3]),
-            _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]]),
-            settled.amax(0, keepdim=True) > 0,
-            torch.where(_symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows]), 0.0, lowest)[
-                ..., None
-            ],
-            begin,
-            torch.where(in_block, lowest, recent_bias),
-        )
+        is_settled = _symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows])
+        few = past_length + rows <= _terms(cache.shape[3])
+        # Here once a pass instead of in every layer; what a layer does not need is not computed.
+        padded = _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]])
+        settled_bias = torch.where(is_settled, 0.0, lowest)[..., None]
+        of_heads = [
+            torch.cat([part] * _repeats(queries), dim=-2)
+            for part in (padded, settled_bias, torch.where(in_block, lowest, recent_bias))
+        ]
+        none = [_symbolic("Identity", (torch.zeros([1] * x.dim()),), x.dtype, list(x.shape)) for x in of_heads]
+        biases = either(few, [of_heads[0], *none[1:]], [none[0], *of_heads[1:]])
+        return Seen(few, settled.amax(0, keepdim=True) > 0, begin, *biases)
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
         """The declared shapes lack the past, whose length depends on data."""
         _, heads, n, d = q.shape
         kv_heads = keys.shape[1]
-        grouped, repeats = q.reshape(1, kv_heads, -1, d), heads // kv_heads
-        if repeats == 1:
-            # The kernel for a single row sums in another order.
-            grouped, repeats = torch.cat((grouped, grouped), dim=2), 2
+        grouped = q.reshape(1, kv_heads, -1, d)
+        if heads == kv_heads:
+            grouped = torch.cat([grouped] * _repeats(1), dim=2)
 
         def recent(cache: Tensor, first: int, last: int) -> Tensor:
             """The recent positions' columns from ``first`` up to ``last``."""
@@ -127,18 +132,14 @@ class Exact(Rounded):
             shape = [1, kv_heads, n, last - first]
             return _symbolic("Slice", (cache, begin, end, torch.tensor([2, 3])), cache.dtype, shape)
 
-        scores = _scores(grouped, recent(keys, 0, d), seen.recent_bias, repeats)
+        scores = _scores(grouped, recent(keys, 0, d), seen.recent_bias)
         columns = [recent(values, first, min(d, first + _COLUMNS)) for first in range(0, d, _COLUMNS)]
-        settled_bias = torch.cat([seen.settled_bias] * repeats, dim=1)
-        out = _either(
-            seen.few,
-            _at_once(_scores(grouped, keys, seen.bias, repeats), [values]),
-            _either(
-                seen.any_settled,
-                _with_blocks(grouped, keys, values, scores, columns, settled_bias),
-                _at_once(scores, columns),
-            ),
+        of_recent = either(
+            seen.any_settled,
+            [_with_blocks(grouped, keys, values, scores, columns, seen.settled_bias)],
+            [_at_once(scores, columns)],
         )
+        (out,) = either(seen.few, [_at_once(_scores(grouped, keys, seen.bias), [values])], of_recent)
         return (out[:, :, :n] if heads == kv_heads else out).reshape(1, heads, -1, d)
 
 
@@ -165,9 +166,15 @@ def _with_blocks(
     return added.to(q.dtype) / total.to(q.dtype)
 
 
-def _scores(q: Tensor, keys: Tensor, bias: Tensor, repeats: int) -> Tensor:
-    """q: [1, kv heads, repeats * n, d]; keys: [1, kv heads, m, d]; bias: [n, m] -> [1, kv heads, repeats * n, m]."""
-    return _products(q, keys, [*q.shape[:3], bias.shape[1]]) + torch.cat([bias] * repeats)
+def _repeats(queries: int) -> int:
+    """How often a kv head meets the rows of a pass, if it has so many query heads. Twice at least: the kernel for a
+    single row sums in another order."""
+    return max(2, queries)
+
+
+def _scores(q: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """q: [1, kv heads, n', d]; keys: [1, kv heads, m, d]; bias: [n', m] -> [1, kv heads, n', m]."""
+    return _products(q, keys, [*q.shape[:3], bias.shape[1]]) + bias
 
 
 def _at_once(scores: Tensor, values: list[Tensor]) -> Tensor:
@@ -189,8 +196,3 @@ def _products(q: Tensor, keys: Tensor, shape: list[Any]) -> Tensor:
 def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
     one = torch.ones((), dtype=torch.int64)
     return _symbolic("Range", (begin.reshape(()), end.reshape(()), one), torch.int64, [length])
-
-
-def _either(condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
-    """One of two values; only that one is computed (``exporter.tracing.branches``). condition: bool [1]."""
-    return _symbolic("gumiho::Either", (condition, then, otherwise), then.dtype, list(then.shape))

@@ -26,7 +26,8 @@ _SLICE_ELEMENTS = 16 << 20
 class Rows:
     """Queries, keys and values of the rows of a pass, not yet rotated, and the positions of the rows.
 
-    q: [n, heads * head dim]; k, v: [n, kv heads * head dim]; position: int64 [n]; cos, sin: [positions, head dim / 2].
+    q: [n, heads * head dim]; k, v: [n, kv heads * head dim]; position: int64 [n]; cos, sin: [positions, head dim / 2];
+    joined: q, k and v side by side, if one product computed them.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Rows:
     position: Tensor
     cos: Tensor
     sin: Tensor
+    joined: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Past:
     count: Tensor
 
 
-def _split(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, heads: int) -> Tensor:
     """[n, heads * d] -> [1, heads, n, d]."""
     return x.reshape(1, x.shape[0], heads, -1).transpose(1, 2)
 
@@ -72,6 +74,7 @@ class Plain:
     # An attribute of MatMulNBits: 4 rounds activations to int8, 0 leaves the choice to the backend. For 8-bit codes,
     # ONNX Runtime's CPU provider has kernels for 4 only; with any other value it unpacks the matrix in every pass.
     accuracy_level = 0
+    joins_norms = False  # whether norms are joined with the additions before them
 
     @classmethod
     def linear(
@@ -158,12 +161,14 @@ class Plain:
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
-    def attention_mask(mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor) -> Any:
+    def attention_mask(
+        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+    ) -> Any:
         """The attention mask once the rows are written at ``past_length``, as ``attend`` takes it.
 
         mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1];
-        cache: any cache of the pass. Here bool [n, S]: every position below ``past_length``, and those rows that the
-        mask allows.
+        cache: any cache of the pass; queries: query heads per kv head. Here bool [n, S]: every position below
+        ``past_length``, and those rows that the mask allows.
         """
         rows = position.shape[0]
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
@@ -188,7 +193,10 @@ class Plain:
     def rotated(cls, rows: Rows) -> Rows:
         """The first part of ``attend``, in which rows are independent: splits the heads, [1, heads, n, d], and rotates
         queries and keys."""
-        q, k, v = _split(rows.q, rows.heads), _split(rows.k, rows.kv_heads), _split(rows.v, rows.kv_heads)
+        q, k, v = (
+            split_heads(x, heads)
+            for x, heads in ((rows.q, rows.heads), (rows.k, rows.kv_heads), (rows.v, rows.kv_heads))
+        )
         return replace(rows, q=cls.rotary(q, rows), k=cls.rotary(k, rows), v=v)
 
     @classmethod

@@ -1,12 +1,14 @@
 """Products with quantized weights that ONNX Runtime's CPU provider computes fast, because it rounds their inputs to
 int8."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.onnx import ops
 
 from ..tracing import is_traced
-from .plain import Plain
+from .plain import Plain, Rows, split_heads
 from .standard import Standard
 
 
@@ -15,6 +17,18 @@ class Rounded(Standard):
     head sizes."""
 
     accuracy_level = 4
+    joins_norms = True
+
+    @classmethod
+    def rotated(cls, rows: Rows) -> Rows:
+        """When traced, queries and keys that one product computed are transposed and rotated together: such a pass is
+        short enough for the number of its nodes to matter."""
+        if rows.joined is None or not is_traced():
+            return super().rotated(rows)
+        rotating = rows.heads + rows.kv_heads
+        heads, v = split_heads(rows.joined, rotating + rows.kv_heads).split((rotating, rows.kv_heads), dim=1)
+        q, k = cls.rotary(heads, rows).split((rows.heads, rows.kv_heads), dim=1)
+        return replace(rows, q=q, k=k, v=v)
 
     @staticmethod
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

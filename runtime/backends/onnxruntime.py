@@ -16,6 +16,7 @@ from ..bundle.reader import Bundle
 from ..engines.devices import Device, Host
 from ..errors import InputError, UnavailableError
 from . import Engine as AnyEngine
+from .allocator import keep_memory_of_passes
 from .memory import Free, MemoryNeeds, Space
 from .onnxruntime_engine import Engine, open_session, ort, session_options
 from .onnxruntime_install import require_one
@@ -72,6 +73,7 @@ class Cpu:
         self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
     ) -> tuple[dict[str, "AnyEngine"], Device]:
         _require_bytes(bundle)
+        keep_memory_of_passes()
         engines: dict[str, AnyEngine] = {}
         alone: Engine | None = None
         graphs = bundle.manifest.form(self.NAME).graphs

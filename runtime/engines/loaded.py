@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, cast
 
 from ..backends import Backend, Engine, close
+from ..backends.allocator import return_free_memory
 from ..backends.processor import physical_cores
 from ..bundle.graphs import SHARED, Form
 from ..bundle.reader import Bundle
@@ -70,6 +71,7 @@ class LoadedBundle:
         self.closed = True
         self.loop.stop()
         close(self.engines, self.device)
+        return_free_memory()
 
     @cached_property
     def choices(self) -> tuple[DrafterChoice, DrafterChoice]:

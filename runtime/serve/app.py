@@ -18,8 +18,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..api.model import Model
+from ..backends.allocator import return_regularly
 from ..decoding.grammar import Grammar, GrammarError
-from .allocator import return_regularly
 from .answers import Answer, ChatAnswer, Part, TextAnswer
 from .bodies import Body, ChatBody, CompletionBody
 from .completions import Completions, Request

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.loader import load
+from ..backends.allocator import share_arena
 from ..cli.command import argument_parser, read_text
 from ..cli.command import run as run_command
 from ..cli.engine_options import add_engine_options
 from ..errors import InputError, UnavailableError
-from .allocator import share_arena
 
 if TYPE_CHECKING:
     from .guard import Access

@@ -216,8 +216,13 @@ def test_graphs_and_runtime_agree() -> None:
 def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBundle) -> None:
     bundle = Bundle(make_bundle(DEMO, *WHOLE))
     graph = ir.load(bundle.path / bundle.manifest.form("cpu").graphs["target"].file).graph
-    branches = [node for node in graph if node.op_type == "If"]
-    assert len(branches) == sum(node.op_type == "TensorScatter" for node in graph) // 2
+    biases, *branches = [node for node in graph if node.op_type == "If"]
+    for name, own in (("then", {"Pad"}), ("else", {"Range", "Where"})):  # what only one kind of pass needs
+        kinds = {node.op_type for node in biases.attributes[f"{name}_branch"].as_graph()}
+        assert own <= kinds
+        assert ("Where" in kinds) == (name == "else")
+    layers = sum(node.op_type == "TensorScatter" for node in graph) // 2
+    assert len(branches) == layers
     assert not {"Softmax", "Log", "Either"} & {node.op_type for node in graph}
     for node in branches:  # without slices where all positions are few
         few, many = (node.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
