@@ -73,7 +73,6 @@ class Cpu:
         self, bundle: Bundle, folder: Path, threads: int = 0, streams: int = 1
     ) -> tuple[dict[str, "AnyEngine"], Device]:
         _require_bytes(bundle)
-        keep_memory_of_passes()
         engines: dict[str, AnyEngine] = {}
         alone: Engine | None = None
         graphs = bundle.manifest.form(self.NAME).graphs
@@ -104,6 +103,7 @@ class Cpu:
                     beside = open_session(folder / f"{name}.onnx", options, _CPU, {})
                 engines[name] = own = Engine(session, beside)
                 alone = own if name == "target" else alone
+        keep_memory_of_passes()  # not before: what packing frees is not needed again
         return engines, Host()
 
 
