@@ -1352,7 +1352,7 @@ def test_a_preset_that_means_two_things_is_refused(
     ("more", "vnni", "advised"),
     [
         ([], True, True),
-        ([], False, False),
+        ([], False, True),
         ([], None, False),
         (["--preset", "full"], True, False),
         (["--weights", "int8"], True, False),

@@ -23,9 +23,9 @@ _UNQUANTIZED, _PERPLEXITY = "25.5", {"int8": "25.6", "w8a8": "26.0", "int4": "27
 PERPLEXITIES = f"perplexity of SmolLM2-135M-Instruct: fp32 {_UNQUANTIZED}, " + ", ".join(
     f"{to} {p}" for to, p in _PERPLEXITY.items()
 )
-# One model's speeds (README) and its perplexity; where it was measured, the CPU had VNNI.
+# One model's speeds on x86 with VNNI and with AVX2 only (docs/benchmarks.md), and its perplexity.
 RECOMMENDATION = (
-    "--preset fast rounds weights and activations to 8 bits (w8a8): on a CPU with VNNI, as this one, "
+    "--preset fast rounds weights and activations to 8 bits (w8a8, or w8a8-unsigned without VNNI): on x86, "
     "SmolLM2-135M-Instruct decodes 1.7 times as fast plainly and 1.4 times with a drafter, at a perplexity of "
     f"{_PERPLEXITY['w8a8']} instead of {_UNQUANTIZED}"
 )
@@ -108,10 +108,10 @@ def _target_weights(preset: str, backend: str) -> str:
 
 
 def recommendation(config: ExportConfig) -> list[str]:
-    """Advice for an export that decodes slowly only because nobody chose its precision. None for a CPU without VNNI,
+    """Advice for an export that decodes slowly only because nobody chose its precision. None for CPUs other than x86,
     whose speeds are not those that it tells."""
     chosen = config.preset or config.weights
-    return [] if chosen or config.backend != ("cpu",) or not vnni() else [RECOMMENDATION]
+    return [] if chosen or config.backend != ("cpu",) or vnni() is None else [RECOMMENDATION]
 
 
 def unrunnable(config: ExportConfig) -> list[str]:

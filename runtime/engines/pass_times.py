@@ -1,7 +1,8 @@
 """Measures the times of passes on this device, when engines are compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from time import perf_counter_ns
 
 from ..decoding.cycle import Accepted
@@ -12,13 +13,16 @@ _LONGER = 512, 2048  # text lengths at which a few sizes are measured again; the
 _FEW = 8  # rows: a size between 1 and those of a tree
 _ONE = Accepted((0,), (0,))  # what a draft reads after a plain pass
 _HOST = 60_000.0  # nanoseconds per cycle outside the engines: an estimate, since only real cycles show it
+_RUNS = 5  # of a pass
 # Nanoseconds after which a pass is not timed again, and after which no further row count is measured.
 _PASS_LIMIT, _TOTAL_LIMIT = 1_000_000_000, 60_000_000_000
+_DRAFT = 0  # among passes by their rows
 
 
 def measure(decoder: Decoder) -> Costs:
     """Times the draft, and the target's passes of 1 row to the rows of a tree, in nanoseconds; the fastest of a few
-    runs counts. Without a drafter the draft takes 0, and the passes are causal, as those over looked-up tokens.
+    runs counts. They take turns, so that other programs delay all of them alike. Without a drafter the draft takes 0,
+    and the passes are causal, as those over looked-up tokens.
 
     If a pass over fewer rows took longer than one over more rows, it gets the lower time. Where every tree is verified
     whole (``TargetPasses.splits``), the time of both counts as the target's and the draft's is 0.
@@ -49,8 +53,12 @@ def _longer(decoder: Decoder, context: int, costs: Costs) -> Longer:
     target, rows = decoder.target, decoder.manifest.rows
     target.causal(1)()  # untimed: caches may be laid out anew for it
     drafts, few = decoder.manifest.has_drafter, sorted({1, min(_FEW, rows), rows} & costs.target.keys())
-    prices = {n: fastest(target.verification(n) if drafts and n > 1 else target.causal(n)) for n in few}
-    return Longer(context, rising(prices), fastest(decoder.draft.drafting(_ONE)) if drafts else 0.0)
+    calls = {n: target.verification(n) if drafts and n > 1 else target.causal(n) for n in few}
+    if drafts:
+        calls[_DRAFT] = decoder.draft.drafting(_ONE)
+    prices = _in_turn(calls)
+    draft = prices.pop(_DRAFT, 0.0)
+    return Longer(context, rising(prices), draft)
 
 
 def _cycles(decoder: Decoder) -> Costs:
@@ -63,48 +71,59 @@ def _cycles(decoder: Decoder) -> Costs:
         verify()
         decoder.device.synchronize()
 
-    plain = fastest(target.causal(1))
     if not target.splits:
-        return Costs(rising({1: plain, rows: fastest(cycle)}), 0.0, _HOST)
+        return Costs(rising(_in_turn({1: target.causal(1), rows: cycle})), 0.0, _HOST)
     cycle()  # makes a tree to verify
 
     def draft_alone() -> None:
         draft()
         decoder.device.synchronize()
 
-    return Costs(rising(_by_rows(decoder, plain, target.verification)), fastest(draft_alone), _HOST)
+    prices = _in_turn({1: target.causal(1), _DRAFT: draft_alone, **_by_rows(decoder, target.verification)})
+    draft_ns = prices.pop(_DRAFT)
+    return Costs(rising(prices), draft_ns, _HOST)
 
 
 def _causal_passes(decoder: Decoder) -> Costs:
     """The costs without a drafter."""
     rows, target = decoder.manifest.rows, decoder.target
-    plain = fastest(target.causal(1))
-    by_rows = _by_rows(decoder, plain, target.causal) if target.splits else {1: plain, rows: plain}
-    return Costs(rising(by_rows), 0.0, _HOST)
+    if not target.splits:
+        plain = _in_turn({1: target.causal(1)})[1]
+        return Costs({1: plain, rows: plain}, 0.0, _HOST)
+    return Costs(rising(_in_turn({1: target.causal(1), **_by_rows(decoder, target.causal)})), 0.0, _HOST)
 
 
-def _by_rows(decoder: Decoder, plain: float, bind: Callable[[int], Callable[[], object]]) -> dict[int, float]:
-    """Nanoseconds of passes by their number of rows, up to those of a tree. plain: of one row; bind: a pass over so
-    many rows."""
+def _by_rows(decoder: Decoder, bind: Callable[[int], Callable[[], object]]) -> dict[int, Callable[[], object]]:
+    """Passes by their number of rows, from 2 on: those of a tree first. bind: a pass over so many rows."""
     rows = decoder.manifest.rows
-    by_rows = {1: plain, rows: fastest(bind(rows))}
-    started = perf_counter_ns()
-    for size in [n for n in decoder.form.targets if n < rows] or sizes(rows):
-        if size not in by_rows and perf_counter_ns() - started < _TOTAL_LIMIT:  # the planner uses only measured sizes
-            by_rows[size] = fastest(bind(size))
-    return by_rows
+    smaller = [n for n in decoder.form.targets if n < rows] or sizes(rows)
+    return {n: bind(n) for n in (rows, *smaller) if n > 1}
 
 
-def fastest(call: Callable[[], object]) -> float:
-    """Nanoseconds of the fastest of a few runs."""
-    return float(min(timed(call)))
+def _in_turn(calls: Mapping[int, Callable[[], object]]) -> dict[int, float]:
+    """Nanoseconds of the fastest of a few runs of each call, in turn. Without those, but for the first three, that time
+    does not suffice for: the planner uses measured sizes only."""
+    fastest, started = dict[int, float](), perf_counter_ns()
+    for _ in range(_RUNS):
+        for key, call in calls.items():
+            if len(fastest) >= 3 and perf_counter_ns() - started > _TOTAL_LIMIT:
+                return fastest
+            fastest[key] = min(fastest.get(key, inf), once(call))
+        if perf_counter_ns() - started > _PASS_LIMIT * len(calls):
+            break
+    return fastest
 
 
 def timed(call: Callable[[], object]) -> list[int]:
     """Nanoseconds of up to five runs of a call; fewer once their sum exceeds a second."""
     times: list[int] = []
-    while len(times) < 5 and sum(times) < _PASS_LIMIT:
-        started = perf_counter_ns()
-        call()
-        times.append(perf_counter_ns() - started)
+    while len(times) < _RUNS and sum(times) < _PASS_LIMIT:
+        times.append(once(call))
     return times
+
+
+def once(call: Callable[[], object]) -> int:
+    """Nanoseconds of a run."""
+    started = perf_counter_ns()
+    call()
+    return perf_counter_ns() - started

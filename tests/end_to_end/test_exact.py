@@ -223,6 +223,9 @@ def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBu
         assert ("Where" in kinds) == (name == "else")
     layers = sum(node.op_type == "TensorScatter" for node in graph) // 2
     assert len(branches) == layers
+    # Each costs microseconds: norms are joined with additions, queries and keys rotated together.
+    assert sum(node.op_type == "RMSNormalization" for node in graph) == 1
+    assert len([node for node in graph if str(node.name).startswith("layers.1.")]) <= 42
     assert not {"Softmax", "Log", "Either"} & {node.op_type for node in graph}
     for node in branches:  # without slices where all positions are few
         few, many = (node.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
