@@ -5,7 +5,8 @@ texts.
 
 Decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and
 plain), transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams,
-draft model), OpenVINO GenAI (plain, prompt lookup, draft model) and llama.cpp (plain, prompt lookup). Each peer has its own environment and processes (``tools/peers``).
+draft model), OpenVINO GenAI (likewise) and llama.cpp (plain, prompt lookup). Each peer has its own environment and
+processes (``tools/peers``).
 Writes ``bench.md``, ``bench.json`` and plots; ways that cannot run are listed with the reason. If memory does not hold
 all processes at once, those that fit alternate prompt by prompt, and every round includes all of them.
 

@@ -74,6 +74,20 @@ FAULTS = (
         "cache = own[0], own[1]",
         "tests/test_shared_passes.py::test_eager_is_the_targets_own_passes",
     ),
+    Fault(
+        "joined-norm-returns-no-sum",
+        "exporter/tracing/residual_norms.py",
+        "(added.outputs[0], joined.outputs[3])",
+        "(added.outputs[0], joined.outputs[0])",
+        "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[demo w8a8-2]",
+    ),
+    Fault(
+        "queries-and-keys-share-a-split",
+        "graphs/dialects/rounded.py",
+        "return replace(rows, q=q, k=k, v=v)",
+        "return replace(rows, q=q, k=v, v=v)",
+        "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[demo w8a8-2]",
+    ),
     # --- weights
     Fault(
         "int4-nibbles-swapped",
