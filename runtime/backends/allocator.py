@@ -7,7 +7,7 @@ from contextlib import suppress
 
 # of mallopt
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT = 64 << 20
+_KEPT = 128 << 20
 _MAPPED = 32 << 20  # the largest threshold that glibc takes
 _SECONDS = 30.0  # between two returns of free memory, each of which takes 20 to 50 ms (docs/reliability.md)
 
@@ -21,7 +21,7 @@ def _set(option: int, value: int, name: str) -> None:
 
 
 def keep_memory_of_passes() -> None:
-    """Lets the process keep up to 64 MiB that passes free. By default glibc returns a few MB at once, and the next
+    """Lets the process keep up to 128 MiB that passes free. By default glibc returns a few MB at once, and the next
     layer's pages must be mapped and cleared again."""
     _set(_M_TRIM_THRESHOLD, _KEPT, "trim_threshold")
     _set(_M_MMAP_THRESHOLD, _MAPPED, "mmap_threshold")
