@@ -132,6 +132,9 @@ def onnx(pair: Pair, tree: TreeConfig, dialect: type[Plain], folder: Path, capac
             "tree_score": np.zeros(rows, np.float32),
         }
         feed = {name: np.ascontiguousarray(value.numpy()) for name, value in zip(names, inputs, strict=False)}
+        for tensor in session.get_inputs():
+            if tensor.name == "noise":
+                feed.setdefault("noise", np.zeros(tensor.shape, np.float32))
         engine.bind(feed | out | tensors)()
         return [torch.from_numpy(value) for value in out.values()]
 
