@@ -192,6 +192,13 @@ def test_what_is_missing_is_named(
     assert "pip install '.[serve]'" in capsys.readouterr().err
 
 
+def printed(script: str, how: str, **environment: str) -> str:
+    """What a script prints in a process of its own, without settings of malloc but those given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", script, how]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=True).stdout
+
+
 ARENAS = """
 import ctypes, sys, threading
 from runtime.backends.allocator import share_arena
@@ -213,11 +220,7 @@ library.malloc_info(0, ctypes.c_void_p.in_dll(library, "stdout"))
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc")
 def test_threads_share_one_memory_arena() -> None:
     def arenas(how: str, **environment: str) -> int:
-        clean = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
-        command = [sys.executable, "-c", ARENAS, how]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=True
-        ).stdout.count("<heap")
+        return printed(ARENAS, how, **environment).count("<heap")
 
     own = arenas("own")
     assert own >= 4 > arenas("shared")
@@ -250,11 +253,7 @@ print(Path("/proc/self/statm").read_text().split()[1])
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_free_memory_between_used_one_goes_back() -> None:
     def pages(how: str) -> int:
-        return int(
-            subprocess.run(
-                [sys.executable, "-c", GAPS, how], capture_output=True, text=True, cwd=ROOT, check=True
-            ).stdout
-        )
+        return int(printed(GAPS, how))
 
     assert (pages("kept") - pages("returned")) * os.sysconf("SC_PAGE_SIZE") > 70_000_000
 
@@ -282,13 +281,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_what_a_pass_frees_is_there_for_the_next() -> None:
     def faults(how: str, **environment: str) -> int:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-        command = [sys.executable, "-c", PASSES, how]
-        return int(
-            subprocess.run(
-                command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=True
-            ).stdout
-        )
+        return int(printed(PASSES, how, **environment))
 
     assert faults("kept") < 100 < 5000 < faults("as it is")
     assert faults("kept", MALLOC_TRIM_THRESHOLD_="100000", MALLOC_MMAP_THRESHOLD_="100000") > 5000

@@ -79,7 +79,7 @@ def _cycles(decoder: Decoder) -> Costs:
         draft()
         decoder.device.synchronize()
 
-    prices = _in_turn({1: target.causal(1), _DRAFT: draft_alone, **_by_rows(decoder, target.verification)})
+    prices = _in_turn({_DRAFT: draft_alone, **_by_rows(decoder, target.verification)})
     draft_ns = prices.pop(_DRAFT)
     return Costs(rising(prices), draft_ns, _HOST)
 
@@ -90,14 +90,14 @@ def _causal_passes(decoder: Decoder) -> Costs:
     if not target.splits:
         plain = _in_turn({1: target.causal(1)})[1]
         return Costs({1: plain, rows: plain}, 0.0, _HOST)
-    return Costs(rising(_in_turn({1: target.causal(1), **_by_rows(decoder, target.causal)})), 0.0, _HOST)
+    return Costs(rising(_in_turn(_by_rows(decoder, target.causal))), 0.0, _HOST)
 
 
 def _by_rows(decoder: Decoder, bind: Callable[[int], Callable[[], object]]) -> dict[int, Callable[[], object]]:
-    """Passes by their number of rows, from 2 on: those of a tree first. bind: a pass over so many rows."""
+    """Passes by their number of rows: a plain one, of all rows of a tree, of fewer. bind: a pass over so many rows."""
     rows = decoder.manifest.rows
     smaller = [n for n in decoder.form.targets if n < rows] or sizes(rows)
-    return {n: bind(n) for n in (rows, *smaller) if n > 1}
+    return {1: decoder.target.causal(1), **{n: bind(n) for n in (rows, *smaller) if n > 1}}
 
 
 def _in_turn(calls: Mapping[int, Callable[[], object]]) -> dict[int, float]:

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Text, Way, serve
+from tools.peers.protocol import Text, Way, convert_with, serve
 
 REQUIREMENTS = (
     ("torch==2.13.0",),  # installed separately, see the Makefile
@@ -36,11 +35,7 @@ def ways() -> list[Way]:
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out)]
-    process = subprocess.run(
-        [*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")], capture_output=True, text=True
-    )
-    if process.returncode:
-        raise RuntimeError(process.stderr.strip().splitlines()[-1])
+    convert_with([*builder, "-p", weights, "-e", "cpu", "-c", str(out / "cache")])
 
 
 class Loaded:

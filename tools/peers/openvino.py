@@ -1,11 +1,11 @@
 """OpenVINO GenAI: plain, with prompt lookup, and with a draft model; models converted by optimum-intel."""
 
-import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Text, Way, serve
+from tools.peers.protocol import Text, Way, convert_with, serve
 
 REQUIREMENTS = (
     ("torch==2.13.0",),  # installed separately, see the Makefile
@@ -39,15 +39,10 @@ def ways() -> list[Way]:
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
-    from shutil import which
-    from sys import prefix
-
-    command = [which("optimum-cli", path=f"{prefix}/bin") or "optimum-cli", "export", "openvino"]
+    exporter = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(checkpoint)]
     task = ["--task", "text-generation-with-past", "--weight-format", weights]
     task += ["--group-size", "64"] if weights == "int4" else []  # rows need not be multiples of 128, its default
-    process = subprocess.run([*command, "--model", str(checkpoint), *task, str(out)], capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(process.stderr.strip().splitlines()[-1])
+    convert_with([*exporter, *task, str(out)])
 
 
 class Loaded:

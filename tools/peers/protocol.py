@@ -68,6 +68,13 @@ def peak() -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
+def convert_with(command: Sequence[str]) -> None:
+    """Runs a peer's own converter. Raises RuntimeError with the last line of its errors if it fails."""
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
+
+
 def serve(load: Callable[..., Model], convert: Callable[[Path, Path, str], object] | None = None) -> None:
     """Answers requests until standard input ends. Output of libraries is redirected to standard error."""
     answers = os.fdopen(os.dup(1), "w")
