@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from exporter.tracing import branches
 from exporter.tracing.capture import capture
+from graphs.dialects import exact
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
@@ -81,6 +82,15 @@ class Peek(nn.Module):
         picked = self.ops.gather(few, indices[0])
         best = self.ops.best(few.reshape(-1), 50)
         return first, second, values_k, indices, picked, best
+
+
+class Blocks(nn.Module):
+    """A row's sum of blocks in ``Exact``."""
+
+    ops = Exact
+
+    def forward(self, weights: Tensor, results: Tensor) -> tuple[Tensor]:
+        return (exact._sum_of_blocks(weights, results),)
 
 
 def inputs(d: int, rows: int, past: int, seed: int, capacity: int = CAPACITY) -> dict[str, Tensor]:
@@ -190,7 +200,7 @@ def exported_pass(ops: type[Plain], d: int) -> Callable[..., list[Tensor]]:
 
 
 def export(
-    module: Ops | Peek, example: dict[str, Tensor], axes: dict[str, dict[int, str]], outputs: int
+    module: Ops | Peek | Blocks, example: dict[str, Tensor], axes: dict[str, dict[int, str]], outputs: int
 ) -> Callable[..., list[Tensor]]:
     """A traced module in ONNX Runtime, with no graph optimization in between."""
     given = [(name, tensor, axes.get(name, {})) for name, tensor in example.items()]
@@ -250,6 +260,23 @@ def test_settled_blocks(d: int) -> None:
         for blocks in {-(-(past + rows) // BLOCK), 4}:
             x = inputs(d, rows, past, seed, blocks * BLOCK)
             check_pass(run(**x), d, x, {"rtol": 1e-4, "atol": 5e-5})  # angles of later positions are rounded more
+
+
+def test_neither_rows_nor_blocks_beside_a_row_change_a_bit() -> None:
+    """Of its sum of blocks, however many of weight 0 follow."""
+    draw = torch.Generator().manual_seed(0)
+    x = {"weights": torch.rand(3, 43, 9, 1, generator=draw), "results": torch.randn(3, 43, 9, 24, generator=draw)}
+    run = export(Blocks(), x, {name: {1: "blocks", 2: "rows"} for name in x}, 1)
+    for settled in range(40, 0, -1):
+        x["weights"][:, settled:] = 0
+        wanted = (x["weights"].double() * x["results"]).sum(1)[:, 0].float()
+        seen = set()
+        for blocks in (settled, settled + 1, settled + 2, 43):
+            for rows in (1, 2, 9):
+                (out,) = run(**{name: tensor[:, :blocks, :rows] for name, tensor in x.items()})
+                torch.testing.assert_close(out[0, :, 0], wanted, rtol=1e-5, atol=1e-5)
+                seen.add(out[0, :, 0].numpy().tobytes())
+        assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ class Exact(Rounded):
     sum of exponentials and whose value is the block's result.
 
     The remaining, recent positions are one sum in fp32, short enough for its terms to be added in order. The other rows
-    of the pass are zeros between them and change nothing. Exponentials are fp32 and do not depend on their place. The
-    order in which exponentials and blocks are summed does depend on the other rows, so these sums are computed in
-    double precision; rounding them hides the order.
+    of the pass are zeros between them and change nothing. A row's blocks are added in order too, by a product of its
+    own. Exponentials are fp32 and do not depend on their place. The order in which they are summed does depend on the
+    other rows, so these sums are computed in double precision; rounding them hides the order.
     """
 
     block = BLOCK
@@ -161,9 +161,17 @@ def _with_blocks(
     of_blocks = (largest - reference.transpose(0, 1)).exp() / shares.amax(-1, keepdim=True)
     of_recent = (recent_scores - reference).exp()
     total = of_blocks.double().sum(1) + of_recent.double().sum(-1, keepdim=True)
-    added = ((shares @ v) * of_blocks).double().sum(1) + _sum(of_recent, recent).double()
-    # Rounded before dividing, so that a row without blocks equals the same row in a pass without blocks.
-    return added.to(q.dtype) / total.to(q.dtype)
+    return (_sum_of_blocks(of_blocks, shares @ v) + _sum(of_recent, recent)) / total.to(q.dtype)
+
+
+def _sum_of_blocks(weights: Tensor, results: Tensor) -> Tensor:
+    """weights: [kv heads, blocks, n', 1]; results: [kv heads, blocks, n', d] -> [1, kv heads, n', d]. One product per
+    row, which adds the blocks in order; its left operand is transposed, because the kernel for a single row that is not
+    adds them in another."""
+    kv_heads, _, rows, d = results.shape
+    by_row = weights.transpose(1, 2), results.transpose(1, 2)
+    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d], transA=1)
+    return summed.reshape(1, kv_heads, -1, d)
 
 
 def _repeats(queries: int) -> int:

@@ -234,7 +234,7 @@ def test_what_blocks_need_is_computed_where_some_are_settled(make_bundle: MakeBu
         for graph, counts in (
             (few, [0, 1, 1, 1, 0]),
             (many, [0, 0, 1, 0, 2]),
-            (some, [1, 2, 1, 2, 0]),
+            (some, [1, 2, 2, 2, 0]),
             (none, [0, 1, 0, 1, 0]),
         ):
             ops = [node.op_type for node in graph]
