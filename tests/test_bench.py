@@ -179,13 +179,27 @@ def test_peers_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.Monk
 
     def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, "pip" in command, "", "looking\nERROR: no such package\na notice")
+        done = subprocess.CompletedProcess(command, "pip" in command, "", "looking\nERROR: no such package\na notice")
+        done.check_returncode()
+        return done
 
     monkeypatch.setattr(fake_peer, "REQUIREMENTS", (("no-such-package",),))
     monkeypatch.setattr("tools.bench_setup.subprocess.run", refuse)
     reasons = {way["failed"] for way in run(tmp_path).values()}
     assert reasons == {"no --draft-model was given", "installing fake failed: ERROR: no such package"}
     assert [command[-1] for command in commands] == [str(tmp_path / "fake"), "no-such-package"]  # once for all its ways
+
+
+def test_peers_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(python: Path) -> None:
+        assert python == tmp_path / "fake/bin/python"
+        raise subprocess.CalledProcessError(1, "cmake", "CMake Error: no compiler\nsee the log", "")
+
+    monkeypatch.setattr(fake_peer, "REQUIREMENTS", ((),))
+    monkeypatch.setattr(fake_peer, "build", build, raising=False)
+    monkeypatch.setattr("tools.bench_setup.subprocess.run", lambda *_, **__: None)
+    reasons = {way["failed"] for way in run(tmp_path).values()}
+    assert reasons == {"no --draft-model was given", "installing fake failed: CMake Error: no compiler"}
 
 
 def whole(found: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ texts.
 
 Decodes every prompt greedily in every way, one after another: bundles (speculative with and without lookups, and
 plain), transformers (greedy, prompt lookup, assisted), optimum over ONNX Runtime, onnxruntime-genai (plain, n-grams,
-draft model), OpenVINO GenAI (likewise) and llama.cpp (plain, prompt lookup). Each peer has its own environment and
-processes (``tools/peers``).
+draft model), OpenVINO GenAI and vLLM (likewise), and llama.cpp's server (likewise, the fastest of its n-grams). Each
+peer has its own environment and processes (``tools/peers``).
 Writes ``bench.md``, ``bench.json`` and plots; ways that cannot run are listed with the reason. If memory does not hold
 all processes at once, those that fit alternate prompt by prompt, and every round includes all of them.
 
@@ -36,7 +36,7 @@ from tools.measure import distinct
 from tools.peers import ours
 from tools.peers.protocol import PeerError, Way, Worker
 
-PEERS = "transformers", "optimum", "genai", "openvino", "llama_cpp"
+PEERS = "transformers", "optimum", "genai", "openvino", "vllm", "llama_cpp"
 TRIED, WARM_UP = 48, 16  # tokens per prompt for choosing settings, and tokens before anything is timed
 
 
@@ -73,7 +73,7 @@ class Bench:
         """Prepares a peer's environment and models. A failure is noted in the results of the ways that need them."""
         by_loading: dict[str, Program] = {}
         try:
-            python, unready = environment(peer, module.REQUIREMENTS, self.args.envs), ""
+            python, unready = environment(peer, module, self.args.envs), ""
         except PeerError as error:
             python, unready = Path(), str(error)
         for way in ways:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetensors import safe_open
@@ -36,9 +37,10 @@ class Prompt:
     ids: list[int]
 
 
-def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) -> Path:
-    """The Python of a virtual environment with a peer's packages. Installs them if needed. Raises PeerError if that
-    fails."""
+def environment(peer: str, module: ModuleType, folder: Path) -> Path:
+    """The Python of a virtual environment with a peer's packages, and what it builds of their sources. Installs them if
+    needed. Raises PeerError if that fails."""
+    requirements: Sequence[Sequence[str]] = module.REQUIREMENTS
     if not requirements:
         return Path(sys.executable)
     home = folder.resolve() / peer
@@ -47,11 +49,15 @@ def environment(peer: str, requirements: Sequence[Sequence[str]], folder: Path) 
         return python
     print(f"{peer}: installing {', '.join(name for packages in requirements for name in packages)}", file=sys.stderr)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    for command in ([sys.executable, "-m", "venv", str(home)], *([*pip, *packages] for packages in requirements)):
-        finished = subprocess.run(command, capture_output=True, text=True)
-        if finished.returncode:
-            errors = [line for line in finished.stderr.splitlines() if "error" in line.lower()] or ["no reason given"]
-            raise PeerError(f"installing {peer} failed: {errors[-1].strip()[:200]}")
+    try:
+        for command in ([sys.executable, "-m", "venv", str(home)], *([*pip, *packages] for packages in requirements)):
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        if hasattr(module, "build"):
+            module.build(python)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in f"{error.stdout}{error.stderr}".splitlines() if "error" in line.lower()]
+        reason = (lines or ["no reason given"])[-1].strip()[:200]
+        raise PeerError(f"installing {peer} failed: {reason}") from None
     done.write_text(json.dumps(requirements))
     return python
 

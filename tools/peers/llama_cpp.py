@@ -1,46 +1,86 @@
-"""llama.cpp through llama-cpp-python, compiled here: plain and with prompt lookup, over GGUF files made from the
+"""llama.cpp's server, compiled here: plain, with n-grams, and with a draft model, over GGUF files made from the
 checkpoint."""
 
+import ctypes
+import http.client
 import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Text, Way, serve
+from tools.peers.protocol import Text, Way, convert_with, peak, serve
 
-REQUIREMENTS = (("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),)
-LOOKUP = [
-    {"max_ngram_size": 3, "num_pred_tokens": 3},
-    {"max_ngram_size": 2, "num_pred_tokens": 5},
-    {"max_ngram_size": 2, "num_pred_tokens": 10},
+REQUIREMENTS = (("cmake==4.4.4", "ninja==1.13.0", "gguf==0.19.0", "safetensors==0.8.0"),)
+SOURCES = "llama-cpp-python==0.3.36"  # a source package that contains llama.cpp
+NGRAMS: list[dict[str, Any]] = [
+    {"spec_type": "ngram-simple", "spec_ngram_simple_size_n": 3, "spec_ngram_simple_size_m": 3},
+    {"spec_type": "ngram-simple", "spec_ngram_simple_size_n": 3, "spec_ngram_simple_size_m": 8},
+    {"spec_type": "ngram-map-k", "spec_ngram_map_k_size_n": 3, "spec_ngram_map_k_size_m": 5},
+    {"spec_type": "ngram-map-k4v", "spec_ngram_map_k4v_size_n": 3, "spec_ngram_map_k4v_size_m": 5},
+    {
+        "spec_type": "ngram-mod",
+        "spec_ngram_mod_n_match": 4,
+        "spec_ngram_mod_n_min": 1,
+        "spec_ngram_mod_n_max": 8,
+    },
+    {"spec_type": "ngram-cache"},
+]
+DRAFT: list[dict[str, Any]] = [
+    {"spec_type": "draft-simple", "spec_draft_n_max": 2},
+    {"spec_type": "draft-simple", "spec_draft_n_max": 4},
+    {"spec_type": "draft-simple", "spec_draft_n_max": 8, "spec_draft_p_min": 0.6},
 ]
 SOURCE = "model-f32.gguf"
+BUILT = "llama-server", "llama-quantize"
+
+
+def build(python: Path) -> None:
+    """Compiles the server and the quantizer beside the Python of an environment, with CMAKE_ARGS of this process's.
+    Raises subprocess.CalledProcessError."""
+    step = partial(subprocess.run, capture_output=True, text=True, check=True)
+    folder, tools = python.parent.parent / "llama.cpp", python.parent
+    download = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", folder]
+    step([*download, SOURCES])
+    (package,) = folder.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.glob("*/vendor/llama.cpp")
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"]
+    made = folder / "build"
+    configured = [tools / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-S", source, "-B", made]
+    step([*configured, *options, *shlex.split(os.environ.get("CMAKE_ARGS", ""))])
+    step([tools / "cmake", "--build", made, "--target", *BUILT])
+    for name in BUILT:
+        shutil.copy(made / "bin" / name, tools)
 
 
 def ways() -> list[Way]:
-    all_ways = []
+    all_ways, drafting = [], {"drafting": True}
     for weights in ("f32", "f16", "q8_0", "q4_0"):
         plain = f"llama.cpp, {weights}"
         all_ways += [
             Way(plain, weights),
-            Way(f"{plain}, prompt lookup", weights, plain, options={"lookup": True}, settings=LOOKUP),
+            Way(f"{plain}, n-grams", weights, plain, options=drafting, settings=NGRAMS),
+            Way(f"{plain}, draft model", weights, plain, draft=True, options=drafting, settings=DRAFT),
         ]
     return all_ways
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
-    import llama_cpp
-
     source = out / SOURCE
     out.mkdir()
     write_gguf(checkpoint, source)
-    if weights == "f32":
-        return
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{weights.upper()}")
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(out / f"model-{weights}.gguf").encode(), params):
-        raise RuntimeError(f"llama_model_quantize to {weights} failed")
-    source.unlink()
+    if weights != "f32":
+        convert_with([beside("llama-quantize"), str(source), str(out / f"model-{weights}.gguf"), weights])
+        source.unlink()
 
 
 def write_gguf(checkpoint: Path, out: Path) -> None:
@@ -101,48 +141,83 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     writer.close()
 
 
-class Loaded:
-    def __init__(self, model: str, threads: int, lookup: bool = False) -> None:
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+def beside(name: str) -> str:
+    """The path of a program beside this Python."""
+    return str(Path(sys.executable).with_name(name))
 
-        file = next(Path(model).glob("*.gguf"))
-        self.lookup = LlamaPromptLookupDecoding() if lookup else None
-        self.model = llama_cpp.Llama(
-            str(file),
-            n_ctx=0,
-            n_threads=threads,
-            n_threads_batch=threads,
-            flash_attn=True,
-            logits_all=lookup,  # otherwise lookups fail after 512 positions
-            draft_model=self.lookup,
-            verbose=False,
+
+class Loaded:
+    """llama-server in a process of its own. It drafts as its options say, so another setting starts it anew."""
+
+    def __init__(self, model: str, threads: int, draft: str = "", drafting: bool = False) -> None:
+        import gguf
+
+        count = str(threads)
+        self.command = [beside("llama-server"), "--model", self._file(model), "--ctx-size", "0"]
+        self.command += ["--threads", count, "--threads-batch", count, "--flash-attn", "on", "--parallel", "1"]
+        self.command += ["--spec-draft-model", self._file(draft)] if draft else []
+        self.end = int(gguf.GGUFReader(self._file(model)).get_field("tokenizer.ggml.eos_token_id").contents())
+        self.versions = {"llama.cpp": SOURCES}
+        self.server: subprocess.Popen[bytes] | None = None
+        self.setting: dict[str, Any] = {}
+        if not drafting:
+            self._start({})
+
+    @staticmethod
+    def _file(folder: str) -> str:
+        return str(next(Path(folder).glob("*.gguf")))
+
+    def _start(self, setting: dict[str, Any]) -> None:
+        if self.server:
+            self.server.kill()
+            self.server.wait()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        options = [text for name, value in setting.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        self.server = subprocess.Popen(
+            [*self.command, *options, "--port", str(self.port)],
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, 9),  # PR_SET_PDEATHSIG: it ends with this process
         )
-        self.versions = {"llama-cpp-python": llama_cpp.__version__}
+        self.setting = setting
+        while self.server.poll() is None:
+            try:
+                if self._ask("GET", "/health").status == 200:
+                    return
+            except ConnectionError:
+                pass
+            time.sleep(0.1)
+        raise RuntimeError(f"llama-server {' '.join(options)} ended with status {self.server.returncode}")
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def peak(self) -> float:
+        return peak(str(self.server.pid)) if self.server and self.server.poll() is None else 0.0
 
     def generate(self, ids: list[int], count: int, **setting: Any) -> Text:
-        for name, value in setting.items():
-            setattr(self.lookup, name, value)
-        self.model.reset()  # otherwise a prefix shared with the previous prompt is not read again
-        passes, tokens = 0, list[int]()
-        evaluate = self.model.eval
-
-        def counted(tokens: Any) -> None:
-            nonlocal passes
-            passes += 1
-            evaluate(tokens)
-
-        self.model.eval = counted
+        if not self.server or setting != self.setting:
+            self._start(setting)
+        body = {"prompt": ids, "n_predict": count, "temperature": 0, "cache_prompt": False}
+        tokens, first, last = list[int](), 0.0, dict[str, Any]()
         started = time.perf_counter()
-        for token in self.model.generate(ids, temp=0.0):
-            tokens.append(token)
-            if len(tokens) == 1:
-                first_seconds = time.perf_counter() - started
-            if len(tokens) == count or token == self.model.token_eos():
-                break
+        with self._ask("POST", "/completion", {**body, "stream": True, "return_tokens": True}) as answer:
+            for line in answer:
+                if not line.startswith(b"data: "):
+                    continue
+                last = json.loads(line[6:])
+                if new := last.get("tokens"):
+                    first = first or time.perf_counter() - started
+                    tokens += new
         seconds = time.perf_counter() - started
-        self.model.eval = evaluate
-        return Text(tokens, seconds, first_seconds, 1, passes - 1)
+        if "timings" not in last:
+            raise RuntimeError(f"llama-server answered {last}")
+        if last["stop_type"] == "eos":
+            tokens.append(self.end)
+        accepted = last["timings"].get("draft_n_accepted", 0)
+        return Text(tokens, seconds, first or seconds, 1, last["timings"]["predicted_n"] - 1 - accepted)
 
 
 if __name__ == "__main__":

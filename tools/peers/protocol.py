@@ -62,9 +62,9 @@ class PeerError(Exception):
     """A peer's request failed; the message is one line."""
 
 
-def peak() -> float:
-    """Peak resident memory of this process in MiB (VmHWM). Linux only."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def peak(process: str = "self") -> float:
+    """Peak resident memory of a process in MiB (VmHWM), by its id. Linux only."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
@@ -76,7 +76,10 @@ def convert_with(command: Sequence[str]) -> None:
 
 
 def serve(load: Callable[..., Model], convert: Callable[[Path, Path, str], object] | None = None) -> None:
-    """Answers requests until standard input ends. Output of libraries is redirected to standard error."""
+    """Answers requests until standard input ends. Output of libraries is redirected to standard error.
+
+    A model whose memory is another process's has a method ``peak``.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model: Model | None = None
@@ -95,7 +98,7 @@ def serve(load: Callable[..., Model], convert: Callable[[Path, Path, str], objec
                 answer = asdict(model.generate(**request))
         except Exception as error:
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-        print(json.dumps({**answer, "peak_mb": peak()}), file=answers, flush=True)
+        print(json.dumps({**answer, "peak_mb": getattr(model, "peak", peak)()}), file=answers, flush=True)
 
 
 class Worker:
