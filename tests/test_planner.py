@@ -58,6 +58,9 @@ class Any:
     def behind(self, positions: int, drafter: int) -> None:
         pass
 
+    def prompt_read(self, elapsed: int) -> None:
+        assert elapsed > 0
+
     def drafted(self, *_: object) -> None:
         self.cycles += 1
 
@@ -164,6 +167,19 @@ def test_what_the_drafter_puts_off_it_reads(model: Model) -> None:
     ids(model, prompt, 100)
     decoder.catch_up()
     assert decoder.history.positions.tolist() == [*range(begun), *range(begun + 99 - 32, begun + 99)]
+    decoder.planners = [None] * 2
+
+
+def test_a_prompt_is_read_when_drafting_begins(model: Model) -> None:
+    prompt = np.random.default_rng(0).integers(2, 2000, 100).tolist()
+    decoder = model.decoder
+    for begins, most in ((99, 50), (40, 50)):
+        planner = Any(lambda i, begins=begins: i >= begins, lambda i: 8)  # type: ignore[misc]
+        decoder.planners = [planner] * 2  # type: ignore[assignment]
+        ids(model, prompt, most)
+        positions = decoder.history.positions.tolist()
+        assert positions[:99] == ([] if begins > most else list(range(99)))
+        assert decoder.history.pending == ([*range(99), *range(99 + 49 - 32, 99 + 49)] if begins > most else [])
     decoder.planners = [None] * 2
 
 
@@ -343,6 +359,28 @@ def test_a_confident_drafter_that_is_never_right_costs_little(draft: float, row:
     for tokens, most in ((128, 1.05), (400, 1.03), (4000, 1.01)):
         pace, _ = simulate(Planner(cost, 7), cost, lambda: 0, tokens, score=-0.05)
         assert pace < most * cost.target[1]
+
+
+def test_prompts_that_are_read_in_vain_cost_little() -> None:
+    """A drafter that is never right, for texts of 64 tokens. It reads a prompt before the first draft behind it."""
+    cost, planner, spent, read = costs(draft=4e5, row=1e5), Planner(costs(draft=4e5, row=1e5), 7), 0.0, 0
+    scores, depths = -0.7 * np.arange(8.0), np.arange(8)
+    for _ in range(60):
+        planner.begin()
+        unread = True
+        for _ in range(64):
+            if not planner.drafting or planner.plain_pass_due:
+                planner.decoded(int(cost.target[1]))
+                spent += cost.target[1] + cost.host
+                continue
+            if unread:
+                planner.prompt_read(2_500_000)
+                spent, read, unread = spent + 2.5e6, read + 1, False
+            rows = planner.choose_rows(scores, depths)
+            planner.drafted(scores[:rows], depths[:rows], 0, (int(cost.draft), int(cost.target[rows]), int(cost.host)))
+            spent += cost.draft + cost.target[rows] + cost.host
+    assert read
+    assert spent < 1.025 * 60 * 64 * (cost.target[1] + cost.host)
 
 
 def test_drafting_that_pays_is_kept() -> None:

@@ -112,7 +112,7 @@ class Decoder:
             stats.tokens, stats.finish_reason = len(selector.ids), cycle.finish_reason
             yield cycle
             self._clock.start()
-            if not cycle.rows and self.selector is selector and selector.settings.speculate and not selector.ended():
+            if self.selector is selector and proposer.drafting and self.history.behind:
                 yield from self._catch_up_with_prompt(selector)  # after the first token, so that it does not delay it
             if selector.ended():
                 stats.finish_reason = selector.finish_reason
@@ -204,12 +204,15 @@ class Decoder:
     def _catch_up_with_prompt(self, selector: TokenSelector) -> Iterator[None]:
         """The drafter reads what it is to read of the prompt. Pauses between passes."""
         self.device.enter()
+        took = 0
         while self.history.pending:
-            self.history.catch_up(self._ids, once=True)
+            took += self.history.catch_up(self._ids, once=True)
             if not self.history.pending or selector.interrupted():
-                return
+                break
             yield
             self.device.enter()
+        if self.planner and took:
+            self.planner.prompt_read(took)
 
     def prefill(self, prompt: Sequence[int], speculate: bool) -> int:
         """Reads the rest of a prompt into the target's cache, in chunks; the drafter reads it later.

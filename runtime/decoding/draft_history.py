@@ -39,6 +39,7 @@ class DraftHistory:
         positions = manifest.capacity if draft.extends else 0
         self.hidden_history = device.zeros((1, positions, manifest.hidden), manifest.dtype)
         self.pending: list[int] = []
+        self._prompt_end = 0  # the position behind the prompt
         self.accepted = Accepted()
         self._positions = np.zeros(draft.cache.capacity, np.int64)  # in the text, by row of the drafter's cache
 
@@ -51,6 +52,7 @@ class DraftHistory:
         """Forgets what the drafter has read, or was to read, from a position of the text on."""
         self._draft.keep(int(self.positions.searchsorted(position)))
         self.pending = [unread for unread in self.pending if unread < position]
+        self._prompt_end = min(self._prompt_end, position)
 
     def restore(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Fills the drafter's cache with rows of a text, as ``KVCache.rows`` returned them, and leaves nothing to read.
@@ -58,6 +60,11 @@ class DraftHistory:
         self.pending = []
         self._draft.restore(rows)
         self._positions[: len(positions)] = positions
+
+    @property
+    def behind(self) -> bool:
+        """Whether the drafter has yet to read some of the prompt."""
+        return bool(self.pending) and self.pending[0] < self._prompt_end
 
     def committed(self, graph: str, positions: Sequence[int]) -> None:
         """The drafter has read so many tokens in the first rows of its last pass. positions: in the text."""
@@ -70,6 +77,7 @@ class DraftHistory:
         ``hidden_history``. pending: those positions of a prompt that the drafter is to read. If they become more than
         LAST, it reads the last of them, and gives up what it has read before, all but the first tokens of the text."""
         self._device.move(self.hidden_history, position, self._last_hidden, begin, rows)
+        self._prompt_end = position + rows
         self.pending += pending
         first = [unread for unread in self.pending if unread < self.FIRST]
         if len(self.pending) > len(first) + self.LAST:
@@ -82,9 +90,9 @@ class DraftHistory:
         self.accepted = accepted
 
     def defer(self, kept: int = 0) -> None:
-        """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. It reads no more
-        than the last few tokens: reading everything that plain decoding has added could take longer than drafting
-        gains. The gap in its text costs acceptance and nothing else.
+        """Moves the accepted rows to ``hidden_history``, to be read when the drafter drafts again. Besides what
+        it has yet to read of the prompt, it reads no more than the last few tokens: reading everything that plain
+        decoding has added could take longer than drafting gains. The gap in its text costs acceptance and nothing else.
 
         kept: the number of last rows that stay for the next draft itself.
         """
@@ -94,7 +102,8 @@ class DraftHistory:
             begin = end - len(rows)
             for at, row, count in runs(rows, True):
                 self._device.move(self.hidden_history, begin + at, self._last_hidden, row, count)
-            self.pending = [*self.pending, *range(begin, end)][-_MOST_DEFERRED:]
+            prompt = [unread for unread in self.pending if unread < self._prompt_end]
+            self.pending = prompt + [*self.pending[len(prompt) :], *range(begin, end)][-_MOST_DEFERRED:]
         self.accepted = self.accepted.last(kept)
 
     def catch_up(self, text: Callable[[], Sequence[int]], once: bool = False) -> int:

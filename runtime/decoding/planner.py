@@ -38,7 +38,9 @@ _MAX_LOSS, _MAX_SAVING = 1.5, 3.0  # plain passes: drafting pauses below a balan
 _RESUMED_BALANCE = -0.5  # plain passes: the balance after a pause
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # passes without a draft
 _PAUSE_GROWTH = 4  # factor by which the next pause is longer if drafting does not pay after this one
-_PROBE_SPACING = 50  # a pause takes at least so many times the price of a draft, so that trying costs 2 % of the time
+# A pause takes at least so many times the price of trying, so that it costs 2 % of the time: of a draft, and of reading
+# the prompt before it.
+_PROBE_SPACING = 50
 _EMA_RATE = 0.2  # weight of the latest value in moving averages
 _LOOKUP_PRIOR = 1.0, 2.0  # hits and trials of every match length before anything is counted
 _LEAST_CHANCE = 0.02  # that a looked-up token is accepted; less likely ones are not verified
@@ -73,6 +75,7 @@ class Planner:
         # nanoseconds that the drafter takes to read tokens of cycles without a draft, a moving average
         self._catch_up_ns = 0.0
         self._caught_up = True  # whether the last cycle drafted, so that there is nothing to read
+        self._prompt_ns = 0.0  # nanoseconds that the drafter takes to read a prompt, a moving average
 
     def behind(self, positions: int, drafter: int) -> None:
         """Sets how many positions are in the caches. positions: in the target's; drafter: in the drafter's."""
@@ -174,6 +177,10 @@ class Planner:
             self._calibration.restart()
             self._draft_rate, self._probes = 0.0, _RESUMED_PROBES
 
+    def prompt_read(self, elapsed: int) -> None:
+        """Takes in the nanoseconds in which the drafter read a prompt, before the first draft behind it."""
+        self._prompt_ns += (elapsed - self._prompt_ns) * (_EMA_RATE if self._prompt_ns else 1)
+
     @property
     def plain_pass_ns(self) -> float:
         """The price of the target's pass in a plain cycle."""
@@ -181,7 +188,8 @@ class Planner:
 
     @property
     def _shortest_pause(self) -> float:
-        return max(_SHORTEST_PAUSE, _PROBE_SPACING * self._draft.value * self._plain_rate)
+        trying = self._draft.value + self._prompt_ns
+        return max(_SHORTEST_PAUSE, min(_PROBE_SPACING * trying * self._plain_rate, _LONGEST_PAUSE / 4))
 
     @property
     def _plain_rate(self) -> float:
