@@ -89,7 +89,7 @@ class Loaded:
         self, model: str, threads: int, dtype: str, speculative: dict[str, Any] | None = None, draft: str = ""
     ) -> None:
         os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
