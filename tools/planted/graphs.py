@@ -88,6 +88,15 @@ FAULTS = (
         "return replace(rows, q=q, k=v, v=v)",
         "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[demo w8a8-2]",
     ),
+    Fault(
+        "blocks-added-by-the-kernel-for-one-row",
+        "graphs/dialects/exact.py",
+        "by_row = weights.transpose(1, 2), results.transpose(1, 2)\n"
+        '    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d], transA=1)',
+        "by_row = weights.permute(0, 2, 3, 1), results.transpose(1, 2)\n"
+        '    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d])',
+        "tests/test_ops.py::test_neither_rows_nor_blocks_beside_a_row_change_a_bit",
+    ),
     # --- weights
     Fault(
         "int4-nibbles-swapped",
