@@ -230,16 +230,26 @@ def test_rows_that_pay(seed: int, draft: float, row: float) -> None:
 
 
 def simulate(
-    planner: Planner, cost: Costs, accepted: Callable[[], int], tokens: int, text: int = 400, score: float = -0.7
+    planner: Planner,
+    cost: Costs,
+    accepted: Callable[[], int],
+    tokens: int,
+    text: int = 400,
+    score: float = -0.7,
+    prompt: int = 0,
 ) -> tuple[float, int]:
-    """Time per token of a text whose trees are accepted to a depth, and how many cycles drafted. score: of each row
-    after the other."""
+    """Time per token of texts whose trees are accepted to a depth, and how many cycles drafted. score: of each row
+    after the other. prompt: nanoseconds in which the drafter reads one, before its first draft behind it."""
     scores, depths = score * np.arange(8.0), np.array([0, 1, 2, 3, 4, 5, 6, 7])
     spent, made, drafted = 0.0, 0, 0
     while made < tokens:
         if made % text == 0:
             planner.begin()
+            unread = prompt
         if planner.drafting and not planner.plain_pass_due:
+            if unread:
+                planner.prompt_read(unread)
+                spent, unread = spent + unread, 0
             rows = planner.choose_rows(scores, depths)
             depth = min(rows - 1, accepted())
             planner.drafted(
@@ -363,24 +373,16 @@ def test_a_confident_drafter_that_is_never_right_costs_little(draft: float, row:
 
 def test_prompts_that_are_read_in_vain_cost_little() -> None:
     """A drafter that is never right, for texts of 64 tokens. It reads a prompt before the first draft behind it."""
-    cost, planner, spent, read = costs(draft=4e5, row=1e5), Planner(costs(draft=4e5, row=1e5), 7), 0.0, 0
-    scores, depths = -0.7 * np.arange(8.0), np.arange(8)
-    for _ in range(60):
-        planner.begin()
-        unread = True
-        for _ in range(64):
-            if not planner.drafting or planner.plain_pass_due:
-                planner.decoded(int(cost.target[1]))
-                spent += cost.target[1] + cost.host
-                continue
-            if unread:
-                planner.prompt_read(2_500_000)
-                spent, read, unread = spent + 2.5e6, read + 1, False
-            rows = planner.choose_rows(scores, depths)
-            planner.drafted(scores[:rows], depths[:rows], 0, (int(cost.draft), int(cost.target[rows]), int(cost.host)))
-            spent += cost.draft + cost.target[rows] + cost.host
-    assert read
-    assert spent < 1.025 * 60 * 64 * (cost.target[1] + cost.host)
+    cost = costs(draft=4e5, row=1e5)
+    pace, drafted = simulate(Planner(cost, 7), cost, lambda: 0, 60 * 64, text=64, prompt=2_500_000)
+    assert drafted
+    assert pace < 1.025 * (cost.target[1] + cost.host)
+
+
+@pytest.mark.parametrize("draft", [4e6, 8e6])
+def test_drafts_dearer_than_plain_passes_are_seldom_tried(draft: float) -> None:
+    cost = costs(draft, row=1e5)
+    assert simulate(Planner(cost, 7), cost, lambda: 0, 6000, text=64)[0] < 1.03 * cost.target[1]
 
 
 def test_drafting_that_pays_is_kept() -> None:

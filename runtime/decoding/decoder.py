@@ -112,8 +112,9 @@ class Decoder:
             stats.tokens, stats.finish_reason = len(selector.ids), cycle.finish_reason
             yield cycle
             self._clock.start()
-            if self.selector is selector and proposer.drafting and self.history.behind:
-                yield from self._catch_up_with_prompt(selector)  # after the first token, so that it does not delay it
+            # After the first token, so that it does not delay it.
+            if self.selector is selector and not selector.ended() and proposer.drafting and self.history.behind:
+                yield from self._catch_up_with_prompt(selector)
             if selector.ended():
                 stats.finish_reason = selector.finish_reason
                 return

@@ -1,5 +1,6 @@
 """Which tokens of the text the drafter has read, and which accepted tokens it still has to read."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -102,8 +103,8 @@ class DraftHistory:
             begin = end - len(rows)
             for at, row, count in runs(rows, True):
                 self._device.move(self.hidden_history, begin + at, self._last_hidden, row, count)
-            prompt = [unread for unread in self.pending if unread < self._prompt_end]
-            self.pending = prompt + [*self.pending[len(prompt) :], *range(begin, end)][-_MOST_DEFERRED:]
+            of_prompt = bisect_left(self.pending, self._prompt_end)
+            self.pending[of_prompt:] = [*self.pending[of_prompt:], *range(begin, end)][-_MOST_DEFERRED:]
         self.accepted = self.accepted.last(kept)
 
     def catch_up(self, text: Callable[[], Sequence[int]], once: bool = False) -> int:

@@ -39,8 +39,8 @@ _RESUMED_BALANCE = -0.5  # plain passes: the balance after a pause
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # passes without a draft
 _PAUSE_GROWTH = 4  # factor by which the next pause is longer if drafting does not pay after this one
 # A pause takes at least so many times the price of trying, so that it costs 2 % of the time: of a draft, and of reading
-# the prompt before it.
-_PROBE_SPACING = 50
+# the prompt before it. For prompts it is no longer than _PROMPT_PAUSE: drafting may pay in the next text.
+_PROBE_SPACING, _PROMPT_PAUSE = 50, 128
 _EMA_RATE = 0.2  # weight of the latest value in moving averages
 _LOOKUP_PRIOR = 1.0, 2.0  # hits and trials of every match length before anything is counted
 _LEAST_CHANCE = 0.02  # that a looked-up token is accepted; less likely ones are not verified
@@ -125,7 +125,7 @@ class Planner:
             size = min((rows for rows in prices if rows >= _PROBE_ROWS), default=max(prices))
             prices = {size: prices[size]}
         promised = max(gains[rows - 1] / (price + self._draft.value) for rows, price in prices.items())
-        self._draft_rate += (promised - self._draft_rate) * (_EMA_RATE if self._draft_rate else 1.0)
+        self._draft_rate = _averaged(self._draft_rate, promised)
         # The draft's price is spent by now: more rows pay if they bring more tokens than the same time would elsewhere.
         rate = max(self._draft_rate, self._plain_rate)
         return max(prices, key=lambda rows: gains[rows - 1] - rate * prices[rows])
@@ -142,7 +142,7 @@ class Planner:
         accepted. times: nanoseconds of draft, target and host, 0 where unknown. catch_up_ns: of reading the tokens of
         cycles without a draft."""
         if not self._caught_up:
-            self._catch_up_ns += (catch_up_ns - self._catch_up_ns) * (_EMA_RATE if self._catch_up_ns else 1)
+            self._catch_up_ns = _averaged(self._catch_up_ns, catch_up_ns)
             self._caught_up = True
         self._until_plain_pass -= 1
         self._probes = max(0, self._probes - 1)
@@ -179,7 +179,7 @@ class Planner:
 
     def prompt_read(self, elapsed: int) -> None:
         """Takes in the nanoseconds in which the drafter read a prompt, before the first draft behind it."""
-        self._prompt_ns += (elapsed - self._prompt_ns) * (_EMA_RATE if self._prompt_ns else 1)
+        self._prompt_ns = _averaged(self._prompt_ns, elapsed)
 
     @property
     def plain_pass_ns(self) -> float:
@@ -188,8 +188,9 @@ class Planner:
 
     @property
     def _shortest_pause(self) -> float:
-        trying = self._draft.value + self._prompt_ns
-        return max(_SHORTEST_PAUSE, min(_PROBE_SPACING * trying * self._plain_rate, _LONGEST_PAUSE / 4))
+        spacing = _PROBE_SPACING * self._plain_rate
+        with_prompt = min(spacing * (self._draft.value + self._prompt_ns), _PROMPT_PAUSE)
+        return max(_SHORTEST_PAUSE, spacing * self._draft.value, with_prompt)
 
     @property
     def _plain_rate(self) -> float:
@@ -204,6 +205,11 @@ class Planner:
         if self._target.measured(rows, elapsed):
             self._draft_rate = 0.0  # it was computed with a guessed price
         return self._target.now[rows]
+
+
+def _averaged(average: float, latest: float) -> float:
+    """A moving average with its latest value. average: 0 before the first one."""
+    return average + (latest - average) * (_EMA_RATE if average else 1.0)
 
 
 class _Calibration:

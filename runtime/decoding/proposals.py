@@ -59,14 +59,13 @@ class Proposer:
         settings = selector.settings
         self.target, self.draft, self.history, self._text = target, draft, history, text
         self.planner = planner if settings.speculate and settings.rows is None else None
-        self._ended = selector.ended
         self._sampler, self._looks_up, self._speculates = selector.sampler, settings.looks_up, settings.speculate
         self._rows = settings.rows or target.rows  # to verify, unless the planner chooses
 
     @property
     def drafting(self) -> bool:
         """Whether the next cycle may draft."""
-        return self._speculates and not self._ended() and (self.planner is None or self.planner.drafting)
+        return self._speculates and (self.planner is None or self.planner.drafting)
 
     def propose(self, emitted: Sequence[int], most: int, host_ns: int) -> Proposal:
         """emitted: tokens of the last cycle. most: rows that the pass may verify. host_ns: nanoseconds of the last

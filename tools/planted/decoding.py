@@ -42,22 +42,22 @@ FAULTS = (
     Fault(
         "planner-tries-again-as-if-prompts-were-free",
         "runtime/decoding/planner.py",
-        "trying = self._draft.value + self._prompt_ns",
-        "trying = self._draft.value",
+        "spacing * (self._draft.value + self._prompt_ns)",
+        "spacing * self._draft.value",
         "tests/test_planner.py::test_prompts_that_are_read_in_vain_cost_little",
     ),
     Fault(
         "a-prompt-is-read-though-nothing-is-drafted",
         "runtime/decoding/decoder.py",
-        "is selector and proposer.drafting and self.history.behind:",
-        "is selector and self.history.behind:",
+        "not selector.ended() and proposer.drafting and self.history.behind:",
+        "not selector.ended() and self.history.behind:",
         "tests/test_planner.py::test_a_prompt_is_read_when_drafting_begins",
     ),
     Fault(
         "a-prompt-not-yet-read-is-cut-to-its-end",
         "runtime/decoding/draft_history.py",
-        "prompt = [unread for unread in self.pending if unread < self._prompt_end]",
-        "prompt = list[int]()",
+        "of_prompt = bisect_left(self.pending, self._prompt_end)",
+        "of_prompt = 0",
         "tests/test_planner.py::test_a_prompt_is_read_when_drafting_begins",
     ),
     Fault(
