@@ -41,11 +41,12 @@ def environment(peer: str, module: ModuleType, folder: Path) -> Path:
     """The Python of a virtual environment with a peer's packages, and what it builds of their sources. Installs them if
     needed. Raises PeerError if that fails."""
     requirements: Sequence[Sequence[str]] = module.REQUIREMENTS
+    pinned = [*map(list, requirements), *([module.SOURCES] if hasattr(module, "SOURCES") else [])]
     if not requirements:
         return Path(sys.executable)
     home = folder.resolve() / peer
     done, python = home / "requirements.json", home / "bin/python"
-    if done.is_file() and json.loads(done.read_text()) == [list(packages) for packages in requirements]:
+    if done.is_file() and json.loads(done.read_text()) == pinned:
         return python
     print(f"{peer}: installing {', '.join(name for packages in requirements for name in packages)}", file=sys.stderr)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
@@ -58,7 +59,7 @@ def environment(peer: str, module: ModuleType, folder: Path) -> Path:
         lines = [line for line in f"{error.stdout}{error.stderr}".splitlines() if "error" in line.lower()]
         reason = (lines or ["no reason given"])[-1].strip()[:200]
         raise PeerError(f"installing {peer} failed: {reason}") from None
-    done.write_text(json.dumps(requirements))
+    done.write_text(json.dumps(pinned))
     return python
 
 

@@ -166,8 +166,8 @@ def _with_blocks(
 
 def _sum_of_blocks(weights: Tensor, results: Tensor) -> Tensor:
     """weights: [kv heads, blocks, n', 1]; results: [kv heads, blocks, n', d] -> [1, kv heads, n', d]. One product per
-    row, which adds the blocks in order; its left operand is transposed, because the kernel for a single row that is not
-    adds them in another."""
+    row, which adds the blocks in order. Its left operand is given transposed: the kernel for a single row that is not
+    adds in another order."""
     kv_heads, _, rows, d = results.shape
     by_row = weights.transpose(1, 2), results.transpose(1, 2)
     summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d], transA=1)

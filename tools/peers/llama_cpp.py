@@ -9,14 +9,13 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import tarfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Text, Way, convert_with, peak, serve
+from tools.peers.protocol import Text, Way, beside, convert_with, peak, serve
 
 REQUIREMENTS = (("cmake==4.4.4", "ninja==1.13.0", "gguf==0.19.0", "safetensors==0.8.0"),)
 SOURCES = "llama-cpp-python==0.3.36"  # a source package that contains llama.cpp
@@ -47,6 +46,7 @@ def build(python: Path) -> None:
     Raises subprocess.CalledProcessError."""
     step = partial(subprocess.run, capture_output=True, text=True, check=True)
     folder, tools = python.parent.parent / "llama.cpp", python.parent
+    shutil.rmtree(folder, ignore_errors=True)  # of another version, or of a build that failed
     download = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", folder]
     step([*download, SOURCES])
     (package,) = folder.glob("*.tar.gz")
@@ -139,11 +139,6 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def beside(name: str) -> str:
-    """The path of a program beside this Python."""
-    return str(Path(sys.executable).with_name(name))
 
 
 class Loaded:

@@ -1,11 +1,10 @@
 """OpenVINO GenAI: plain, with prompt lookup, and with a draft model; models converted by optimum-intel."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.peers.protocol import Text, Way, convert_with, serve
+from tools.peers.protocol import Text, Way, beside, convert_with, serve
 
 REQUIREMENTS = (
     ("torch==2.13.0",),  # installed separately, see the Makefile
@@ -39,7 +38,7 @@ def ways() -> list[Way]:
 
 
 def convert(checkpoint: Path, out: Path, weights: str) -> None:
-    exporter = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(checkpoint)]
+    exporter = [beside("optimum-cli"), "export", "openvino", "--model", str(checkpoint)]
     task = ["--task", "text-generation-with-past", "--weight-format", weights]
     task += ["--group-size", "64"] if weights == "int4" else []  # rows need not be multiples of 128, its default
     convert_with([*exporter, *task, str(out)])

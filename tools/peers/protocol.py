@@ -68,6 +68,11 @@ def peak(process: str = "self") -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
+def beside(name: str) -> str:
+    """The path of a program beside this Python."""
+    return str(Path(sys.executable).with_name(name))
+
+
 def convert_with(command: Sequence[str]) -> None:
     """Runs a peer's own converter. Raises RuntimeError with the last line of its errors if it fails."""
     process = subprocess.run(command, capture_output=True, text=True)
