@@ -43,7 +43,8 @@ class SharedTarget(Target):
         """
         depths = _split(depth, counts, masks)
         positions = [length + own for length, own in zip(past_lengths, depths, strict=True)]
-        position, filled, width = _join(positions, depth), [count > 0 for count in counts.split(1)], 2 * len(masks)
+        position, filled = _join(positions, depth.shape[0]), [count > 0 for count in counts.split(1)]
+        width = 2 * len(masks)
         seen = [
             self.ops.attention_mask(*lane, self.queries)
             for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)
@@ -59,12 +60,12 @@ class SharedTarget(Target):
                 cache = own[2 * i], own[2 * i + 1]
                 lane = self.ops.attend_rotated(_rows(rows, *part), cache, past_lengths[i], seen[i])
                 # An empty lane returns its queries, of which there are none, and its caches.
-                lanes.append(lane if i < 2 else either(filled[i], lane, (part[0], *cache)))
-            several = [_join([lane[0] for lane in lanes], rows.q), *(cache for lane in lanes for cache in lane[1:])]
+                lanes.append(lane if i < 2 else either(filled[i], lane, (join_heads(part[0]), *cache)))
+            several = [_join([lane[0] for lane in lanes], x.shape[0]), *(cache for lane in lanes for cache in lane[1:])]
             first = _rows(rows, *(_first(y, masks[0]) for y in (rows.q, rows.k, rows.v, position)))
             alone = self.ops.attend_rotated(first, (own[0], own[1]), past_lengths[0], seen[0])
             attended, *written = either(filled[1], several, [*alone, *own[2:]])
-            x = layer.finish(x, join_heads(attended))
+            x = layer.finish(x, attended)
             entering.append(x)
             present += written
         return *self.outputs(tokens, entering, wanted, caches[0].dtype), *present
@@ -84,11 +85,12 @@ def _split(x: Tensor, counts: Tensor, masks: Sequence[Tensor]) -> Sequence[Tenso
     )
 
 
-def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Joins the rows of all lanes, in the shape of ``like``."""
+def _join(parts: Sequence[Tensor], rows: Any) -> Tensor:
+    """Joins the rows of all lanes along their first axis. rows: how many there are."""
     if not is_traced():
-        return torch.cat(list(parts), _axis(like))
-    return ops.symbolic("Concat", parts, {"axis": _axis(like)}, dtype=parts[0].dtype, shape=like.shape, version=13)
+        return torch.cat(list(parts))
+    shape = [rows, *parts[0].shape[1:]]
+    return ops.symbolic("Concat", parts, {"axis": 0}, dtype=parts[0].dtype, shape=shape, version=13)
 
 
 def _first(x: Tensor, mask: Tensor) -> Tensor:

@@ -262,15 +262,16 @@ def test_unused_positions_hold_garbage(
 ) -> None:
     """An engine that attends to the position after the last one passes over zeroed caches by chance; not over these."""
     bundle, engines, device = opened
-    slabs = list[KVCache]()
+    caches = list[KVCache]()
     littered = KVCache.fill_garbage
-    monkeypatch.setattr(KVCache, "fill_garbage", lambda slab: (littered(slab), slabs.append(slab))[0])
+    monkeypatch.setattr(KVCache, "fill_garbage", lambda cache: (littered(cache), caches.append(cache))[0])
     replay(bundle, bundle.manifest.form("cpu"), engines, device)
-    assert len(slabs) == 2
-    for slab in slabs:
-        unused = slab.data[:, int(slab.length[0]) + bundle.manifest.rows :]
-        assert np.abs(unused).mean() > 5
-        assert np.isfinite(slab.data).all()
+    assert len(caches) == 2
+    for cache in caches:
+        for slab in cache.slabs:
+            unused = slab[:, int(cache.length[0]) + bundle.manifest.rows :]
+            assert np.abs(unused).mean() > 5
+            assert np.isfinite(slab).all()
 
 
 # --- chains -----------------------------------------------------------------------------------------------------------

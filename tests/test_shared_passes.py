@@ -75,7 +75,6 @@ def buffers(bundle: Bundle, past: int, rows: int, wanted: list[int], seed: int) 
     """Of a pass over random rows, in a random tree, behind a random past."""
     rng, manifest = np.random.default_rng(seed), bundle.manifest
     graph = manifest.form("cpu").graphs["target"]
-    _, heads, _, width = graph.caches[0].shape
     parents = [-1, *(int(rng.integers(0, row)) for row in range(1, rows))]
     mask, depth = np.eye(rows, dtype=np.bool_), np.zeros(rows, np.int64)
     for row in range(1, rows):
@@ -91,10 +90,10 @@ def buffers(bundle: Bundle, past: int, rows: int, wanted: list[int], seed: int) 
         "logits": np.zeros((len(wanted), manifest.vocabulary), manifest.dtype),
         "hidden": np.zeros((rows, manifest.hidden), manifest.dtype),
     }
-    for name in (tensor.name for tensor in graph.caches):
-        positions = graph.cache_positions(manifest.capacity)
-        made[name] = rng.standard_normal((1, heads, positions, width)).astype(manifest.dtype)
-        made[name.replace("past", "present")] = made[name]
+    for tensor in graph.caches:
+        heads, width = int(tensor.shape[1]), int(tensor.shape[3])
+        cache = rng.standard_normal((1, heads, graph.cache_positions(manifest.capacity), width)).astype(manifest.dtype)
+        made[tensor.name] = made[tensor.name.replace("past", "present")] = cache
     return made
 
 

@@ -106,9 +106,8 @@ def onnx(pair: Pair, dialect: type[Plain], folder: Path, schemes: Schemes = UNQU
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     engine, shape = Engine(session), pair.target_shape
     positions = -(-CAPACITY // dialect.block) * dialect.block if dialect.block else CAPACITY
-    slabs = [
-        t.fill_(1e4).numpy() for t in caches(shape.layers, shape.kv_heads, positions, shape.head_dim, torch.float32)
-    ]
+    empty = caches(shape.layers, shape.kv_heads, positions, shape.head_dim, torch.float32, dialect)
+    slabs = [t.fill_(1e4).numpy() for t in empty]
     kinds = [(part, i) for i in range(shape.layers) for part in ("key", "value")]
     tensors = {
         f"{time}_{part}.{i}": slab for (part, i), slab in zip(kinds, slabs, strict=True) for time in ("past", "present")

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from graphs.dialects.plain import Plain
 from graphs.drafter import Drafter
 from graphs.shared_target import LANES, SharedTarget
 from graphs.target import Target
@@ -14,9 +15,12 @@ Input: TypeAlias = tuple[str, Tensor, dict[int, str]]  # name, example, symbolic
 _LISTS = {"mask.": "masks", "past_length.": "past_lengths", "past_key.": "caches", "past_value.": "caches"}
 
 
-def caches(layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Key and value of every layer in turn, zeros [1, kv heads, S, d]."""
-    return [torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype) for _ in range(2 * layers)]
+def caches(
+    layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, ops: type[Plain] = Plain
+) -> list[Tensor]:
+    """Key and value of every layer in turn, zeros [1, kv heads, S, d], values in the parts of a dialect."""
+    widths = [head_dim, ops.value_part(head_dim)] * layers
+    return [torch.zeros(1, kv_heads * head_dim // width, capacity, width, dtype=dtype) for width in widths]
 
 
 def _names(prefix: str, layers: int, lanes: Sequence[str] = ("",)) -> list[str]:
@@ -39,7 +43,7 @@ def signature(
     past = list[Tensor]()
     if layers:
         attention = module.layers[0].self_attn
-        past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype)
+        past = caches(layers, attention.kv_heads, positions, attention.head_dim, dtype, module.ops)
     cached: list[Input] = [(n, t, symbolic) for n, t in zip(_names("past", layers), past, strict=True)]
     length: Input = ("past_length", torch.zeros(1, dtype=torch.int64), {})
 
@@ -79,16 +83,16 @@ def _shared_signature(module: SharedTarget, dtype: torch.dtype) -> tuple[list[In
     def ids(name: str, axis: str, size: int) -> Input:
         return name, torch.zeros(size, dtype=torch.int64), {0: axis} if axis else {}
 
-    def cache(lane: int) -> tuple[Tensor, dict[int, str]]:
+    def pair(lane: int) -> list[tuple[Tensor, dict[int, str]]]:
         positions, symbolic = ((3 + lane) * block, {2: f"positions_{lane}"}) if block else (module.capacity, {})
-        return torch.zeros(1, heads, positions, width, dtype=dtype), symbolic
+        return [(cache, symbolic) for cache in caches(1, heads, positions, width, dtype, module.ops)]
 
     masks: list[Input] = [
         (f"mask.{lane}", torch.zeros(n, n, dtype=torch.bool), dict.fromkeys((0, 1), f"rows_{lane}"))
         for lane, n in zip(lanes, rows, strict=True)
     ]
     names = [f"{lane}." for lane in lanes]
-    pasts = (cache(lane) for _ in range(layers) for lane in lanes for _ in ("key", "value"))
+    pasts = (cache for _ in range(layers) for lane in lanes for cache in pair(lane))
     past: list[Input] = [(name, *one) for name, one in zip(_names("past", layers, names), pasts, strict=True)]
     total = sum(rows)
     inputs = [

@@ -26,9 +26,7 @@ from .repeated_layers import repeat, shortened
 from .signature import signature
 
 # Operators of the dialects whose output shapes depend on past_length, so that the traced shapes are wrong.
-_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention", "FusedMatMul", "Range", "Less")
-# Operators that stand behind those, and elsewhere too: their traced shapes are wrong if an input has none.
-_SIZED_BY_INPUTS = ("Add", "Sub", "Exp", "Gather", "Where")
+_SIZED_BY_DATA = ("Pad", "Slice", "Concat", "GroupQueryAttention")
 _CACHE_INPUTS = ("past_key.", "past_value.")
 
 
@@ -42,16 +40,13 @@ def _forget_wrong_shapes(model: ir.Model) -> None:
     """Drops the declared shapes of values whose sizes depend on data."""
     outputs = {id(value) for value in model.graph.outputs}
     for node in model.graph:
-        unknown = node.op_type in _SIZED_BY_DATA
-        unknown |= node.op_type in _SIZED_BY_INPUTS and any(x is not None and x.shape is None for x in node.inputs)
         for value in node.outputs:
-            # Only ``Exact``'s attention computes in double precision.
-            if (unknown or value.dtype == ir.DataType.DOUBLE) and id(value) not in outputs:
+            if node.op_type in _SIZED_BY_DATA and id(value) not in outputs:
                 value.shape = None
 
 
 def _forget_shapes(model: ir.Model) -> None:
-    """Lanes without rows have other shapes than the traced ones."""
+    """Lanes without rows have other shapes than the traced ones, and so have the sums of ``Exact``."""
     for node in model.graph:
         for value in node.outputs:
             if not value.is_graph_output():
@@ -148,9 +143,10 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
             if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
         model = capture(module, inputs, outputs, module.ops.opset)
-    _forget_wrong_shapes(model)
-    if isinstance(module, SharedTarget):
+    if isinstance(module, SharedTarget) or module.ops.block:
         _forget_shapes(model)
+    else:
+        _forget_wrong_shapes(model)
     cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]
     traced = 1 + int(cached[-1].rpartition(".")[2]) if cached else 0
     if layers > traced:

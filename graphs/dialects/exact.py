@@ -12,44 +12,34 @@ from .contrib import Contrib
 from .plain import Plain
 from .rounded import Rounded
 
-BLOCK = 128  # positions that are settled together
-# The last positions before a row never belong to one of its blocks. So the row's ancestors within a tree do not either.
-_RECENT = 64
-_FEWEST = 2  # settled blocks of a row that has any; a single one would only cost time (docs/decisions.md)
-_COLUMNS = 32  # columns of recent values per product
-# ONNX Runtime reads this many numbers of the right operand, of 16 columns or more, before it writes sums.
-_PACKED = 128 * 128
-
-
-def _terms(columns: int) -> int:
-    """The number of terms that ONNX Runtime's fp32 products with this many columns sum in order, for any number of
-    rows."""
-    return _PACKED // max(16, 1 << (columns - 1).bit_length())
-
-
-# Rows of a pass. Its recent positions must not exceed the terms that are summed in order.
-MOST_ROWS = _terms(_COLUMNS) - (_FEWEST * BLOCK + _RECENT - 1)
+BLOCK = 128  # the number of positions of a cache is a multiple of it
+_COLUMNS = 16  # the most that ONNX Runtime's fp32 products have where a panel has so many terms:
+_PANEL = 1024
+MOST_ROWS = 193  # of a pass
+_DEEPEST = 64  # of a tree
+_FRINGE = MOST_ROWS - 1 + _DEEPEST  # positions before a border between panels that belong to its sum
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The positions that the n rows of a pass attend to, out of S = blocks * BLOCK. A bias is 0, or so low that the
-    exponential is 0.
+    """The positions that the n rows of a pass attend to, out of S. A bias is 0, or so low that the exponential is 0.
 
-    few: bool [1], whether products sum all positions up to the last row in order. any_settled: bool [1], whether some
-    row has a settled block. begin: int64 [1], the first position after the blocks that are settled for all rows.
+    crosses: bool [1], whether some row is at a border between panels. begin: int64 [1], the first position of the
+    border's sum, which ends at the last of m positions, that of the last row. They are for such passes only, as are the
+    last three.
 
-    Biases are repeated for the query heads of a kv head, n' = repeats * n. bias: fp32 [n', S], only if ``few``;
-    settled_bias: fp32 [blocks, n', 1], and recent_bias: fp32 [n', m], for the m positions from ``begin`` to the last
-    row, only if not.
+    Biases are repeated for the query heads of a kv head, n' = repeats * n. bias: fp32 [n', S]; panel_bias: fp32 [n',
+    S / BLOCK, 1], by block, of the sum of panels; border_bias: fp32 [n', 1], of the sum of the border. ones: fp32 [S,
+    1]; border_ones: fp32 [m, 1].
     """
 
-    few: Tensor
-    any_settled: Tensor
+    crosses: Tensor
     begin: Tensor
     bias: Tensor
-    settled_bias: Tensor
-    recent_bias: Tensor
+    ones: Tensor
+    panel_bias: Tensor
+    border_bias: Tensor
+    border_ones: Tensor
 
 
 def _symbolic(
@@ -69,18 +59,21 @@ class Exact(Rounded):
     have up to 32 codes of 4 bits or 64 of 8 bits (docs/decisions.md). Those of whole rows sum integers, where the order
     does not matter.
 
-    Attention sums positions in blocks of 128. A block is settled for a row if it ends at least 64 positions before the
-    row and the row has at least two such blocks. A settled block is one softmax and one sum in fp32, in an order that
-    nothing else in the pass changes. For the row it then counts as one more position, whose exponential is the block's
-    sum of exponentials and whose value is the block's result.
+    Attention's sums over positions are fp32 products with up to 16 columns. These add the terms of a panel, 1,024
+    positions, in order, and then the panels' sums in order. Exponentials do not depend on their place, and the other
+    rows of the pass are zeros between a row's own terms, which change nothing.
 
-    The remaining, recent positions are one sum in fp32, short enough for its terms to be added in order. The other rows
-    of the pass are zeros between them and change nothing. A row's blocks are added in order too, by a product of its
-    own. Exponentials are fp32 and do not depend on their place. The order in which they are summed does depend on the
-    other rows, so these sums are computed in double precision; rounding them hides the order.
+    Only a border between panels that separates a row from an ancestor in its tree would change the order, since a
+    branch has other places in another tree. So if that can happen at a row's position, in any tree, the row has two
+    sums: one of panels up to 256 positions before the border, and one of the rest, which is short enough to be added
+    in order.
     """
 
     block = BLOCK
+
+    @staticmethod
+    def value_part(head_dim: int) -> int:
+        return next(columns for columns in range(_COLUMNS, 0, -1) if head_dim % columns == 0)
 
     @staticmethod
     def attention_mask(
@@ -89,116 +82,94 @@ class Exact(Rounded):
         """When traced, a ``Seen``."""
         if not is_traced():
             return Plain.attention_mask(mask, position, past_length, cache)
-        rows = position.shape[0]
-        lowest = torch.finfo(torch.float32).min
-        settled = torch.div((position - _RECENT).clamp(min=0), BLOCK, rounding_mode="floor")  # number of blocks, by row
-        settled = torch.where(settled < _FEWEST, 0, settled)
-        begin = settled.amin(0, keepdim=True) * BLOCK
-        count = cache.shape[2] // BLOCK
+        rows, lowest = position.shape[0], torch.finfo(torch.float32).min
+        zero = torch.zeros(1, dtype=torch.int64)
         # Not cache.shape[2]: the tracer could take it from any layer's cache, and layers are repeated after tracing.
         positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)
-        blocks = _range(torch.zeros(1, dtype=torch.int64), positions // BLOCK, count)
         row_mask = torch.ones(rows, rows, dtype=torch.bool).tril() if mask is None else mask
-        bias, recent_bias = (Contrib._bias(row_mask, past_length - at, torch.float32)[0, 0] for at in (0, begin))
-        zero = torch.zeros(1, dtype=torch.int64)
         unused = torch.cat((zero, zero, zero, positions - past_length - rows))
-        recent = _range(begin, past_length + rows, rows)
-        in_block = _symbolic("Less", (recent[None], (settled * BLOCK)[:, None]), torch.bool, [rows, rows])
-        is_settled = _symbolic("Less", (blocks[:, None], settled[None]), torch.bool, [count, rows])
-        few = past_length + rows <= _terms(cache.shape[3])
-        # Here once a pass instead of in every layer; what a layer does not need is not computed.
-        padded = _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]])
-        settled_bias = torch.where(is_settled, 0.0, lowest)[..., None]
-        of_heads = [
-            torch.cat([part] * _repeats(queries), dim=-2)
-            for part in (padded, settled_bias, torch.where(in_block, lowest, recent_bias))
-        ]
-        none = [_symbolic("Identity", (torch.zeros([1] * x.dim()),), x.dtype, list(x.shape)) for x in of_heads]
-        biases = either(few, [of_heads[0], *none[1:]], [none[0], *of_heads[1:]])
-        return Seen(few, settled.amax(0, keepdim=True) > 0, begin, *biases)
+        bias = Contrib._bias(row_mask, past_length, torch.float32)[0, 0]
+        bias = _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]])
+
+        # The last border that a row of this pass, or one ahead of it among most rows, could have reached.
+        reached = position.amax(0, keepdim=True) + MOST_ROWS - 1
+        border = torch.div(reached, _PANEL, rounding_mode="floor") * _PANEL
+        near = (position + MOST_ROWS > border) & (position < border + _DEEPEST) & (border > 0)
+        crosses, begin = near.to(torch.int64).amax(0, keepdim=True) > 0, border - _FRINGE
+        blocks = _range(zero, positions // BLOCK, count := cache.shape[2] // BLOCK)
+        behind = _symbolic("Less", (begin, (blocks + 1) * BLOCK), torch.bool, [count])
+        panel_bias = torch.where(near[:, None] & behind, lowest, 0.0)[..., None]
+        border_bias = torch.where(near, 0.0, lowest)[:, None]
+        bias, panel_bias, border_bias = (torch.cat([x] * queries, dim=0) for x in (bias, panel_bias, border_bias))
+        # Here once a pass instead of in every layer.
+        shape = torch.cat((positions, torch.ones(1, dtype=torch.int64)))
+        ones = _symbolic("Expand", (torch.ones(1), shape), torch.float32, [cache.shape[2], 1])
+        border_ones = _part(ones, begin, past_length + rows, 0, rows)
+        return Seen(crosses, begin, bias, ones, panel_bias, border_bias, border_ones)
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
-        """The declared shapes lack the past, whose length depends on data."""
-        _, heads, n, d = q.shape
-        kv_heads = keys.shape[1]
+        """values: [1, kv heads * parts, S, d / parts]. The declared shapes lack the past, whose length depends on
+        data."""
+        (_, heads, n, d), kv_heads = q.shape, keys.shape[1]
         grouped = q.reshape(1, kv_heads, -1, d)
-        if heads == kv_heads:
-            grouped = torch.cat([grouped] * _repeats(1), dim=2)
-
-        def recent(cache: Tensor, first: int, last: int) -> Tensor:
-            """The recent positions' columns from ``first`` up to ``last``."""
-            begin, end = (torch.cat((at, torch.tensor([column]))) for at, column in ((seen.begin, first), (used, last)))
-            shape = [1, kv_heads, n, last - first]
-            return _symbolic("Slice", (cache, begin, end, torch.tensor([2, 3])), cache.dtype, shape)
-
-        scores = _scores(grouped, recent(keys, 0, d), seen.recent_bias)
-        columns = [recent(values, first, min(d, first + _COLUMNS)) for first in range(0, d, _COLUMNS)]
-        of_recent = either(
-            seen.any_settled,
-            [_with_blocks(grouped, keys, values, scores, columns, seen.settled_bias)],
-            [_at_once(scores, columns)],
+        (out,) = either(
+            seen.crosses, [_in_two(grouped, keys, values, seen, used)], [_at_once(grouped, keys, values, seen)]
         )
-        (out,) = either(seen.few, [_at_once(_scores(grouped, keys, seen.bias), [values])], of_recent)
-        return (out[:, :, :n] if heads == kv_heads else out).reshape(1, heads, -1, d)
+        out = out.reshape(kv_heads, -1, heads // kv_heads, n, values.shape[3])
+        return out.permute(3, 0, 2, 1, 4).reshape(n, heads * d)
 
 
-def _with_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, recent_scores: Tensor, recent: list[Tensor], settled_bias: Tensor
-) -> Tensor:
-    """Attention to blocks and recent positions. q: [1, kv heads, n', d], n' rows for each kv head; recent_scores: [1,
-    kv heads, n', m]; recent: the values of recent positions, split by columns; settled_bias: [blocks, n', 1] -> [1, kv
-    heads, n', d]."""
-    _, kv_heads, rows, d = q.shape
-    blocks = keys.shape[2] // BLOCK
-    shape = torch.tensor([kv_heads, -1, BLOCK, d])
-    k, v = (_symbolic("Reshape", (x, shape), x.dtype, [kv_heads, blocks, BLOCK, d]) for x in (keys, values))
-    scores = _products(q.transpose(0, 1), k, [kv_heads, blocks, rows, BLOCK])
-    shares = scores.softmax(-1)
-    largest = scores.amax(-1, keepdim=True) + settled_bias
-    reference = torch.maximum(largest.amax(1)[None], recent_scores.amax(-1, keepdim=True))
-    # A block's largest share is 1 divided by the sum of its exponentials.
-    of_blocks = (largest - reference.transpose(0, 1)).exp() / shares.amax(-1, keepdim=True)
-    of_recent = (recent_scores - reference).exp()
-    total = of_blocks.double().sum(1) + of_recent.double().sum(-1, keepdim=True)
-    return (_sum_of_blocks(of_blocks, shares @ v) + _sum(of_recent, recent)) / total.to(q.dtype)
+def _at_once(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
+    """Attention in one sum. q: [1, kv heads, n', d], n' rows for each kv head; keys: [1, kv heads, S, d] -> [1, kv
+    heads, parts, n', d / parts]."""
+    scores = _scores(q, keys, seen.bias)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()[:, :, None]
+    return _sum(exponentials, values) / _product(exponentials, seen.ones)
 
 
-def _sum_of_blocks(weights: Tensor, results: Tensor) -> Tensor:
-    """weights: [kv heads, blocks, n', 1]; results: [kv heads, blocks, n', d] -> [1, kv heads, n', d]. One product per
-    row, which adds the blocks in order. Its left operand is given transposed: the kernel for a single row that is not
-    adds in another order."""
-    kv_heads, _, rows, d = results.shape
-    by_row = weights.transpose(1, 2), results.transpose(1, 2)
-    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d], transA=1)
-    return summed.reshape(1, kv_heads, -1, d)
-
-
-def _repeats(queries: int) -> int:
-    """How often a kv head meets the rows of a pass, if it has so many query heads. Twice at least: the kernel for a
-    single row sums in another order."""
-    return max(2, queries)
+def _in_two(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, used: Tensor) -> Tensor:
+    """``_at_once`` where rows may be at a border: for these a sum of panels and one of the border, for others the
+    latter is 0."""
+    scores, count = _scores(q, keys, seen.bias), seen.border_ones.shape[0]
+    border = _part(scores, seen.begin, used, 3, count)
+    largest = scores.amax(-1, keepdim=True)
+    _, kv_heads, rows, positions = scores.shape
+    shape = [1, kv_heads, rows, positions // BLOCK, BLOCK]
+    blocks = _symbolic("Reshape", (scores, torch.tensor([0, kv_heads, 0, -1, BLOCK])), scores.dtype, shape)
+    of_blocks = (blocks - (largest[..., None] - seen.panel_bias)).exp()
+    of_panels = _symbolic("Reshape", (of_blocks, torch.tensor([0, kv_heads, 0, -1])), scores.dtype, list(scores.shape))
+    of_panels, of_border = of_panels[:, :, None], (border - (largest - seen.border_bias)).exp()[:, :, None]
+    total = _product(of_panels, seen.ones) + _product(of_border, seen.border_ones)
+    return (_sum(of_panels, values) + _sum(of_border, _part(values, seen.begin, used, 2, count))) / total
 
 
 def _scores(q: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
-    """q: [1, kv heads, n', d]; keys: [1, kv heads, m, d]; bias: [n', m] -> [1, kv heads, n', m]."""
-    return _products(q, keys, [*q.shape[:3], bias.shape[1]]) + bias
+    """q @ keys.T / sqrt(d) + bias: [1, kv heads, n', S]."""
+    inputs, shape = (q, keys), [*q.shape[:3], keys.shape[2]]
+    return _symbolic("com.microsoft::FusedMatMul", inputs, q.dtype, shape, transB=1, alpha=q.shape[-1] ** -0.5) + bias
 
 
-def _at_once(scores: Tensor, values: list[Tensor]) -> Tensor:
-    """Attention to all positions. scores: [1, kv heads, n', m]; values: split by columns."""
-    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
-    return _sum(exponentials, values) / exponentials.double().sum(-1, keepdim=True).to(scores.dtype)
+def _sum(exponentials: Tensor, values: Tensor) -> Tensor:
+    """exponentials: [1, kv heads, 1, n', m]; values: [1, kv heads * parts, m, d / parts] -> [1, kv heads, parts, n', d
+    / parts]."""
+    kv_heads, positions = exponentials.shape[1], exponentials.shape[4]
+    parts, columns = values.shape[1] // kv_heads, values.shape[3]
+    shape = [1, kv_heads, parts, positions, columns]
+    split = _symbolic("Reshape", (values, torch.tensor([1, kv_heads, parts, -1, columns])), values.dtype, shape)
+    return _product(exponentials, split)
 
 
-def _sum(shares: Tensor, values: list[Tensor]) -> Tensor:
-    parts = [shares @ columns for columns in values]
-    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """2 * x @ y. Without the factor, ONNX Runtime has a kernel for single rows that adds in another order."""
+    shape = [*x.shape[:2], *(y.shape[2:3] if y.dim() > 2 else [1]), x.shape[3], y.shape[-1]]
+    return _symbolic("com.microsoft::FusedMatMul", (x, y), x.dtype, shape, alpha=2.0)
 
 
-def _products(q: Tensor, keys: Tensor, shape: list[Any]) -> Tensor:
-    """q @ keys.T / sqrt(d)."""
-    return _symbolic("com.microsoft::FusedMatMul", (q, keys), q.dtype, shape, transB=1, alpha=q.shape[-1] ** -0.5)
+def _part(x: Tensor, begin: Tensor, end: Tensor, axis: int, count: Any) -> Tensor:
+    """The positions from ``begin`` up to ``end``, along an axis. count: how many are declared."""
+    shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
+    return _symbolic("Slice", (x, begin, end, torch.tensor([axis])), x.dtype, shape)
 
 
 def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:

@@ -186,29 +186,35 @@ class Plain:
         Returns the attended rows [n, heads * d] and both caches, or only the rows' keys and values if the dialect
         ``appends``.
         """
-        out, keys, values = cls.attend_rotated(cls.rotated(rows), cache, past_length, attention_mask)
-        return join_heads(out), keys, values
+        return cls.attend_rotated(cls.rotated(rows), cache, past_length, attention_mask)
 
     @classmethod
     def rotated(cls, rows: Rows) -> Rows:
         """The first part of ``attend``, in which rows are independent: splits the heads, [1, heads, n, d], and rotates
         queries and keys."""
-        q, k, v = (
-            split_heads(x, heads)
-            for x, heads in ((rows.q, rows.heads), (rows.k, rows.kv_heads), (rows.v, rows.kv_heads))
-        )
-        return replace(rows, q=cls.rotary(q, rows), k=cls.rotary(k, rows), v=v)
+        q, k = split_heads(rows.q, rows.heads), split_heads(rows.k, rows.kv_heads)
+        return replace(rows, q=cls.rotary(q, rows), k=cls.rotary(k, rows), v=cls._values(rows.v, rows.kv_heads))
+
+    @classmethod
+    def _values(cls, v: Tensor, kv_heads: int) -> Tensor:
+        """[n, kv heads * d] -> [1, kv heads, n, d], or as they are cached when traced."""
+        width = v.shape[1]
+        return split_heads(v, width // cls.value_part(width // kv_heads) if is_traced() else kv_heads)
+
+    @staticmethod
+    def value_part(head_dim: int) -> int:
+        """The columns of a part of the values as they are cached, [1, kv heads * d / part, S, part]."""
+        return head_dim
 
     @classmethod
     def attend_rotated(
         cls, rows: Rows, cache: Cache, past_length: Tensor, attention_mask: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The second part of ``attend``. rows: what ``rotated`` returns. The attended rows have the shape of
-        ``rows.q``."""
+        """The second part of ``attend``. rows: what ``rotated`` returns."""
         written = past_length + torch.arange(rows.k.shape[2], device=rows.k.device)
         keys, values = cache[0].index_copy(2, written, rows.k), cache[1].index_copy(2, written, rows.v)
         out = F.scaled_dot_product_attention(rows.q, keys, values, attn_mask=attention_mask, enable_gqa=True)
-        return out, keys, values
+        return join_heads(out), keys, values
 
     @classmethod
     def attend_readonly(cls, rows: Rows, past: Past, uncached: list[Cache], mask: Tensor) -> tuple[Tensor, Cache]:

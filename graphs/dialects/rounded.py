@@ -25,10 +25,10 @@ class Rounded(Standard):
         short enough for the number of its nodes to matter."""
         if rows.joined is None or not is_traced():
             return super().rotated(rows)
-        rotating = rows.heads + rows.kv_heads
-        heads, v = split_heads(rows.joined, rotating + rows.kv_heads).split((rotating, rows.kv_heads), dim=1)
-        q, k = cls.rotary(heads, rows).split((rows.heads, rows.kv_heads), dim=1)
-        return replace(rows, q=q, k=k, v=v)
+        rotating, d = rows.heads + rows.kv_heads, rows.q.shape[1] // rows.heads
+        both, v = rows.joined.split((rotating * d, rows.kv_heads * d), dim=-1)
+        q, k = cls.rotary(split_heads(both, rotating), rows).split((rows.heads, rows.kv_heads), dim=1)
+        return replace(rows, q=q, k=k, v=cls._values(v, rows.kv_heads))
 
     @staticmethod
     def _whole(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -69,9 +69,13 @@ class Lanes:
             )
             for name in caches
         ]
-        _, kv_heads, positions, head_dim = target.caches[0].shape
-        shape = 1, int(kv_heads), BLOCK if target.open_caches else int(positions), int(head_dim)
-        self._unused = np.zeros(shape, target.caches[0].dtype)  # every cache of lanes without rows
+        key = target.caches[0]
+        _, kv_heads, positions, head_dim = key.shape
+        unused = np.zeros((int(kv_heads), BLOCK if target.open_caches else int(positions), int(head_dim)), key.dtype)
+        # Every cache of lanes without rows.
+        self._unused = {
+            cache.name: unused.reshape(1, int(cache.shape[1]), -1, int(cache.shape[3])) for cache in target.caches
+        }
         self._no_rows, self._none = np.zeros((0, 0), np.bool_), np.zeros(1, np.int64)
         self._bindings: dict[tuple[int, ...], tuple[list[weakref.ref[Array]], ort.IOBinding]] = {}
 
@@ -143,7 +147,7 @@ class Lanes:
         binding = session.io_binding()
         for lane in range(self.count):
             for name, lanes in self._caches:
-                array = passes[lane].buffers[name] if lane < len(passes) else self._unused
+                array = passes[lane].buffers[name] if lane < len(passes) else self._unused[name]
                 past, present = lanes[lane]
                 binding.bind_input(past, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
                 binding.bind_output(present, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -2,11 +2,12 @@
 that contradicts itself is refused before anything is allocated."""
 
 from .graphs import SHARED, Form, Graph
-from .manifest import OPEN_CACHES, Manifest
+from .manifest import OPEN_CACHES, SPLIT_VALUES, Manifest
 from .records import Damage
 
 Shape = tuple[int | str, ...]
 Signature = list[tuple[str, str, Shape]]
+Caches = tuple[int, int | str, tuple[tuple[int, int], ...]]  # layers, positions, and (heads, columns) of key and value
 _MOST_LANES = 10  # lanes are numbered with one digit
 
 
@@ -29,7 +30,7 @@ def check(manifest: Manifest, form: Form, graphs: dict[str, Graph], at: str, on_
             inputs, outputs = _shared(manifest, graphs["target"], graph.lanes)
         else:
             stateless = name == "draft" and "extend" not in graphs
-            caches = (0, (0, 0, 0)) if stateless else _caches(graph, manifest, may_be_open)
+            caches: Caches = (0, 0, ()) if stateless else _caches(graph, manifest, may_be_open)
             inputs, outputs = _expected(manifest, form, name, caches, graph.appends, selects, graph.noisy)
         for tensors, expected, kind in ((graph.inputs, inputs, "input"), (graph.outputs, outputs, "output")):
             _compare(
@@ -49,20 +50,23 @@ def _spelled(name: str, dtype: str, shape: Shape) -> str:
     return f"{name} {dtype} {list(shape)}"
 
 
-def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> tuple[int, tuple[int, int | str, int]]:
-    """The number of layers, and the (kv heads, positions, head dim) that all caches have. Raises Damage if the caches
-    have another shape or are too small. open_caches: whether the number of positions may be symbolic.
+def _caches(graph: Graph, manifest: Manifest, open_caches: bool = False) -> Caches:
+    """The shapes of the caches. Raises Damage if they cannot be those of a model, or are too small. open_caches:
+    whether the number of positions may be symbolic, and values may be split by columns.
     """
     shapes = [tensor.shape for tensor in graph.caches]
-    if not shapes or len(shapes) % 2 or len(shapes[0]) != 4 or any(isinstance(shapes[0][i], str) for i in (0, 1, 3)):
+    if not shapes or len(shapes) % 2 or any(len(x) != 4 or {type(x[i]) for i in (0, 1, 3)} != {int} for x in shapes):
         raise Damage(f"{graph.file} lacks a key and a value cache of four dimensions for every layer")
-    _, kv_heads, positions, head_dim = shapes[0]
+    positions = shapes[0][2]
     if isinstance(positions, str):
         if positions != "positions" or not open_caches:
             raise Damage(f"{graph.file} has caches of '{positions}' positions, expected {manifest.capacity} or more")
     elif positions < manifest.capacity:
         raise Damage(f"{graph.file} has caches of {positions} positions, expected {manifest.capacity} or more")
-    return len(shapes) // 2, (int(kv_heads), positions, int(head_dim))
+    key, value = ((int(heads), int(columns)) for _, heads, _, columns in shapes[:2])
+    whole_parts = value[0] % key[0] == 0 and value[0] * value[1] == key[0] * key[1]
+    splits = open_caches and SPLIT_VALUES in manifest.requires and whole_parts
+    return len(shapes) // 2, positions, (key, value if splits else key)
 
 
 def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, Signature]:
@@ -71,17 +75,15 @@ def _shared(manifest: Manifest, target: Graph, lanes: int) -> tuple[Signature, S
     if not 2 <= lanes <= _MOST_LANES or not target.selects or target.appends:
         raise Damage(f"{target.file} cannot share its passes among {lanes} streams")
 
-    layers, (kv_heads, positions, head_dim) = _caches(target, manifest, target.open_caches)
+    layers, positions, shapes = _caches(target, manifest, target.open_caches)
 
     def cached(prefix: str) -> Signature:
-        shapes = [
-            (1, kv_heads, f"{positions}_{lane}" if target.open_caches else positions, head_dim) for lane in range(lanes)
-        ]
+        own = [f"{positions}_{lane}" if target.open_caches else positions for lane in range(lanes)]
         return [
-            (f"{prefix}_{part}.{lane}.{i}", manifest.dtype, shape)
+            (f"{prefix}_{part}.{lane}.{i}", manifest.dtype, (1, heads, own[lane], columns))
             for i in range(layers)
-            for lane, shape in enumerate(shapes)
-            for part in ("key", "value")
+            for lane in range(lanes)
+            for part, (heads, columns) in zip(("key", "value"), shapes, strict=True)
         ]
 
     inputs: Signature = [
@@ -104,14 +106,14 @@ def _expected(
     manifest: Manifest,
     form: Form,
     name: str,
-    caches: tuple[int, tuple[int, int | str, int]],
+    caches: Caches,
     appends: bool,
     selects: bool,
     noisy: bool,
 ) -> tuple[Signature, Signature]:
     """The inputs and outputs of the graph ``name``, in order. caches: see ``_caches``; appends, selects, noisy: see
     ``Graph``."""
-    layers, (kv_heads, positions, head_dim) = caches
+    layers, positions, shapes = caches
     dtype, hidden, tree = manifest.dtype, manifest.hidden, manifest.rows
     name, _, size = name.partition("-")
     rows: int | str = int(size or form.chunk) if form.static else "rows"
@@ -120,9 +122,9 @@ def _expected(
 
     def cached(prefix: str, n: int | str) -> Signature:
         return [
-            (f"{prefix}_{part}.{i}", dtype, (1, kv_heads, n, head_dim))
+            (f"{prefix}_{part}.{i}", dtype, (1, heads, n, columns))
             for i in range(layers)
-            for part in ("key", "value")
+            for part, (heads, columns) in zip(("key", "value"), shapes, strict=True)
         ]
 
     written = cached("new", read) if appends else cached("present", positions)

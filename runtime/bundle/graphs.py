@@ -85,13 +85,19 @@ class Graph:
 
     @property
     def caches(self) -> tuple[TensorSpec, ...]:
-        """The cache inputs: key, then value of each layer in turn, each [1, kv heads, S, d]."""
+        """The cache inputs: key, then value of each layer in turn, each [1, kv heads, S, d]; values may also be [1, kv
+        heads * parts, S, d / parts]."""
         return tuple(p for p in self.inputs if p.name.startswith(("past_key.", "past_value.")))
 
     @property
     def open_caches(self) -> bool:
         """Whether the caches may have any multiple of BLOCK positions; that axis is then symbolic, ``positions``."""
         return bool(self.caches) and self.caches[0].shape[2] == "positions"
+
+    @property
+    def splits_values(self) -> bool:
+        """Whether the caches of values are split by columns into several parts."""
+        return bool(self.caches) and self.caches[0].shape[1] != self.caches[1].shape[1]
 
     @property
     def selects(self) -> bool:
@@ -119,13 +125,8 @@ class Graph:
         if not self.caches:
             return 0
         _, kv_heads, _, head_dim = self.caches[0].shape
-        return (
-            len(self.caches)
-            * int(kv_heads)
-            * self.cache_positions(capacity)
-            * int(head_dim)
-            * np.dtype(self.caches[0].dtype).itemsize
-        )
+        positions, itemsize = self.cache_positions(capacity), np.dtype(self.caches[0].dtype).itemsize
+        return len(self.caches) * int(kv_heads) * positions * int(head_dim) * itemsize
 
     @property
     def appends(self) -> bool:

@@ -15,6 +15,7 @@ GRAPHS = ("target", "draft", "extend")
 TARGET_ONLY, OPEN_CACHES, WANTED_ROWS = "target-only", "open-caches", "wanted-rows"
 PASS_SIZES, BOUND_WEIGHTS, SHARED_PASSES = "pass-sizes", "bound-weights", "shared-passes"
 STATELESS, SEVERAL, NOISE = "stateless-drafter", "several-drafters", "draft-noise"
+SPLIT_VALUES = "split-values"
 RTX = "tensorrt-rtx"
 Dtype = Annotated[str, OneOf(("float32", "float16"))]
 Backend = Annotated[str, OneOf(("cpu", "cuda", "migraphx", "tensorrt", "tensorrt-rtx"))]
@@ -150,6 +151,10 @@ FEATURES: Mapping[str, tuple[str, Callable[[Manifest], bool]]] = {
     OPEN_CACHES: (
         "a target's caches are open",
         lambda manifest: any(target.open_caches for target in manifest.targets),
+    ),
+    SPLIT_VALUES: (
+        "a target's caches of values are split by columns",
+        lambda manifest: any(target.splits_values for target in manifest.targets),
     ),
     WANTED_ROWS: (
         "a target has the input 'wanted'",

@@ -84,18 +84,30 @@ FAULTS = (
     Fault(
         "queries-and-keys-share-a-split",
         "graphs/dialects/rounded.py",
-        "return replace(rows, q=q, k=k, v=v)",
-        "return replace(rows, q=q, k=v, v=v)",
+        "q, k = cls.rotary(split_heads(both, rotating), rows).split((rows.heads, rows.kv_heads), dim=1)",
+        "k, q = cls.rotary(split_heads(both, rotating), rows).split((rows.kv_heads, rows.heads), dim=1)",
         "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[demo w8a8-2]",
     ),
     Fault(
-        "blocks-added-by-the-kernel-for-one-row",
+        "values-added-by-the-kernel-for-one-row",
         "graphs/dialects/exact.py",
-        "by_row = weights.transpose(1, 2), results.transpose(1, 2)\n"
-        '    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d], transA=1)',
-        "by_row = weights.permute(0, 2, 3, 1), results.transpose(1, 2)\n"
-        '    summed = _symbolic("com.microsoft::FusedMatMul", by_row, results.dtype, [kv_heads, rows, 1, d])',
-        "tests/test_ops.py::test_neither_rows_nor_blocks_beside_a_row_change_a_bit",
+        "x.dtype, shape, alpha=2.0)",
+        "x.dtype, shape, alpha=1.0)",
+        "tests/test_ops.py::test_no_bit_of_a_sum_depends_on_what_is_beside_its_terms",
+    ),
+    Fault(
+        "branch-passes-a-border-unnoticed",
+        "graphs/dialects/exact.py",
+        "(position + MOST_ROWS > border)",
+        "(position >= border)",
+        "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[full heads int4, no drafter-2]",
+    ),
+    Fault(
+        "parts-of-values-saved-in-another-order",
+        "runtime/decoding/kv_cache.py",
+        "d // columns, columns).transpose(0, 2, 1, 3)",
+        "columns, d // columns).transpose(0, 3, 1, 2)",
+        "tests/test_cache.py::test_keeping_paths_equals_a_list",
     ),
     # --- weights
     Fault(

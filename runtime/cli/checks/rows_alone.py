@@ -9,7 +9,7 @@ from ...api.model import Model
 from ...decoding.cycle import Tree
 from ...decoding.decoder import Decoder
 
-_LONG = 330  # tokens, so that the last rows have two settled blocks (graphs.dialects.exact)
+_LONG = 1012  # tokens, so that trees lie on both sides of a border between panels (graphs.dialects.exact)
 _SHORT = 12  # tokens of the other texts
 
 
@@ -28,21 +28,28 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
                 )
             )
         )
-    trees = [tree for own in prompts for tree in _trees(model, own)]
-    unequal = 0
-    with model.exclusive() as decoder:
-        for text, tree, logits in trees:
+    rows = unequal = 0
+    for own in prompts:
+        trees, known = _trees(model, own), 0
+        with model.exclusive() as decoder:
             decoder.clear()
-            decoder.prefill(text, speculate=False)
-            paths = [[0]]
-            for row in range(1, len(tree.tokens)):
-                paths.append([*paths[tree.parents[row]], row])
-            for path, tree_logits in zip(paths, logits, strict=True):
-                decoder.target.keep(len(text))
-                for row in path:
-                    decoder.feed([tree.tokens[row]])
-                unequal += not np.array_equal(decoder.target.row(0), tree_logits)
-    return sum(len(logits) for _, _, logits in trees), unequal
+            for text, tree, logits in trees:  # each goes on where the one before began
+                decoder.target.keep(known)
+                if not known:
+                    decoder.prefill(text, speculate=False)
+                elif len(text) > known:
+                    decoder.feed(text[known:])
+                known = len(text)
+                paths = [[0]]
+                for row in range(1, len(tree.tokens)):
+                    paths.append([*paths[tree.parents[row]], row])
+                for path, tree_logits in zip(paths, logits, strict=True):
+                    decoder.target.keep(known)
+                    for row in path:
+                        decoder.feed([tree.tokens[row]])
+                    unequal += not np.array_equal(decoder.target.row(0), tree_logits)
+                rows += len(logits)
+    return rows, unequal
 
 
 def _trees(model: Model, prompt: Sequence[int]) -> list[tuple[list[int], Tree, np.ndarray]]:
