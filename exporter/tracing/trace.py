@@ -36,21 +36,13 @@ def io_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-def _forget_wrong_shapes(model: ir.Model) -> None:
-    """Drops the declared shapes of values whose sizes depend on data."""
-    outputs = {id(value) for value in model.graph.outputs}
+def _forget_shapes(model: ir.Model, everywhere: bool) -> None:
+    """Drops the declared shapes of values whose sizes depend on data, or those of all values."""
     for node in model.graph:
-        for value in node.outputs:
-            if node.op_type in _SIZED_BY_DATA and id(value) not in outputs:
-                value.shape = None
-
-
-def _forget_shapes(model: ir.Model) -> None:
-    """Lanes without rows have other shapes than the traced ones, and so have the sums of ``Exact``."""
-    for node in model.graph:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None
+        if everywhere or node.op_type in _SIZED_BY_DATA:
+            for value in node.outputs:
+                if not value.is_graph_output():
+                    value.shape = None
 
 
 def _external(name: str, place: Location, bundle: Path) -> ir.ExternalTensor:
@@ -143,10 +135,8 @@ def _traced(module: Target | Drafter, dtype: torch.dtype, sizes: Mapping[str, in
             if parameter.dtype == torch.float32 and not name.startswith("rotary."):  # codes keep their dtype
                 parameter.data = parameter.data.to(dtype)
         model = capture(module, inputs, outputs, module.ops.opset)
-    if isinstance(module, SharedTarget) or module.ops.block:
-        _forget_shapes(model)
-    else:
-        _forget_wrong_shapes(model)
+    # Lanes without rows have other shapes than the traced ones, and so has much of ``Exact``.
+    _forget_shapes(model, everywhere=isinstance(module, SharedTarget) or module.ops.block is not None)
     cached = [name for name, _, _ in inputs if name.startswith(_CACHE_INPUTS)]
     traced = 1 + int(cached[-1].rpartition(".")[2]) if cached else 0
     if layers > traced:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .plain import join_heads
 from .standard import Standard
 
 
@@ -18,4 +19,4 @@ class Decomposed(Standard):
         grouped = (q * d**-0.5).reshape(kv_heads, -1, d)
         scores = (grouped @ keys[0].transpose(1, 2)).reshape(kv_heads, -1, n, keys.shape[2])
         weights = torch.where(attention_mask, scores, torch.finfo(q.dtype).min).float().softmax(-1).to(q.dtype)
-        return (weights.reshape(kv_heads, grouped.shape[1], -1) @ values[0]).reshape(1, heads, n, d)
+        return join_heads((weights.reshape(kv_heads, grouped.shape[1], -1) @ values[0]).reshape(1, heads, n, d))

@@ -96,7 +96,8 @@ class Exact(Rounded):
         border = torch.div(reached, _PANEL, rounding_mode="floor") * _PANEL
         near = (position + MOST_ROWS > border) & (position < border + _DEEPEST) & (border > 0)
         crosses, begin = near.to(torch.int64).amax(0, keepdim=True) > 0, border - _FRINGE
-        blocks = _range(zero, positions // BLOCK, count := cache.shape[2] // BLOCK)
+        end, count = positions // BLOCK, cache.shape[2] // BLOCK
+        blocks = _symbolic("Range", (zero[0], end.reshape(()), torch.ones_like(zero[0])), torch.int64, [count])
         behind = _symbolic("Less", (begin, (blocks + 1) * BLOCK), torch.bool, [count])
         panel_bias = torch.where(near[:, None] & behind, lowest, 0.0)[..., None]
         border_bias = torch.where(near, 0.0, lowest)[:, None]
@@ -135,6 +136,7 @@ def _in_two(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, used: Tensor) -
     border = _part(scores, seen.begin, used, 3, count)
     largest = scores.amax(-1, keepdim=True)
     _, kv_heads, rows, positions = scores.shape
+    # The bias is by block and subtracted with the largest score, so that it costs no pass over the scores.
     shape = [1, kv_heads, rows, positions // BLOCK, BLOCK]
     blocks = _symbolic("Reshape", (scores, torch.tensor([0, kv_heads, 0, -1, BLOCK])), scores.dtype, shape)
     of_blocks = (blocks - (largest[..., None] - seen.panel_bias)).exp()
@@ -170,8 +172,3 @@ def _part(x: Tensor, begin: Tensor, end: Tensor, axis: int, count: Any) -> Tenso
     """The positions from ``begin`` up to ``end``, along an axis. count: how many are declared."""
     shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
     return _symbolic("Slice", (x, begin, end, torch.tensor([axis])), x.dtype, shape)
-
-
-def _range(begin: Tensor, end: Tensor, length: Any) -> Tensor:
-    one = torch.ones((), dtype=torch.int64)
-    return _symbolic("Range", (begin.reshape(()), end.reshape(()), one), torch.int64, [length])

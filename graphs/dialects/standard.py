@@ -50,14 +50,13 @@ class Standard(Plain):
             )
             for past, new in zip(cache, (rows.k, rows.v), strict=True)
         )
-        out = cls._attention(rows.q, keys, values, attention_mask, past_length + rows.q.shape[2])
-        return join_heads(out), keys, values
+        return cls._attention(rows.q, keys, values, attention_mask, past_length + rows.q.shape[2]), keys, values
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, attention_mask: Any, used: Tensor) -> Tensor:
-        """The attended rows, [1, heads, n, d] or [n, heads * d]. q: [1, heads, n, d]; keys, values: the caches, rows
-        included; used: int64 [1], their filled positions."""
+        """The attended rows, [n, heads * d]. q: [1, heads, n, d]; keys, values: the caches, rows included; used: int64
+        [1], their filled positions."""
         # Scaled here, because TensorRT would scale both queries and keys by the square root, which reads the whole
         # cache.
         inputs = (q * q.shape[-1] ** -0.5, keys, values, None if attention_mask is None else attention_mask[None, None])
-        return ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24)
+        return join_heads(ops.symbolic("Attention", inputs, {"scale": 1.0}, dtype=q.dtype, shape=q.shape, version=24))

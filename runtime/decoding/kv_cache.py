@@ -29,10 +29,9 @@ class KVCache:
         self.capacity = graphs[0].cache_positions(capacity) if graphs else 0  # without tensors it only counts tokens
         self._device, self._graphs = device, graphs
         self._dtype = tensors[0].dtype if tensors else dtype
-        self._shapes = [(int(tensor.shape[1]), int(tensor.shape[3])) for tensor in tensors]  # heads or parts, columns
-        kinds = {shape: shape[0] * self._shapes.count(shape) for shape in self._shapes}
-        self._kinds = [(count, columns) for (_, columns), count in kinds.items()]  # of each slab
-        self._slab_of = [list(kinds).index(shape) for shape in self._shapes]
+        self._count = len(tensors)
+        # Of the caches of each slab: heads or parts, and columns.
+        self._shapes = list(dict.fromkeys((int(tensor.shape[1]), int(tensor.shape[3])) for tensor in tensors))
         self.length = np.zeros(1, np.int64)
         self.moves = 0
         self._whole = self._zeros(self.capacity)
@@ -45,16 +44,16 @@ class KVCache:
         self._lay_out(BLOCK if self._open else self.capacity)
 
     def _zeros(self, positions: int) -> list[Array]:
-        return [self._device.zeros((count, positions, columns), self._dtype) for count, columns in self._kinds]
+        """Slabs for so many positions."""
+        caches = self._count // max(1, len(self._shapes))  # in each
+        return [
+            self._device.zeros((caches * heads, positions, columns), self._dtype) for heads, columns in self._shapes
+        ]
 
     def _lay_out(self, positions: int) -> None:
         """Makes ``slabs`` the first bytes of the whole ones, with so many positions, and binds the graphs to them."""
-        self.slabs = self._whole
-        if positions < self.capacity:
-            self.slabs = [
-                whole.reshape(-1)[: count * positions * columns].reshape(count, positions, columns)
-                for whole, (count, columns) in zip(self._whole, self._kinds, strict=True)
-            ]
+        whole = positions >= self.capacity
+        self.slabs = self._whole if whole else [_leading(slab, positions) for slab in self._whole]
         self._bindings: dict[tuple[str, int | str], dict[str, Array]] = {}
         for graph in self._graphs:
             past = dict(zip((tensor.name for tensor in graph.caches), self._views(self.slabs), strict=True))
@@ -66,13 +65,13 @@ class KVCache:
             self._bindings[graph.sized] = past | written | {"past_length": self.length}
 
     def _views(self, slabs: Sequence[Any]) -> list[Any]:
-        """The caches, [1, heads or parts, n, columns] each."""
-        views, taken = [], [0] * len(slabs)
-        for (heads, columns), which in zip(self._shapes, self._slab_of, strict=True):
-            count, positions, _ = slabs[which].shape
-            views.append(slabs[which].reshape(count // heads, 1, heads, positions, columns)[taken[which]])
-            taken[which] += 1
-        return views
+        """The caches, key and value of each layer in turn, [1, heads or parts, n, columns] each."""
+        apart = []
+        for slab, (heads, columns) in zip(slabs, self._shapes, strict=True):
+            count, positions = slab.shape[0] // heads, slab.shape[1]
+            caches = slab.reshape(count, 1, heads, positions, columns)
+            apart.append([caches[i] for i in range(count)])
+        return [cache for layer in zip(*apart, strict=True) for cache in layer]
 
     def fit(self, positions: int) -> None:
         """Has the caches hold so many positions, rounded up to whole blocks, if the graphs take caches of any length
@@ -132,7 +131,7 @@ class KVCache:
     def rows(self, count: int) -> np.ndarray:
         """A copy of the first ``count`` positions, [layers * 2 * kv heads, count, d]."""
         kv_heads, d = self._heads
-        found = np.empty((len(self._shapes) * kv_heads, count, d), self._dtype)
+        found = np.empty((self._count * kv_heads, count, d), self._dtype)
         for own, view in zip(self._by_head(found), self._views([*map(self._device.read, self.slabs)]), strict=True):
             own[:] = view[0, :, :count].reshape(own.shape)
         return found
@@ -141,7 +140,7 @@ class KVCache:
         """Replaces the content by ``rows``, as the method of that name returns them. Raises DamageError if their dtype
         or shape does not fit the cache."""
         kv_heads, d = self._heads
-        most = len(self._shapes) * kv_heads, self.capacity, d
+        most = self._count * kv_heads, self.capacity, d
         if rows.dtype != self._dtype or rows.shape[::2] != most[::2] or rows.shape[1] > self.capacity:
             raise DamageError(
                 f"saved rows {rows.dtype} {rows.shape} do not fit the cache {self._dtype} {most}: save them again"
@@ -163,9 +162,16 @@ class KVCache:
     def _by_head(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """What ``rows`` returns, cache by cache, as views [kv heads, parts, count, columns]."""
         kv_heads, d = self._heads
-        for i, (_, columns) in enumerate(self._shapes):
+        for i in range(self._count):
+            _, columns = self._shapes[i % len(self._shapes)]
             own = rows[i * kv_heads : (i + 1) * kv_heads]
             yield own.reshape(*own.shape[:2], d // columns, columns).transpose(0, 2, 1, 3)
+
+
+def _leading(slab: Any, positions: int) -> Any:
+    """The first bytes of a slab, as one with so many positions."""
+    count, _, columns = slab.shape
+    return slab.reshape(-1)[: count * positions * columns].reshape(count, positions, columns)
 
 
 def runs(path: Sequence[int], separate: bool) -> Iterator[tuple[int, int, int]]:

@@ -35,10 +35,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
             decoder.clear()
             for text, tree, logits in trees:  # each goes on where the one before began
                 decoder.target.keep(known)
-                if not known:
-                    decoder.prefill(text, speculate=False)
-                elif len(text) > known:
-                    decoder.feed(text[known:])
+                decoder.prefill(text, speculate=False)
                 known = len(text)
                 paths = [[0]]
                 for row in range(1, len(tree.tokens)):
