@@ -33,7 +33,8 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    schemes: how its matrices are quantized, by parameter name. returns: the contents of the rows of ``hidden``.
+    tree_rows: of the largest tree. schemes: how its matrices are quantized, by parameter name. returns: the contents of
+    the rows of ``hidden``.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class Target(nn.Module):
         shape: LlamaShape,
         capacity: int,
         positions: int,
+        tree_rows: int,
         ops: type[Plain] = Plain,
         schemes: Schemes = UNQUANTIZED,
         returns: Features = NORMED,
     ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns
-        self.queries = shape.heads // shape.kv_heads  # per kv head
+        self.queries, self.tree_rows = shape.heads // shape.kv_heads, tree_rows  # queries: per kv head
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -72,7 +74,7 @@ class Target(nn.Module):
         rows, ``hidden`` [R, features], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
-        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0], self.queries)
+        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0], self.queries, self.tree_rows)
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

@@ -48,7 +48,7 @@ class Ops(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, depth: Tensor, mask: Tensor, past: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, ...]:
         rows = self.rows(q, k, v, past + depth)
-        attention_mask = self.ops.attention_mask(mask, rows.position, past, keys, HEADS // KV)
+        attention_mask = self.ops.attention_mask(mask, rows.position, past, keys, HEADS // KV, TREE_ROWS)
         out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, attention_mask)
         in_order = self.rows(q, k, v, past + torch.arange(q.shape[0]))
         causal = self.ops.attention_mask(None, in_order.position, past, keys, HEADS // KV)
@@ -242,9 +242,12 @@ def export(
 
 # Rows and filled part of the cache, up to the last position. Contrib rotates head sizes in steps of 16 only.
 PASSES = [(rows, past) for rows in (1, 2, 5, 9) for past in (1, 2, 7, CAPACITY - rows)]
-# The filled part of longer caches, around the positions 832 and 1,087, between which rows have two sums.
+# The filled part of longer caches, around the positions 955 and 1,092, between which rows have two sums.
+TREE_ROWS = 70
 LONG = [
-    (rows, past) for rows in (1, 2, 9, 70) for past in (127, 128, 767, 831, 832, 1000, 1023, 1024, 1086, 1088, 1230)
+    (rows, past)
+    for rows in (1, 2, 9, TREE_ROWS)
+    for past in (127, 128, 885, 886, 954, 955, 1000, 1023, 1024, 1092, 1093, 1230)
 ]
 
 

@@ -18,7 +18,12 @@ class Basic(Plain):
 
     @staticmethod
     def attention_mask(
-        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+        mask: Tensor | None,
+        position: Tensor,
+        past_length: Tensor,
+        cache: Tensor,
+        queries: int = 1,
+        tree_rows: int = 1,
     ) -> Any:
         """Which rows each row attends to, bool [n, n]. It also attends to all cache positions below ``past_length``."""
         rows = position.shape[0]

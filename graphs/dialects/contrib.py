@@ -25,7 +25,12 @@ class Contrib(Standard):
 
     @staticmethod
     def attention_mask(
-        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+        mask: Tensor | None,
+        position: Tensor,
+        past_length: Tensor,
+        cache: Tensor,
+        queries: int = 1,
+        tree_rows: int = 1,
     ) -> Any:
         """When traced, the mask as a bias, with zeros for past positions; None for causal rows."""
         if not is_traced():

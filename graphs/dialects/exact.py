@@ -15,9 +15,7 @@ from .rounded import Rounded
 BLOCK = 128  # the number of positions of a cache is a multiple of it
 _COLUMNS = 16  # the most that ONNX Runtime's fp32 products have where a panel has so many terms:
 _PANEL = 1024
-MOST_ROWS = 193  # of a pass
-_DEEPEST = 64  # of a tree
-_FRINGE = MOST_ROWS - 1 + _DEEPEST  # positions before a border between panels that belong to its sum
+MOST_ROWS = 193  # of a tree
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Exact(Rounded):
 
     Only a border between panels that separates a row from an ancestor in its tree would change the order, since a
     branch has other places in another tree. So if that can happen at a row's position, in any tree, the row has two
-    sums: one of panels up to 256 positions before the border, and one of the rest, which is short enough to be added
-    in order.
+    sums: one of panels up to some blocks before the border, and one of the rest, which is short enough to be added in
+    order.
     """
 
     block = BLOCK
@@ -77,7 +75,12 @@ class Exact(Rounded):
 
     @staticmethod
     def attention_mask(
-        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+        mask: Tensor | None,
+        position: Tensor,
+        past_length: Tensor,
+        cache: Tensor,
+        queries: int = 1,
+        tree_rows: int = 1,
     ) -> Any:
         """When traced, a ``Seen``."""
         if not is_traced():
@@ -91,11 +94,12 @@ class Exact(Rounded):
         bias = Contrib._bias(row_mask, past_length, torch.float32)[0, 0]
         bias = _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]])
 
-        # The last border that a row of this pass, or one ahead of it among most rows, could have reached.
-        reached = position.amax(0, keepdim=True) + MOST_ROWS - 1
+        # The last border that a row of this pass, or one ahead of it in a tree, could have reached.
+        assert mask is None or tree_rows > 1
+        reached = position.amax(0, keepdim=True) + tree_rows - 1
         border = torch.div(reached, _PANEL, rounding_mode="floor") * _PANEL
-        near = (position + MOST_ROWS > border) & (position < border + _DEEPEST) & (border > 0)
-        crosses, begin = near.to(torch.int64).amax(0, keepdim=True) > 0, border - _FRINGE
+        near = (position + tree_rows > border) & (position < border + tree_rows - 1) & (border > 0)
+        crosses, begin = near.to(torch.int64).amax(0, keepdim=True) > 0, border - _before_border(tree_rows)
         end, count = positions // BLOCK, cache.shape[2] // BLOCK
         blocks = _symbolic("Range", (zero[0], end.reshape(()), torch.ones_like(zero[0])), torch.int64, [count])
         behind = _symbolic("Less", (begin, (blocks + 1) * BLOCK), torch.bool, [count])
@@ -119,6 +123,12 @@ class Exact(Rounded):
         )
         out = out.reshape(kv_heads, -1, heads // kv_heads, n, values.shape[3])
         return out.permute(3, 0, 2, 1, 4).reshape(n, heads * d)
+
+
+def _before_border(tree_rows: int) -> int:
+    """Positions before a border that belong to its sum: whole blocks, as far back as a tree can begin whose rows are at
+    the border."""
+    return -(-2 * (tree_rows - 1) // BLOCK) * BLOCK
 
 
 def _at_once(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:

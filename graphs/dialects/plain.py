@@ -162,12 +162,18 @@ class Plain:
 
     @staticmethod
     def attention_mask(
-        mask: Tensor | None, position: Tensor, past_length: Tensor, cache: Tensor, queries: int = 1
+        mask: Tensor | None,
+        position: Tensor,
+        past_length: Tensor,
+        cache: Tensor,
+        queries: int = 1,
+        tree_rows: int = 1,
     ) -> Any:
         """The attention mask once the rows are written at ``past_length``, as ``attend`` takes it.
 
         mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1];
-        cache: any cache of the pass; queries: query heads per kv head. Here bool [n, S]: every position below
+        cache: any cache of the pass; queries: query heads per kv head; tree_rows: the most that a pass with a mask can
+        have. Here bool [n, S]: every position below
         ``past_length``, and those rows that the mask allows.
         """
         rows = position.shape[0]

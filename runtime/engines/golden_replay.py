@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # By the precision of a graph's products. The recorded run does not round rows to int8; the error of that grows with the
 # layers.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.25, "int8": 0.25}
-_AMONG = 16  # rows of a pass whose first row is compared with the same row alone; 193 at most (graphs.dialects.exact)
+_AMONG = 16  # rows of a pass whose first row is compared with the same row alone
 # The share of the recorded rows, among those that score well above the tree's worst row, that must be in the new tree,
 # and of its rows that must be recorded. Each level of the tree keeps only its best nodes: if two are nearly tied,
 # rounding decides which one is kept, and with it a whole subtree. In fp32 that is too rare to allow for.

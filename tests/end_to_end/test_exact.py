@@ -5,7 +5,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,6 @@ from runtime import Generation, Model, load
 from runtime.backends.onnxruntime import Cpu
 from runtime.backends.processor import one_row_differs
 from runtime.bundle import graphs
-from runtime.bundle.manifest import Manifest
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks.lossless import differences
@@ -39,11 +38,20 @@ WIDE = RandomPair(
 )
 LONGER = dataclasses.replace(ODD, target=ODD.target | {"max_position_embeddings": 1152})
 ROWS = (2, 8, 17, 60)
-# Rows have two sums from position 832 to 1,087, around the border between panels at 1,024.
-PAST = 0, 37, 230, 442, 780, 830, 875, 975, 1022, 1080
-LONG = "--capacity", "1150"
+MOST = max(ROWS)
+# The parents of rows whose places are almost as far as possible from their positions: those of a chain beside one row,
+# and those of five rows behind many.
+DEEP = [0, 0, 0, *range(2, MOST - 1)]
+LATE = [0] * (MOST - 4) + list(range(MOST - 5, MOST - 1))
+# Rows have two sums from position 965 to 1,082, around the border between panels at 1,024.
+PAST = 0, 37, 230, 442, 900, 966, 975, 1022, 1080
+LONG = "--capacity", "1150", "--rows", f"{MOST}"
 DEMOS = "--capacity", "510"
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
+
+
+def random_tree(draw: np.random.Generator, rows: int) -> list[int]:
+    return [0, *(int(draw.integers(max(0, row - 6), row)) for row in range(1, rows))]
 
 
 def tree_pass(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> Numbers:
@@ -84,11 +92,10 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
         for start in range(0, end, decoder.form.chunk):
             decoder.feed(text[start : min(end, start + decoder.form.chunk)])
 
-    for past in (past for past in PAST if past + max(ROWS) <= capacity):
+    for past in (past for past in PAST if past + MOST <= capacity):
         read(past)
-        for rows in ROWS:
-            tokens = draw.integers(2, vocabulary, rows).tolist()
-            parents = [0, *(int(draw.integers(max(0, row - 6), row)) for row in range(1, rows))]
+        for parents in [random_tree(draw, rows) for rows in ROWS] if past < 900 else [DEEP, LATE]:
+            tokens = draw.integers(2, vocabulary, len(parents)).tolist()
             yield tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
     read(first)
     alone = one_by_one(model, text[first:], [max(0, row - 1) for row in range(len(text) - first)])
@@ -208,14 +215,15 @@ def test_values_are_summed_in_so_many_columns(
 
 
 def test_graphs_and_runtime_agree() -> None:
-    """A border's sum begins at a block before all rows that a tree can have there, and is short enough to be added in
-    order."""
-    assert exact.MOST_ROWS >= specs._CHUNK
+    """A border's sum begins at a block before all rows of a tree that has a row there, and is short enough to be added
+    in order."""
     assert exact.BLOCK == graphs.BLOCK
-    (bounds,) = get_type_hints(Manifest, include_extras=True)["depth"].__metadata__
-    assert bounds.most <= exact._DEEPEST
-    assert exact._FRINGE % exact.BLOCK == exact._PANEL % exact.BLOCK == 0
-    assert exact._FRINGE + exact._DEEPEST + exact.MOST_ROWS <= exact._PANEL
+    assert exact._PANEL % exact.BLOCK == 0
+    for rows in (2, 8, 65, 66, exact.MOST_ROWS):
+        deepest, before = rows - 1, exact._before_border(rows)
+        assert before % exact.BLOCK == 0
+        assert 2 * deepest <= before < 2 * deepest + exact.BLOCK
+        assert before + deepest + max(rows, specs._CHUNK) <= exact._PANEL
 
 
 def test_two_sums_are_computed_at_borders_only(make_bundle: MakeBundle) -> None:

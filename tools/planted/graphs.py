@@ -98,7 +98,7 @@ FAULTS = (
     Fault(
         "branch-passes-a-border-unnoticed",
         "graphs/dialects/exact.py",
-        "(position + MOST_ROWS > border)",
+        "(position + tree_rows > border)",
         "(position >= border)",
         "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[full heads int4, no drafter-2]",
     ),
