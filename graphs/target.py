@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .dialects.exact import MOST_ROWS
 from .dialects.plain import Plain
 from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from .features import NORMED, Features
@@ -33,8 +34,8 @@ def choose(logits: Tensor, hidden: Tensor) -> Tensor:
 class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
-    tree_rows: of the largest tree. schemes: how its matrices are quantized, by parameter name. returns: the contents of
-    the rows of ``hidden``.
+    schemes: how its matrices are quantized, by parameter name. returns: the contents of the rows of ``hidden``.
+    tree_rows: of the largest tree.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Target(nn.Module):
         shape: LlamaShape,
         capacity: int,
         positions: int,
-        tree_rows: int,
         ops: type[Plain] = Plain,
         schemes: Schemes = UNQUANTIZED,
         returns: Features = NORMED,
+        tree_rows: int = MOST_ROWS,
     ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns

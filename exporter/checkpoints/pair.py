@@ -177,7 +177,7 @@ class Pair:
     @cached_property
     def _expected_target(self) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
-            module = Target(self.target_shape, capacity=1, positions=1, tree_rows=1)
+            module = Target(self.target_shape, capacity=1, positions=1)
         expected = {n: tuple(p.shape) for n, p in module.named_parameters() if not n.startswith("rotary.")}
         # A checkpoint with tied embeddings has no lm_head, or has a copy of the embedding under that name.
         if self.target_config.tie_word_embeddings and "lm_head.weight" not in self.target:
@@ -268,7 +268,7 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(self.target_shape, capacity, positions, tree.rows, ops, of_target, self.returns)
+                name: kind(self.target_shape, capacity, positions, ops, of_target, self.returns, tree.rows)
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:

@@ -227,7 +227,8 @@ def test_the_cpu_rounds_the_rows_of_the_quantized_model(
     with load(bundle, "cpu", threads=1) as model:
         assert {graph.precision for graph in model.bundle.manifest.forms["cpu"].graphs.values()} == {"int8"}
         far, near = [], []
-        for ids in np.random.default_rng(3).integers(2, model.bundle.manifest.vocabulary, (12, 8)).tolist():
+        # Of few rows: with every number that is rounded, the chance grows that the order of a sum flips a rounding.
+        for ids in np.random.default_rng(3).integers(2, model.bundle.manifest.vocabulary, (12, 3)).tolist():
             model.decoder.clear()
             model.decoder.feed(ids)
             found = torch.from_numpy(model.decoder.target.logits[: len(ids)].copy())

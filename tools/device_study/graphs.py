@@ -128,7 +128,7 @@ def _graphs(one: Set) -> Iterator[tuple[str, str, ir.Model, dict[str, Any]]]:
     for spelling, ops in spellings.items():
         for size in one.sizes:
             with torch.device("meta"):
-                target = Target(one.shape, slots, slots, one.rows, ops, one.schemes).eval()
+                target = Target(one.shape, slots, slots, ops, one.schemes).eval()
             yield f"target-{size}", spelling, *_traced(target, one, {"rows": size})
     if not one.drafts:
         return
