@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dialects.plain import Cache, Past, Plain
+from .dialects.plain import Cache, Past, Plain, Reach
 from .dialects.quantization import EMBEDDING, Schemes
 from .layer import Embedding, Layer, Linear, LlamaShape, Rotary
 from .tree import Step, TreeConfig, grow
@@ -110,7 +110,7 @@ class Drafter(nn.Module):
         """
         row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
         position, read = past_length + row, count + self.ahead
-        attention_mask = self.ops.attention_mask(None, position, past_length, caches[0]) if self.layers else None
+        attention_mask = self.ops.attention_mask(Reach(None, position, past_length, caches[0])) if self.layers else None
         read_rows = self.ops.gather(hidden, path)
         if self.columns:
             read_rows = torch.cat([read_rows[:, columns] for columns in self.columns], dim=-1)

@@ -46,7 +46,7 @@ class SharedTarget(Target):
         position, filled = _join(positions, depth.shape[0]), [count > 0 for count in counts.split(1)]
         width = 2 * len(masks)
         seen = [
-            self.ops.attention_mask(*lane, self.queries, self.tree_rows)
+            self.ops.attention_mask(self.reach(*lane))
             for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)
         ]
         x = self.embed_tokens(tokens)

@@ -4,12 +4,13 @@ Prefill, verification and plain decoding use the same graph.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .dialects.exact import MOST_ROWS
-from .dialects.plain import Plain
+from .dialects.plain import Plain, Reach
 from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from .features import NORMED, Features
 from .layer import Embedding, Layer, Linear, LlamaShape, Norm, Rotary
@@ -50,7 +51,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns
-        self.queries, self.tree_rows = shape.heads // shape.kv_heads, tree_rows  # queries: per kv head
+        self.reach = partial(Reach, queries=shape.heads // shape.kv_heads, tree_rows=tree_rows)
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]
@@ -75,7 +76,7 @@ class Target(nn.Module):
         rows, ``hidden`` [R, features], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
-        attention_mask = self.ops.attention_mask(mask, position, past_length, caches[0], self.queries, self.tree_rows)
+        attention_mask = self.ops.attention_mask(self.reach(mask, position, past_length, caches[0]))
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

@@ -19,7 +19,7 @@ from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
 from graphs.dialects.exact import BLOCK, Exact
-from graphs.dialects.plain import Past, Plain, Rows
+from graphs.dialects.plain import Past, Plain, Reach, Rows
 from graphs.dialects.standard import Standard
 from tests.naive import attention
 
@@ -48,10 +48,10 @@ class Ops(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, depth: Tensor, mask: Tensor, past: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, ...]:
         rows = self.rows(q, k, v, past + depth)
-        attention_mask = self.ops.attention_mask(mask, rows.position, past, keys, HEADS // KV, TREE_ROWS)
+        attention_mask = self.ops.attention_mask(Reach(mask, rows.position, past, keys, HEADS // KV, TREE_ROWS))
         out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, attention_mask)
         in_order = self.rows(q, k, v, past + torch.arange(q.shape[0]))
-        causal = self.ops.attention_mask(None, in_order.position, past, keys, HEADS // KV)
+        causal = self.ops.attention_mask(Reach(None, in_order.position, past, keys, HEADS // KV))
         plain, *_ = self.ops.attend(in_order, (keys, values), past, causal)
         return self.ops.rms_norm(q, self.norm, EPS), out, plain, new_keys, new_values
 
@@ -72,7 +72,7 @@ class Peek(nn.Module):
             return Rows(*(x[i:j] for x in (q, k, v)), HEADS, KV, position, self.cos, self.sin)
 
         first = rows(0, 3, length + torch.arange(3))
-        attention_mask = self.ops.attention_mask(None, first.position, length, keys)
+        attention_mask = self.ops.attention_mask(Reach(None, first.position, length, keys))
         _, *written = self.ops.attend(first, (keys, values), length, attention_mask)
         count = torch.full((1,), 2, dtype=torch.int64)
         past = Past((keys, values), length, (written[0], written[1]), count)

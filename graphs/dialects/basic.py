@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plain import Cache, Past, Plain, Rows
+from .plain import Cache, Past, Plain, Reach, Rows
 
 
 class Basic(Plain):
@@ -17,17 +17,12 @@ class Basic(Plain):
     appends = True
 
     @staticmethod
-    def attention_mask(
-        mask: Tensor | None,
-        position: Tensor,
-        past_length: Tensor,
-        cache: Tensor,
-        queries: int = 1,
-        tree_rows: int = 1,
-    ) -> Any:
+    def attention_mask(reach: Reach) -> Any:
         """Which rows each row attends to, bool [n, n]. It also attends to all cache positions below ``past_length``."""
-        rows = position.shape[0]
-        return torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril() if mask is None else mask
+        if reach.mask is not None:
+            return reach.mask
+        rows = reach.position.shape[0]
+        return torch.ones(rows, rows, dtype=torch.bool, device=reach.cache.device).tril()
 
     @classmethod
     def attend(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.onnx import ops
 
 from ..tracing import is_traced
-from .plain import Cache, Plain, Rows, join_heads
+from .plain import Cache, Plain, Reach, Rows, join_heads
 from .standard import Standard
 
 
@@ -24,18 +24,11 @@ class Contrib(Standard):
     joins_norms = True
 
     @staticmethod
-    def attention_mask(
-        mask: Tensor | None,
-        position: Tensor,
-        past_length: Tensor,
-        cache: Tensor,
-        queries: int = 1,
-        tree_rows: int = 1,
-    ) -> Any:
+    def attention_mask(reach: Reach) -> Any:
         """When traced, the mask as a bias, with zeros for past positions; None for causal rows."""
         if not is_traced():
-            return Plain.attention_mask(mask, position, past_length, cache)
-        return None if mask is None else Contrib._bias(mask, past_length, cache.dtype)
+            return Plain.attention_mask(reach)
+        return None if reach.mask is None else Contrib._bias(reach.mask, reach.past_length, reach.cache.dtype)
 
     @staticmethod
     def _bias(mask: Tensor, past_length: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch.onnx import ops
 
 from ..tracing import either, is_traced
 from .contrib import Contrib
-from .plain import Plain
+from .plain import Plain, Reach
 from .rounded import Rounded
 
 BLOCK = 128  # the number of positions of a cache is a multiple of it
@@ -74,17 +74,12 @@ class Exact(Rounded):
         return next(columns for columns in range(_COLUMNS, 0, -1) if head_dim % columns == 0)
 
     @staticmethod
-    def attention_mask(
-        mask: Tensor | None,
-        position: Tensor,
-        past_length: Tensor,
-        cache: Tensor,
-        queries: int = 1,
-        tree_rows: int = 1,
-    ) -> Any:
+    def attention_mask(reach: Reach) -> Any:
         """When traced, a ``Seen``."""
         if not is_traced():
-            return Plain.attention_mask(mask, position, past_length, cache)
+            return Plain.attention_mask(reach)
+        mask, position, past_length, cache = reach.mask, reach.position, reach.past_length, reach.cache
+        tree_rows = reach.tree_rows
         rows, lowest = position.shape[0], torch.finfo(torch.float32).min
         zero = torch.zeros(1, dtype=torch.int64)
         # Not cache.shape[2]: the tracer could take it from any layer's cache, and layers are repeated after tracing.
@@ -105,7 +100,7 @@ class Exact(Rounded):
         behind = _symbolic("Less", (begin, (blocks + 1) * BLOCK), torch.bool, [count])
         panel_bias = torch.where(near[:, None] & behind, lowest, 0.0)[..., None]
         border_bias = torch.where(near, 0.0, lowest)[:, None]
-        bias, panel_bias, border_bias = (torch.cat([x] * queries, dim=0) for x in (bias, panel_bias, border_bias))
+        bias, panel_bias, border_bias = (torch.cat([x] * reach.queries, dim=0) for x in (bias, panel_bias, border_bias))
         # Here once a pass instead of in every layer.
         shape = torch.cat((positions, torch.ones(1, dtype=torch.int64)))
         ones = _symbolic("Expand", (torch.ones(1), shape), torch.float32, [cache.shape[2], 1])

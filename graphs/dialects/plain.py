@@ -42,6 +42,22 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """What the n rows of a pass attend to, once they are written at ``past_length``.
+
+    mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1]; cache:
+    any cache of the pass. queries: query heads per kv head; tree_rows: the most that a pass with a mask can have.
+    """
+
+    mask: Tensor | None
+    position: Tensor
+    past_length: Tensor
+    cache: Tensor
+    queries: int = 1
+    tree_rows: int = 1
+
+
+@dataclass(frozen=True)
 class Past:
     """A cache before and after a call of ``attend``.
 
@@ -161,22 +177,10 @@ class Plain:
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
     @staticmethod
-    def attention_mask(
-        mask: Tensor | None,
-        position: Tensor,
-        past_length: Tensor,
-        cache: Tensor,
-        queries: int = 1,
-        tree_rows: int = 1,
-    ) -> Any:
-        """The attention mask once the rows are written at ``past_length``, as ``attend`` takes it.
-
-        mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1];
-        cache: any cache of the pass; queries: query heads per kv head; tree_rows: the most that a pass with a mask can
-        have. Here bool [n, S]: every position below
-        ``past_length``, and those rows that the mask allows.
-        """
-        rows = position.shape[0]
+    def attention_mask(reach: Reach) -> Any:
+        """The attention mask of a pass, as ``attend`` takes it. Here bool [n, S]: every position below
+        ``past_length``, and those rows that the mask allows."""
+        mask, past_length, cache, rows = reach.mask, reach.past_length, reach.cache, reach.position.shape[0]
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
         if mask is None:
             return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]
