@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .dialects.exact import MOST_ROWS
 from .dialects.plain import Plain, Reach
 from .dialects.quantization import EMBEDDING, UNQUANTIZED, Schemes
 from .features import NORMED, Features
@@ -36,7 +35,6 @@ class Target(nn.Module):
     """The target of a pair. Parameter names are those of checkpoints, without their leading ``model.``.
 
     schemes: how its matrices are quantized, by parameter name. returns: the contents of the rows of ``hidden``.
-    tree_rows: of the largest tree.
     """
 
     def __init__(
@@ -47,11 +45,10 @@ class Target(nn.Module):
         ops: type[Plain] = Plain,
         schemes: Schemes = UNQUANTIZED,
         returns: Features = NORMED,
-        tree_rows: int = MOST_ROWS,
     ) -> None:
         super().__init__()
         self.capacity, self.ops, self.returns = capacity, ops, returns
-        self.reach = partial(Reach, queries=shape.heads // shape.kv_heads, tree_rows=tree_rows)
+        self.reach = partial(Reach, queries=shape.heads // shape.kv_heads)
         self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, ops, schemes[EMBEDDING])
         self.rotary = Rotary(positions, shape.head_dim)
         layers = [Layer(shape, ops, schemes.within(f"layers.{i}")) for i in range(shape.layers)]

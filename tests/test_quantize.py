@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from exporter.weights.source import Location, Source
 from graphs.dialects.basic import Basic
 from graphs.dialects.contrib import Contrib
 from graphs.dialects.decomposed import Decomposed
-from graphs.dialects.exact import MOST_ROWS, Exact
+from graphs.dialects.exact import Exact
 from graphs.dialects.plain import Plain
 from graphs.dialects.quantization import FP8, Scheme, Schemes, bits_of, dequantize
 from graphs.dialects.rounded import Rounded
@@ -749,9 +748,6 @@ def test_only_exact_products_round_a_targets_rows(tmp_path: Path) -> None:
     ):
         made = wanted(tmp_path / pair, *flags).trace_specs["cpu"]
         assert (made.dialect, made.drafting) == dialects, (pair, flags)
-    plan = wanted(tmp_path / "wide", *int8)
-    for rows in (MOST_ROWS, MOST_ROWS + 1):
-        assert replace(plan, tree=replace(plan.tree, rows=rows)).exact == (rows <= MOST_ROWS)
 
 
 @pytest.mark.parametrize(

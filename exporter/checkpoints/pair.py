@@ -268,7 +268,7 @@ class Pair:
         trimmed = self.drafted if self.draft_vocabulary else None
         with torch.device("meta"):
             modules: dict[str, Target | Drafter] = {
-                name: kind(self.target_shape, capacity, positions, ops, of_target, self.returns, tree.rows)
+                name: kind(self.target_shape, capacity, positions, ops, of_target, self.returns)
                 for name, kind in (("target", Target), ("shared", SharedTarget))
             }
             if self.has_drafter:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from graphs.dialects.exact import BLOCK, MOST_ROWS
 from graphs.dialects.quantization import EMBEDDING, FP8, INTEGER_CODES, UNQUANTIZED, Scheme, Schemes, first_part
 from graphs.tree import TreeConfig
 from runtime.errors import InputError
@@ -25,6 +24,7 @@ from .calibration_text import usual_text
 
 # by bits, the largest of which ONNX Runtime's CPU sums each row alike (docs/decisions.md)
 _EXACT_BLOCKS = {4: 32, 8: 64}
+_EXACT_HEADS = 128
 _OTHER_FILES = 16 << 20  # bytes: graphs, golden run, tokenizer, engines
 _BASE_MEMORY = 1200 << 20  # bytes: torch, and slices of weights (docs/benchmarks.md)
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -93,9 +93,9 @@ class Recipe:
     @property
     def exact(self) -> bool:
         """Whether the CPU gives a row of the target the same bits in passes of any size. It does if all its matrices
-        are quantized, in blocks of at most ``_EXACT_BLOCKS``, its heads have at most 128 numbers, and its trees at most
-        ``MOST_ROWS`` rows (docs/decisions.md)."""
-        if self.pair.target_shape.head_dim > BLOCK or self.tree.rows > MOST_ROWS:
+        are quantized, in blocks of at most ``_EXACT_BLOCKS``, and its heads have at most
+        ``_EXACT_HEADS`` numbers (docs/decisions.md)."""
+        if self.pair.target_shape.head_dim > _EXACT_HEADS:
             return False
         schemes = self.schemes(self.codes[0]).get("target", UNQUANTIZED)
         sources = self.pair.target_sources(positions=1).items()

@@ -7,37 +7,25 @@ import torch
 from torch import Tensor
 from torch.onnx import ops
 
-from ..tracing import either, is_traced
+from ..tracing import is_traced
 from .contrib import Contrib
 from .plain import Plain, Reach
 from .rounded import Rounded
 
 BLOCK = 128  # the number of positions of a cache is a multiple of it
-_COLUMNS = 16  # the most that ONNX Runtime's fp32 products have where a panel has so many terms:
-_PANEL = 1024
-MOST_ROWS = 193  # of a tree
+_COLUMNS = 16  # the most that ONNX Runtime's fp32 products have where they add 1,024 terms, a panel, in order
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The positions that the n rows of a pass attend to, out of S. A bias is 0, or so low that the exponential is 0.
+    """The positions that the n rows of a pass attend to, out of S.
 
-    crosses: bool [1], whether some row is at a border between panels. begin: int64 [1], the first position of the
-    border's sum, which ends at the last of m positions, that of the last row. They are for such passes only, as are the
-    last three.
-
-    Biases are repeated for the query heads of a kv head, n' = repeats * n. bias: fp32 [n', S]; panel_bias: fp32 [n',
-    S / BLOCK, 1], by block, of the sum of panels; border_bias: fp32 [n', 1], of the sum of the border. ones: fp32 [S,
-    1]; border_ones: fp32 [m, 1].
+    bias: fp32 [n', S], 0, or so low that the exponential is 0; n' = repeats * n, repeated for the query heads of a kv
+    head. ones: fp32 [S, 1].
     """
 
-    crosses: Tensor
-    begin: Tensor
     bias: Tensor
     ones: Tensor
-    panel_bias: Tensor
-    border_bias: Tensor
-    border_ones: Tensor
 
 
 def _symbolic(
@@ -61,10 +49,8 @@ class Exact(Rounded):
     positions, in order, and then the panels' sums in order. Exponentials do not depend on their place, and the other
     rows of the pass are zeros between a row's own terms, which change nothing.
 
-    Only a border between panels that separates a row from an ancestor in its tree would change the order, since a
-    branch has other places in another tree. So if that can happen at a row's position, in any tree, the row has two
-    sums: one of panels up to some blocks before the border, and one of the rest, which is short enough to be added in
-    order.
+    Only a border between panels could, since a tree's rows are not written at their positions: the runtime verifies no
+    row that is written in another panel than plain decoding would write it in (``TargetPasses.in_order``).
     """
 
     block = BLOCK
@@ -78,9 +64,8 @@ class Exact(Rounded):
         """When traced, a ``Seen``."""
         if not is_traced():
             return Plain.attention_mask(reach)
-        mask, position, past_length, cache = reach.mask, reach.position, reach.past_length, reach.cache
-        tree_rows = reach.tree_rows
-        rows, lowest = position.shape[0], torch.finfo(torch.float32).min
+        mask, past_length, cache = reach.mask, reach.past_length, reach.cache
+        rows, lowest = reach.position.shape[0], torch.finfo(torch.float32).min
         zero = torch.zeros(1, dtype=torch.int64)
         # Not cache.shape[2]: the tracer could take it from any layer's cache, and layers are repeated after tracing.
         positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)
@@ -88,24 +73,10 @@ class Exact(Rounded):
         unused = torch.cat((zero, zero, zero, positions - past_length - rows))
         bias = Contrib._bias(row_mask, past_length, torch.float32)[0, 0]
         bias = _symbolic("Pad", (bias, unused, torch.tensor(lowest)), torch.float32, [rows, cache.shape[2]])
-
-        # The last border that a row of this pass, or one ahead of it in a tree, could have reached.
-        assert mask is None or tree_rows > 1
-        reached = position.amax(0, keepdim=True) + tree_rows - 1
-        border = torch.div(reached, _PANEL, rounding_mode="floor") * _PANEL
-        near = (position + tree_rows > border) & (position < border + tree_rows - 1) & (border > 0)
-        crosses, begin = near.to(torch.int64).amax(0, keepdim=True) > 0, border - _before_border(tree_rows)
-        end, count = positions // BLOCK, cache.shape[2] // BLOCK
-        blocks = _symbolic("Range", (zero[0], end.reshape(()), torch.ones_like(zero[0])), torch.int64, [count])
-        behind = _symbolic("Less", (begin, (blocks + 1) * BLOCK), torch.bool, [count])
-        panel_bias = torch.where(near[:, None] & behind, lowest, 0.0)[..., None]
-        border_bias = torch.where(near, 0.0, lowest)[:, None]
-        bias, panel_bias, border_bias = (torch.cat([x] * reach.queries, dim=0) for x in (bias, panel_bias, border_bias))
         # Here once a pass instead of in every layer.
         shape = torch.cat((positions, torch.ones(1, dtype=torch.int64)))
         ones = _symbolic("Expand", (torch.ones(1), shape), torch.float32, [cache.shape[2], 1])
-        border_ones = _part(ones, begin, past_length + rows, 0, rows)
-        return Seen(crosses, begin, bias, ones, panel_bias, border_bias, border_ones)
+        return Seen(torch.cat([bias] * reach.queries, dim=0), ones)
 
     @staticmethod
     def _attention(q: Tensor, keys: Tensor, values: Tensor, seen: Any, used: Tensor) -> Tensor:
@@ -113,46 +84,16 @@ class Exact(Rounded):
         data."""
         (_, heads, n, d), kv_heads = q.shape, keys.shape[1]
         grouped = q.reshape(1, kv_heads, -1, d)
-        (out,) = either(
-            seen.crosses, [_in_two(grouped, keys, values, seen, used)], [_at_once(grouped, keys, values, seen)]
-        )
+        scores = _scores(grouped, keys, seen.bias)
+        exponentials = (scores - scores.amax(-1, keepdim=True)).exp()[:, :, None]
+        out = _sum(exponentials, values) / _product(exponentials, seen.ones)
         out = out.reshape(kv_heads, -1, heads // kv_heads, n, values.shape[3])
         return out.permute(3, 0, 2, 1, 4).reshape(n, heads * d)
 
 
-def _before_border(tree_rows: int) -> int:
-    """Positions before a border that belong to its sum: whole blocks, as far back as a tree can begin whose rows are at
-    the border."""
-    return -(-2 * (tree_rows - 1) // BLOCK) * BLOCK
-
-
-def _at_once(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
-    """Attention in one sum. q: [1, kv heads, n', d], n' rows for each kv head; keys: [1, kv heads, S, d] -> [1, kv
-    heads, parts, n', d / parts]."""
-    scores = _scores(q, keys, seen.bias)
-    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()[:, :, None]
-    return _sum(exponentials, values) / _product(exponentials, seen.ones)
-
-
-def _in_two(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, used: Tensor) -> Tensor:
-    """``_at_once`` where rows may be at a border: for these a sum of panels and one of the border, for others the
-    latter is 0."""
-    scores, count = _scores(q, keys, seen.bias), seen.border_ones.shape[0]
-    border = _part(scores, seen.begin, used, 3, count)
-    largest = scores.amax(-1, keepdim=True)
-    _, kv_heads, rows, positions = scores.shape
-    # The bias is by block and subtracted with the largest score, so that it costs no pass over the scores.
-    shape = [1, kv_heads, rows, positions // BLOCK, BLOCK]
-    blocks = _symbolic("Reshape", (scores, torch.tensor([0, kv_heads, 0, -1, BLOCK])), scores.dtype, shape)
-    of_blocks = (blocks - (largest[..., None] - seen.panel_bias)).exp()
-    of_panels = _symbolic("Reshape", (of_blocks, torch.tensor([0, kv_heads, 0, -1])), scores.dtype, list(scores.shape))
-    of_panels, of_border = of_panels[:, :, None], (border - (largest - seen.border_bias)).exp()[:, :, None]
-    total = _product(of_panels, seen.ones) + _product(of_border, seen.border_ones)
-    return (_sum(of_panels, values) + _sum(of_border, _part(values, seen.begin, used, 2, count))) / total
-
-
 def _scores(q: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
-    """q @ keys.T / sqrt(d) + bias: [1, kv heads, n', S]."""
+    """q @ keys.T / sqrt(d) + bias: [1, kv heads, n', S]. q: [1, kv heads, n', d], n' rows for each kv head; keys: [1,
+    kv heads, S, d]."""
     inputs, shape = (q, keys), [*q.shape[:3], keys.shape[2]]
     return _symbolic("com.microsoft::FusedMatMul", inputs, q.dtype, shape, transB=1, alpha=q.shape[-1] ** -0.5) + bias
 
@@ -171,9 +112,3 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     """2 * x @ y. Without the factor, ONNX Runtime has a kernel for single rows that adds in another order."""
     shape = [*x.shape[:2], *(y.shape[2:3] if y.dim() > 2 else [1]), x.shape[3], y.shape[-1]]
     return _symbolic("com.microsoft::FusedMatMul", (x, y), x.dtype, shape, alpha=2.0)
-
-
-def _part(x: Tensor, begin: Tensor, end: Tensor, axis: int, count: Any) -> Tensor:
-    """The positions from ``begin`` up to ``end``, along an axis. count: how many are declared."""
-    shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
-    return _symbolic("Slice", (x, begin, end, torch.tensor([axis])), x.dtype, shape)

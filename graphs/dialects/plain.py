@@ -46,7 +46,7 @@ class Reach:
     """What the n rows of a pass attend to, once they are written at ``past_length``.
 
     mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1]; cache:
-    any cache of the pass. queries: query heads per kv head; tree_rows: the most that a pass with a mask can have.
+    any cache of the pass. queries: query heads per kv head.
     """
 
     mask: Tensor | None
@@ -54,7 +54,6 @@ class Reach:
     past_length: Tensor
     cache: Tensor
     queries: int = 1
-    tree_rows: int = 1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from .hashes import Count
 from .records import Bounds, OneOf, Pattern
 
 SHARED = "shared"
-BLOCK = 128
+# Caches of any length have a multiple of BLOCK positions. Sums over them add PANEL positions in order, and then the
+# panels (graphs.dialects.exact).
+BLOCK, PANEL = 128, 1024
 NAME = "[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"  # of a drafter
 Size = Annotated[int, Bounds(1, 1 << 31)]
 WeightOwner = Annotated[str, Pattern(rf"target|draft(\.{NAME})?", "target, draft or draft.NAME")]

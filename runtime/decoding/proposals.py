@@ -86,7 +86,9 @@ class Proposer:
         if self.planner and self.target.splits:
             draft_ns += self.draft.finish()
             rows = self.planner.choose_rows(*self.draft.scored())
-        return DraftTree(self, min(rows, most), len(accepted.rows), (draft_ns, host_ns, catch_up_ns))
+        return DraftTree(
+            self, self.target.in_order(min(rows, most)), len(accepted.rows), (draft_ns, host_ns, catch_up_ns)
+        )
 
     def _continue(self, looked_up: Sequence[int]) -> "Continuation":
         pending = self.history.accepted.tokens[-1]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..backends import Engine
-from ..bundle.graphs import Form
+from ..bundle.graphs import PANEL, Form
 from ..bundle.manifest import Manifest
 from ..engines.devices import Array, Call, Device
 from .kv_cache import KVCache
@@ -117,6 +117,20 @@ class TargetPasses(Passes):
     def first(self, rows: int, last: bool = False) -> int:
         """Which row of the outputs is the first token's after ``read`` of so many."""
         return self._begin(self.form.target(rows)[1], last)
+
+    def in_order(self, rows: int) -> int:
+        """How many of the tree's first rows can be verified so that their sums over the cache are those of plain
+        decoding, to the last bit. rows: at most.
+
+        A row and its ancestors must be written in the panels of their positions. A tree's rows are written one after
+        the other, in plain decoding each at its position.
+        """
+        begin = self.length
+        if not self.graphs["target"].open_caches or begin // PANEL == (begin + rows - 1) // PANEL:
+            return rows
+        depths = self._device.read(self.tree["tree_depth"])[:rows]
+        moved = (begin + np.arange(rows)) // PANEL != (begin + depths) // PANEL
+        return int(moved.argmax()) if moved.any() else rows
 
     def verify(self, rows: int) -> int:
         """One pass over the tree's first rows. The caller commits the accepted ones. Returns its nanoseconds."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from exporter.backends import specs
 from graphs.dialects import exact
 from graphs.dialects.exact import Exact
 from graphs.dialects.standard import Standard
@@ -22,6 +23,8 @@ from runtime.bundle import graphs
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks.lossless import differences
+from runtime.cli.checks.rows_alone import rows_alone
+from runtime.decoding.target_passes import TargetPasses
 from runtime.engines import golden_replay
 from runtime.errors import DamageError
 from tests.conftest import DEMO, MakeBundle
@@ -43,8 +46,7 @@ MOST = max(ROWS)
 # and those of five rows behind many.
 DEEP = [0, 0, 0, *range(2, MOST - 1)]
 LATE = [0] * (MOST - 4) + list(range(MOST - 5, MOST - 1))
-# Rows have two sums from position 965 to 1,082, around the border between panels at 1,024.
-PAST = 0, 37, 230, 442, 900, 966, 975, 1022, 1080
+PAST = 0, 37, 230, 442, 900, 966, 975, 1022, 1024, 1080
 LONG = "--capacity", "1150", "--rows", f"{MOST}"
 DEMOS = "--capacity", "510"
 Numbers = tuple[np.ndarray, np.ndarray]  # logits and hidden, of the rows of a pass
@@ -80,8 +82,19 @@ def one_by_one(model: Model, tokens: Sequence[int], parents: Sequence[int]) -> N
     return np.stack([found[row][1] for row in range(n)]), np.stack([found[row][2] for row in range(n)])
 
 
-def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
-    """Random trees, and the same text in chunks: what many rows at once give, and what one at a time."""
+def in_panels(past: int, parents: Sequence[int]) -> list[bool]:
+    """Whether each row, and every ancestor of it, is written in the panel of its position."""
+    fits, depths = list[bool](), list[int]()
+    for row, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if row else 0)
+        own = (past + row) // graphs.PANEL == (past + depths[row]) // graphs.PANEL
+        fits.append(own and (row == 0 or fits[parent]))
+    return fits
+
+
+def pairs_of_passes(model: Model, within: bool = True) -> Iterator[tuple[Numbers, Numbers]]:
+    """Random trees, and the same text in chunks: what many rows at once give, and what one at a time. within: of the
+    trees' rows, those in the panels of their positions, or all others."""
     draw, decoder, capacity = np.random.default_rng(0), model.decoder, model.capacity
     vocabulary = model.bundle.manifest.vocabulary
     first = 700 if capacity > 1000 else 0  # the text's beginning is read in chunks only
@@ -96,7 +109,11 @@ def pairs_of_passes(model: Model) -> Iterator[tuple[Numbers, Numbers]]:
         read(past)
         for parents in [random_tree(draw, rows) for rows in ROWS] if past < 900 else [DEEP, LATE]:
             tokens = draw.integers(2, vocabulary, len(parents)).tolist()
-            yield tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
+            together, alone = tree_pass(model, tokens, parents), one_by_one(model, tokens, parents)
+            compared = [row for row, fits in enumerate(in_panels(past, parents)) if fits == within]
+            yield (together[0][compared], together[1][compared]), (alone[0][compared], alone[1][compared])
+    if not within:
+        return
     read(first)
     alone = one_by_one(model, text[first:], [max(0, row - 1) for row in range(len(text) - first)])
     for chunks in ((128, 128, 128, 61), (1, 2, 7, 31, 64, 85, 128, 127)):
@@ -114,11 +131,11 @@ def bundle_of(make_bundle: MakeBundle, pair: Path | RandomPair, options: tuple[s
     return make_bundle(pair, *options, drafter=pair not in (FULL, WIDE))
 
 
-def unlike(model: Model) -> int:
-    """Rows that are not the same to the last bit."""
+def unlike(model: Model, within: bool = True) -> int:
+    """Rows that are not the same to the last bit. within: see ``pairs_of_passes``."""
     return sum(
         int((a != b).any(axis=1).sum())
-        for together, alone in pairs_of_passes(model)
+        for together, alone in pairs_of_passes(model, within)
         for a, b in zip(together, alone, strict=True)
     )
 
@@ -146,6 +163,8 @@ def test_rows_are_the_same_to_the_last_bit(
     with load(bundle_of(make_bundle, pair, options), "cpu", threads=threads) as model:
         assert model.decoder.target.graphs["target"].precision == "int8"
         assert unlike(model) == 0
+        # Else any tree would do.
+        assert (unlike(model, within=False) > 0) == (model.capacity > graphs.PANEL)
 
 
 def ended(generation: Generation) -> Generation:
@@ -160,10 +179,10 @@ def test_texts_are_the_same(make_bundle: MakeBundle, pair: Path | RandomPair, op
         session = model.session()
         for i, length in enumerate((1, 9, 129)):
             prompt = draw.integers(2, model.bundle.manifest.vocabulary, length).tolist()
-            for settings in ({}, {"temperature": 1.5, "top_p": 0.9, "seed": i}):
-                plain = ended(model.generate(prompt, 20, speculate=False, **settings))
-                speculative = ended(model.generate(prompt, 20, **settings))
-                assert ended(session.generate(prompt, 20, **settings)).ids == speculative.ids == plain.ids
+            for sampled in ({}, {"temperature": 1.5, "top_p": 0.9, "seed": i}):
+                plain = ended(model.generate(prompt, 20, speculate=False, **sampled))
+                speculative = ended(model.generate(prompt, 20, **sampled))
+                assert ended(session.generate(prompt, 20, **sampled)).ids == speculative.ids == plain.ids
                 assert differences(model, speculative) == []
 
 
@@ -215,33 +234,53 @@ def test_values_are_summed_in_so_many_columns(
 
 
 def test_graphs_and_runtime_agree() -> None:
-    """A border's sum begins at a block before all rows of a tree that has a row there, and is short enough to be added
-    in order."""
     assert exact.BLOCK == graphs.BLOCK
-    assert exact._PANEL % exact.BLOCK == 0
-    for rows in (2, 8, 65, 66, exact.MOST_ROWS):
-        deepest, before = rows - 1, exact._before_border(rows)
-        assert before % exact.BLOCK == 0
-        assert 2 * deepest <= before < 2 * deepest + exact.BLOCK
-        assert before + deepest + max(rows, specs._CHUNK) <= exact._PANEL
+    assert graphs.PANEL % graphs.BLOCK == 0
 
 
-def test_two_sums_are_computed_at_borders_only(make_bundle: MakeBundle) -> None:
+@pytest.fixture(scope="module")
+def demo_w8a8(make_bundle: MakeBundle) -> Iterator[Model]:
+    with load(make_bundle(DEMO, *WHOLE), "cpu", threads=1) as model:
+        yield model
+
+
+@settings(deadline=None)
+@given(data=st.data(), begin=st.sampled_from((0, 1000, 1010, 2040)), rows=st.integers(1, 8))
+def test_verified_rows_are_in_the_panels_of_their_positions(
+    demo_w8a8: Model, data: st.DataObject, begin: int, rows: int
+) -> None:
+    target = demo_w8a8.decoder.target
+    parents = [data.draw(st.integers(0, max(0, row - 1))) for row in range(target.rows)]
+    past, depths = begin + data.draw(st.integers(0, 16)), [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    target.tree["tree_depth"][:] = depths
+    target.keep(past)
+    fits = in_panels(past, parents)
+    assert target.in_order(rows) == ([*fits[:rows], False].index(False))
+    target.keep(0)
+
+
+def test_trees_stop_at_borders(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.cli.checks.rows_alone._SHORT", 3)
+    with load(
+        make_bundle(LONGER, "--weights", "int8", "--capacity", "1050", "--rows", "17"), "cpu", threads=2
+    ) as model:
+        rows, unequal = rows_alone(model, [5, 6, 7, 8])
+        assert (unequal, rows % 17 > 0) == (0, True)
+        monkeypatch.setattr(TargetPasses, "in_order", lambda _, rows: rows)
+        assert rows_alone(model, [5, 6, 7, 8])[1] > 0
+
+
+def test_a_layer_has_few_nodes(make_bundle: MakeBundle) -> None:
+    """Each costs microseconds: norms are joined with additions, queries and keys rotated together."""
     bundle = Bundle(make_bundle(DEMO, *WHOLE))
     graph = ir.load(bundle.path / bundle.manifest.form("cpu").graphs["target"].file).graph
-    branches = [node for node in graph if node.op_type == "If"]
-    layers = sum(node.op_type == "TensorScatter" for node in graph) // 2
-    assert len(branches) == layers
-    # Each costs microseconds: norms are joined with additions, queries and keys rotated together.
-    assert sum(node.op_type == "RMSNormalization" for node in graph) == 1
-    outer = len([node for node in graph if str(node.name).startswith("layers.1.")])
-    assert not {"Softmax", "Log", "Either"} & {node.op_type for node in graph.all_nodes()}
-    for node in branches:
-        two, one = (node.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
-        for sums, counts in ((one, [1, 2, 0, 0]), (two, [2, 4, 2, 0])):
-            kinds = [inner.op_type for inner in sums]
-            assert [kinds.count(kind) for kind in ("Exp", "FusedMatMul", "Slice", "Cast")] == counts
-        assert outer + len(one) <= 54
+    kinds = [node.op_type for node in graph.all_nodes()]
+    layers = kinds.count("TensorScatter") // 2
+    counted = [kinds.count(kind) for kind in ("Exp", "FusedMatMul", "RMSNormalization", "If", "Softmax", "Either")]
+    assert counted == [layers, 3 * layers, 1, 0, 0, 0]
+    assert len([node for node in graph if str(node.name).startswith("layers.1.")]) <= 53
 
 
 def opened(graph: dict[str, Any], positions: int | str) -> None:

@@ -96,11 +96,11 @@ FAULTS = (
         "tests/test_ops.py::test_no_bit_of_a_sum_depends_on_what_is_beside_its_terms",
     ),
     Fault(
-        "branch-passes-a-border-unnoticed",
-        "graphs/dialects/exact.py",
-        "(position + tree_rows > border)",
-        "(position >= border)",
-        "tests/end_to_end/test_exact.py::test_rows_are_the_same_to_the_last_bit[full heads int4, no drafter-2]",
+        "tree-passes-a-border-by-one-row",
+        "runtime/decoding/target_passes.py",
+        "return int(moved.argmax()) if",
+        "return int(moved.argmax()) + 1 if",
+        "tests/end_to_end/test_exact.py::test_verified_rows_are_in_the_panels_of_their_positions",
     ),
     Fault(
         "parts-of-values-saved-in-another-order",
