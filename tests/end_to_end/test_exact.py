@@ -23,8 +23,6 @@ from runtime.bundle import graphs
 from runtime.bundle.manifest_reader import parse_manifest
 from runtime.bundle.reader import Bundle
 from runtime.cli.checks.lossless import differences
-from runtime.cli.checks.rows_alone import rows_alone
-from runtime.decoding.target_passes import TargetPasses
 from runtime.engines import golden_replay
 from runtime.errors import DamageError
 from tests.conftest import DEMO, MakeBundle
@@ -261,15 +259,19 @@ def test_verified_rows_are_in_the_panels_of_their_positions(
     target.keep(0)
 
 
-def test_trees_stop_at_borders(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.cli.checks.rows_alone._SHORT", 3)
-    with load(
-        make_bundle(LONGER, "--weights", "int8", "--capacity", "1050", "--rows", "17"), "cpu", threads=2
-    ) as model:
-        rows, unequal = rows_alone(model, [5, 6, 7, 8])
-        assert (unequal, rows % 17 > 0) == (0, True)
-        monkeypatch.setattr(TargetPasses, "in_order", lambda _, rows: rows)
-        assert rows_alone(model, [5, 6, 7, 8])[1] > 0
+def test_trees_stop_at_borders(make_bundle: MakeBundle) -> None:
+    """Their rows and ancestors are in the panels of their positions, and they are no smaller than that takes."""
+    prompt = np.random.default_rng(6).integers(2, LONGER.target["vocab_size"], 1008).tolist()
+    options = "--weights", "int8", "--capacity", "1050", "--rows", "17"
+    with load(make_bundle(LONGER, *options), "cpu", threads=2) as model:
+        past, sizes = len(prompt), dict[int, int]()
+        for cycle in model.generate(prompt, 20, rows=17, trace=True).cycles():
+            if cycle.tree:
+                assert all(in_panels(past, cycle.tree.parents))
+                sizes[past] = cycle.rows
+            past += len(cycle.path)
+    assert past > graphs.PANEL > min(past for past, rows in sizes.items() if rows < 17) > graphs.PANEL - 17
+    assert {rows for past, rows in sizes.items() if not graphs.PANEL - 17 < past < graphs.PANEL} == {17}
 
 
 def test_a_layer_has_few_nodes(make_bundle: MakeBundle) -> None:
