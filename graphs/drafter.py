@@ -110,7 +110,9 @@ class Drafter(nn.Module):
         """
         row = torch.arange(tokens.shape[0] + self.ahead, device=tokens.device)
         position, read = past_length + row, count + self.ahead
-        attention_mask = self.ops.attention_mask(Reach(None, position, past_length, caches[0])) if self.layers else None
+        attention_mask = (
+            self.ops.attention_mask(Reach(None, row.shape[0], past_length, caches[0])) if self.layers else None
+        )
         read_rows = self.ops.gather(hidden, path)
         if self.columns:
             read_rows = torch.cat([read_rows[:, columns] for columns in self.columns], dim=-1)

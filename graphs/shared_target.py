@@ -46,8 +46,8 @@ class SharedTarget(Target):
         position, filled = _join(positions, depth.shape[0]), [count > 0 for count in counts.split(1)]
         width = 2 * len(masks)
         seen = [
-            self.ops.attention_mask(self.reach(*lane))
-            for lane in zip(masks, positions, past_lengths, caches[0:width:2], strict=True)
+            self.ops.attention_mask(self.reach(mask, mask.shape[0], length, cache))
+            for mask, length, cache in zip(masks, past_lengths, caches[0:width:2], strict=True)
         ]
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]

@@ -73,7 +73,7 @@ class Target(nn.Module):
         rows, ``hidden`` [R, features], and the keys and values that the dialect's ``attend`` returns.
         """
         position = past_length + depth
-        attention_mask = self.ops.attention_mask(self.reach(mask, position, past_length, caches[0]))
+        attention_mask = self.ops.attention_mask(self.reach(mask, depth.shape[0], past_length, caches[0]))
         x = self.embed_tokens(tokens)
         present, entering = list[Tensor](), [x]
         for layer, key, value in zip(self.layers, caches[0::2], caches[1::2], strict=True):

@@ -49,10 +49,10 @@ class Ops(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, depth: Tensor, mask: Tensor, past: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, ...]:
         rows = self.rows(q, k, v, past + depth)
-        attention_mask = self.ops.attention_mask(Reach(mask, rows.position, past, keys, HEADS // KV))
+        attention_mask = self.ops.attention_mask(Reach(mask, q.shape[0], past, keys, HEADS // KV))
         out, new_keys, new_values = self.ops.attend(rows, (keys, values), past, attention_mask)
         in_order = self.rows(q, k, v, past + torch.arange(q.shape[0]))
-        causal = self.ops.attention_mask(Reach(None, in_order.position, past, keys, HEADS // KV))
+        causal = self.ops.attention_mask(Reach(None, q.shape[0], past, keys, HEADS // KV))
         plain, *_ = self.ops.attend(in_order, (keys, values), past, causal)
         return self.ops.rms_norm(q, self.norm, EPS), out, plain, new_keys, new_values
 
@@ -73,7 +73,7 @@ class Peek(nn.Module):
             return Rows(*(x[i:j] for x in (q, k, v)), HEADS, KV, position, self.cos, self.sin)
 
         first = rows(0, 3, length + torch.arange(3))
-        attention_mask = self.ops.attention_mask(Reach(None, first.position, length, keys))
+        attention_mask = self.ops.attention_mask(Reach(None, 3, length, keys))
         _, *written = self.ops.attend(first, (keys, values), length, attention_mask)
         count = torch.full((1,), 2, dtype=torch.int64)
         past = Past((keys, values), length, (written[0], written[1]), count)

@@ -21,8 +21,7 @@ class Basic(Plain):
         """Which rows each row attends to, bool [n, n]. It also attends to all cache positions below ``past_length``."""
         if reach.mask is not None:
             return reach.mask
-        rows = reach.position.shape[0]
-        return torch.ones(rows, rows, dtype=torch.bool, device=reach.cache.device).tril()
+        return torch.ones(reach.rows, reach.rows, dtype=torch.bool, device=reach.cache.device).tril()
 
     @classmethod
     def attend(

@@ -64,8 +64,8 @@ class Exact(Rounded):
         """When traced, a ``Seen``."""
         if not is_traced():
             return Plain.attention_mask(reach)
-        mask, past_length, cache = reach.mask, reach.past_length, reach.cache
-        rows, lowest = reach.position.shape[0], torch.finfo(torch.float32).min
+        mask, rows, past_length, cache = reach.mask, reach.rows, reach.past_length, reach.cache
+        lowest = torch.finfo(torch.float32).min
         zero = torch.zeros(1, dtype=torch.int64)
         # Not cache.shape[2]: the tracer could take it from any layer's cache, and layers are repeated after tracing.
         positions = _symbolic("Shape", (cache,), torch.int64, [1], start=2, end=3)

@@ -45,12 +45,12 @@ class Rows:
 class Reach:
     """What the n rows of a pass attend to, once they are written at ``past_length``.
 
-    mask: bool [n, n] (row attends to row), None for causal rows; position: int64 [n]; past_length: int64 [1]; cache:
-    any cache of the pass. queries: query heads per kv head.
+    mask: bool [n, n] (row attends to row), None for causal rows; rows: n; past_length: int64 [1]; cache: any cache of
+    the pass. queries: query heads per kv head.
     """
 
     mask: Tensor | None
-    position: Tensor
+    rows: int
     past_length: Tensor
     cache: Tensor
     queries: int = 1
@@ -179,7 +179,7 @@ class Plain:
     def attention_mask(reach: Reach) -> Any:
         """The attention mask of a pass, as ``attend`` takes it. Here bool [n, S]: every position below
         ``past_length``, and those rows that the mask allows."""
-        mask, past_length, cache, rows = reach.mask, reach.past_length, reach.cache, reach.position.shape[0]
+        mask, past_length, cache, rows = reach.mask, reach.past_length, reach.cache, reach.rows
         row = torch.arange(cache.shape[2], device=cache.device) - past_length
         if mask is None:
             return row[None, :] <= torch.arange(rows, device=cache.device)[:, None]

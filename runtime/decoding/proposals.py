@@ -86,9 +86,8 @@ class Proposer:
         if self.planner and self.target.splits:
             draft_ns += self.draft.finish()
             rows = self.planner.choose_rows(*self.draft.scored())
-        return DraftTree(
-            self, self.target.in_order(min(rows, most)), len(accepted.rows), (draft_ns, host_ns, catch_up_ns)
-        )
+        rows = self.target.in_order(min(rows, most))
+        return DraftTree(self, rows, len(accepted.rows), (draft_ns, host_ns, catch_up_ns))
 
     def _continue(self, looked_up: Sequence[int]) -> "Continuation":
         pending = self.history.accepted.tokens[-1]

@@ -9,7 +9,7 @@ from ...api.model import Model
 from ...decoding.cycle import Tree
 from ...decoding.decoder import Decoder
 
-_LONG = 1012  # tokens, so that trees lie on both sides of a border between panels (graphs.dialects.exact)
+_LONG = 1012  # tokens, so that trees come to a border between panels (TargetPasses.in_order)
 _SHORT = 12  # tokens of the other texts
 
 
@@ -20,7 +20,7 @@ def rows_alone(model: Model, prompt: Sequence[int]) -> tuple[int, int]:
     Returns the number of rows, and the number of rows whose logits are not bitwise equal.
     """
     prompts = [prompt]
-    if model.decoder.target.graphs["target"].open_caches:  # such a pass takes another branch after a long text
+    if model.decoder.target.graphs["target"].open_caches:  # a long text has several panels
         prompts.append(
             list(
                 itertools.islice(
